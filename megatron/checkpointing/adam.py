@@ -1,7 +1,8 @@
-"""Adam's state out of a checkpoint, for the Adam that is here: torch's, and apex's or DeepSpeed's FusedAdam.
+"""Converts Adam's state of a checkpoint for the Adam of this run: torch's, or apex's or DeepSpeed's FusedAdam.
 
 On CUDA upstream trains with FusedAdam, whose parameter groups have other options than torch's: they say whether the
-moments' bias is corrected, not by which rule weights decay (it is the decoupled one), and they count the steps.
+bias of the moments is corrected, they count the steps, and they do not name the rule of weight decay, which is always
+the decoupled one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ logger = logging.getLogger(__name__)
 _OF_FUSED = "bias_correction"
 
 
-def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """`base`, the state_dict of an Adam, as one with the parameter groups `own` keeps it; as it is if that is its kind.
+def convert_adam_state(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Convert `base`, the state_dict of an Adam, to the kind of Adam whose parameter groups are `own`.
 
     Both have the groups in the same order. No tensor of `base` is copied or changed: moments and steps are carried over
-    bit for bit, which is logged, since the other Adam rounds its steps otherwise.
+    bit for bit. A conversion is logged, since the other Adam rounds its steps differently.
 
-    Raises CheckpointMismatchError if `base` was trained with L2 weight decay, which FusedAdam would take for decoupled.
+    Raises CheckpointMismatchError if `base` was trained with L2 weight decay, since FusedAdam's is always decoupled.
     """
     if isinstance(base, list):  # zero_optimization.elastic_checkpoint
         return base
@@ -51,8 +52,8 @@ def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mappin
         kinds = ("FusedAdam (apex's or DeepSpeed's)", "torch's Adam")
         saved_by, here_is = kinds if _OF_FUSED not in own[0] else kinds[::-1]
         logger.info(
-            "the checkpoint's optimizer is %s and this run's %s: moments and steps are the same bits, and steps from "
-            "here on may round otherwise",
+            "the checkpoint's optimizer is %s and this run's %s: moments and steps are carried over bit for bit, but "
+            "further steps may round differently",
             saved_by,
             here_is,
         )
@@ -62,6 +63,7 @@ def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mappin
 def _check_weight_decay(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if _OF_FUSED in here and saved.get("decoupled_weight_decay") is False and saved.get("weight_decay"):
         raise CheckpointMismatchError(
-            "the checkpoint was trained by torch's Adam with L2 weight decay (upstream on CPU), and this run's, "
-            "FusedAdam, decouples it: that would be another training; resume without apex, or with --no-load-optim"
+            "the checkpoint was trained by torch's Adam with L2 weight decay (upstream on CPU), but this run's "
+            "FusedAdam has decoupled weight decay: the training would change; resume without apex, or with "
+            "--no-load-optim"
         )

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: what stops one of them stops all, at once and with the same words."""
+"""Steps that all ranks take collectively: an error on one rank is raised on all of them, with the same message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointRejectedError(CheckpointDamagedError):
-    """The checkpoint is damaged, as at least one rank found: another may be loaded. `args`: what each found."""
+    """At least one rank found the checkpoint damaged; another checkpoint may be loaded.
+
+    `args`: what each rank found.
+    """
 
     def __str__(self) -> str:
         return "; ".join(self.args)
@@ -23,10 +26,10 @@ class CheckpointRejectedError(CheckpointDamagedError):
 def run_on_all_ranks(
     control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = list
 ) -> Any:
-    """Take a step on every rank: `work()` on each, then on rank 0 `conclude(results by rank)`, which every rank gets.
+    """Run `work()` on every rank, then `conclude(results by rank)` on rank 0; all ranks return its result.
 
-    Raises the same on all ranks if any of them raised: CheckpointRejectedError for CheckpointDamagedError or OSError,
-    any other CheckpointError as it is, and CheckpointError naming rank and exception for anything else. Waits for the
+    If any rank raises, all ranks raise the same: CheckpointRejectedError for CheckpointDamagedError or OSError, any
+    other CheckpointError as it is, and a CheckpointError that names rank and exception for anything else. Waits for the
     slowest rank.
     """
     return _taken(control, op, work, conclude, lambda verdict: verdict, control.broadcast)
@@ -35,7 +38,7 @@ def run_on_all_ranks(
 def run_and_scatter(
     control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Sequence[Any]]
 ) -> Any:
-    """As `run_on_all_ranks`, but `conclude` returns a result for each rank, and a rank hears of its own alone."""
+    """As `run_on_all_ranks`, but `conclude` returns a result for each rank, and each rank gets its own only."""
     for_all = lambda verdict: [verdict] * control.world_size if isinstance(verdict, CheckpointError) else verdict  # noqa: E731
     return _taken(control, op, work, conclude, for_all, control.scatter)
 
@@ -46,22 +49,22 @@ def _taken(
     work: Callable[[], Any],
     conclude: Callable[[list[Any]], Any],
     prepare: Callable[[Any], Any],
-    tell: Callable[[Any], Any],
+    distribute: Callable[[Any], Any],
 ) -> Any:
-    """As `run_on_all_ranks`; rank 0 has `tell` take what `prepare` makes of the result, or the error, of all."""
+    """As `run_on_all_ranks`; `distribute` sends the result or error, prepared by `prepare` on rank 0, to the ranks."""
     mine, cause = _attempt(work, control.rank)
     with op.span("barrier"):
         gathered = control.gather(mine)
     verdict = None if gathered is None else prepare(_verdict(gathered, conclude))
     with op.span("barrier"):
-        verdict = tell(verdict)
+        verdict = distribute(verdict)
     if isinstance(verdict, CheckpointError):
         raise verdict from cause
     return verdict
 
 
 def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, Exception | None]:
-    """The result of `work`, or the CheckpointError to raise on all ranks; and what is behind that."""
+    """The result of `work`, or the CheckpointError to raise on all ranks; and the exception that caused it."""
     try:
         return work(), None
     except CheckpointRejectedError as exc:
@@ -76,7 +79,7 @@ def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, Exception | None]
 
 
 def _verdict(found: Sequence[Any], conclude: Callable[[list[Any]], Any]) -> Any:
-    """On rank 0: the result or the error of all. What ends the run comes before what another checkpoint may mend."""
+    """On rank 0: the result, or the error to raise. An error that ends the run precedes a damaged checkpoint."""
     errors = [item for item in found if isinstance(item, CheckpointError)]
     if not errors:
         return _attempt(lambda: conclude(list(found)), 0)[0]

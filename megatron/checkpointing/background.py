@@ -47,7 +47,7 @@ class BackgroundSave:
         self.total_ns = 0  # from `start_ns` to the commit; valid once the save is over
         self._op = op
         self._pending = pending
-        self._tell_waiting = (lambda _: None) if pending is None else pending.tell_waiting
+        self._set_waiting = (lambda _: None) if pending is None else pending.set_waiting
         self._finish = finish
         self._start_ns = start_ns
         self._decided = threading.Event()
@@ -109,11 +109,11 @@ class BackgroundSave:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        self._tell_waiting(True)
+        self._set_waiting(True)
         try:
             yield
         finally:
-            self._tell_waiting(False)
+            self._set_waiting(False)
 
     def join(self) -> None:
         """Wait for the end on a thread that has nothing else to do: the state is released, nothing is blocked."""

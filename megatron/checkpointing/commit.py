@@ -1,12 +1,11 @@
-"""The commit protocol on disk, as rank 0 carries it out: publish and discover. megatron.checkpointing.removal removes.
+"""The commit protocol on disk, which rank 0 carries out: publish and discover. megatron.checkpointing.removal removes.
 
-Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed
-to its tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest
-directory that has a manifest is a complete checkpoint. All renames are the owner's of the directory
-(megatron.checkpointing.ownership).
+Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed to its
+tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest directory with
+a manifest is a complete checkpoint. Only the owner of the directory renames (megatron.checkpointing.ownership).
 
-To find the newest takes the first and the last lines of each manifest, whatever number of files it tells of. A manifest
-is read when its checkpoint is the next that a load would try, and the files are looked at then.
+To find the newest checkpoint, only the first and last lines of each manifest are read, whatever its number of files.
+The complete manifest is read, and the files are checked, when its checkpoint is the next that a load would try.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredObject:
-    """A file as an object of a store: the store's name of its content, and the CRC-32 of all of it ("crc32:...")."""
+    """A file as an object in a store: its ETag, and the CRC-32 of its content ("crc32:...")."""
 
     etag: str
     checksum: str
@@ -51,13 +50,12 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of manifest.json. `files` has every file of the checkpoint but the manifest itself.
+    """Content of manifest.json. `files` has every file of the checkpoint except the manifest itself.
 
-    `sequence` counts the commits into a directory from 1: with it, the newest checkpoint is the last one that
-    was committed, even after training went back to an earlier step with --load-tag. `loaded_from` is the other
-    directory that the run began from, "" if it began from its own or from none. `objects`: of a checkpoint in object
-    storage, what each of the files is there.
-    What each key may hold is in megatron.checkpointing.manifest: a new one must be told there.
+    `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
+    after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
+    from; "" if it began from its own or from none. `objects`: for a checkpoint in object storage, the object of each
+    file. megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
     """
 
     tag: str
@@ -81,7 +79,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError if `text` is not a manifest, whole, unaltered, and of the right types."""
+        """Raises ValueError if `text` is not a complete, unaltered manifest with values of the right types."""
         content = parse_manifest(text)
         content["files"] = {
             name: SavedFile(**entry | {"states": tuple(entry.get("states", ()))})
@@ -97,7 +95,7 @@ class Manifest:
 
     @staticmethod
     def beginning_of(directory: Path) -> Manifest:
-        """The manifest in `directory` without its files, as `read_beginning`, or whole if it begins otherwise.
+        """The manifest in `directory` without its files, by `read_beginning`; with its files if it begins differently.
 
         Raises as `of`.
         """
@@ -116,7 +114,7 @@ class Candidate:
 
     @property
     def place(self) -> str:
-        """Where it is, for a message."""
+        """Its location, for messages."""
         return str(self.directory)
 
     @property
@@ -126,7 +124,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint by what says how new it is; nothing else of it was looked at. `sequence`: as of Candidate."""
+    """A checkpoint of which only the order is known; nothing else was read. `sequence`: as in Candidate."""
 
     directory: Path
     tag: str
@@ -138,7 +136,7 @@ class Listed:
         return self.sequence != _NO_MANIFEST
 
 
-_NO_MANIFEST = float("inf")  # upstream's counts only if `latest` names it, so it came last
+_NO_MANIFEST = float("inf")  # a checkpoint of upstream counts only if `latest` names it, so it is the newest
 
 
 class _Aged(Protocol):
@@ -156,12 +154,12 @@ _AnyAged = TypeVar("_AnyAged", bound=_Aged)
 
 
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
-    """Write what is to replace `path` into a temporary file next to it; returns that file.
+    """Write the new content of `path` into a temporary file next to it. Returns that file.
 
-    Renamed to `path`, it is seen by a reader, or after a crash, whole or not at all.
+    After the rename to `path` a reader, also after a crash, sees either all of it or the old content.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    # One may be left of a save that was killed; and a FIFO or a link must not be written to.
+    # A killed save may have left one; and a FIFO or a link must not be written to.
     temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:
         file.write(text)
@@ -173,21 +171,21 @@ def _write_beside(path: Path, text: str, fsync: bool) -> Path:
 
 @dataclass
 class Known:
-    """What this launch knows of a directory that it owns, and in which nobody else may change anything.
+    """The known checkpoints of a directory that this launch owns, in which no other process may change anything.
 
-    It is not looked at again: each look takes as many system calls as there are files, which is ranks and more.
+    They are not checked again, since a check takes a system call for each file, at least one per rank.
     """
 
-    complete: dict[Path, Candidate] = field(default_factory=dict)  # committed by it, or looked at
-    damaged: set[Path] = field(default_factory=set)  # looked at
-    # By it, to be removed (megatron.checkpointing.removal); with the manifest that it had, where that is known.
+    complete: dict[Path, Candidate] = field(default_factory=dict)  # committed by this launch, or checked
+    damaged: set[Path] = field(default_factory=set)  # checked
+    # Set aside by this launch for removal (megatron.checkpointing.removal), with its manifest if that is known.
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
 
 
 def next_sequence(save_dir: Path, known: Known | None = None) -> int:
-    """Sequence number for the next commit into `save_dir`: one more than that of the checkpoint in `latest`.
+    """Sequence number of the next commit into `save_dir`: one more than that of the checkpoint named by `latest`.
 
-    Where `latest` does not name a checkpoint of ours, the manifests of all are read.
+    If `latest` does not name a checkpoint of ours, all manifests are read.
     """
     try:
         newest = save_dir / (read_latest(save_dir) or "")
@@ -201,7 +199,7 @@ def next_sequence(save_dir: Path, known: Known | None = None) -> int:
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
-    """Make the files in `directory` a whole checkpoint. Raises ValueError for a manifest that no load would take."""
+    """Write the manifest, which makes `directory` a complete checkpoint. Raises ValueError for an invalid manifest."""
     text = manifest.to_json()
     Manifest.from_json(text)
     os.replace(_write_beside(directory / names.MANIFEST, text, fsync), directory / names.MANIFEST)
@@ -218,16 +216,16 @@ def publish(
     owner: Ownership | None = None,
     manifest: Manifest | None = None,
 ) -> list[str]:
-    """Give the finished `temporary` directory its name and let `latest` name it.
+    """Rename the finished `temporary` directory to its tag and let `latest` name it.
 
-    An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place;
-    megatron.checkpointing.removal removes it. Raises OSError, with the older checkpoints as they were, if the storage
-    refuses or a file of the manifest is not there; SaveDirectorySupersededError if another launch owns the directory.
-    Once the checkpoint is there nothing is raised any more, and what went wrong then is returned: it is no failed save.
-    Without `owner` nobody else may write there.
+    An older checkpoint of the same tag is moved aside first, and stays loadable until the new one is in place;
+    megatron.checkpointing.removal removes it. Raises OSError, with the older checkpoints unchanged, if the storage
+    refuses or a file of the manifest is missing; SaveDirectorySupersededError if another launch owns the directory.
+    Errors after the rename are returned, not raised, since the checkpoint is then committed.
+    Without `owner` no other launch may write there.
 
-    `manifest`: the one in `temporary`, if each rank has seen its own files there with their sizes. Then it is only
-    looked whether this process sees all of them, too; else the sizes are compared, a look at each file.
+    `manifest`: the one in `temporary`, if each rank has checked the sizes of its own files there. Then this process
+    only checks that it sees all of them; otherwise it compares all sizes.
     """
     with changing(owner):
         found = _inspect(temporary) if manifest is None else _missing(temporary, manifest)
@@ -241,14 +239,14 @@ def _missing(directory: Path, manifest: Manifest) -> str | None:
 
 
 def changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which no launch claims the directory, as of Ownership."""
+    """A context in which no other launch can claim the directory, as in Ownership."""
     return contextlib.nullcontext() if owner is None else owner.exclusively()
 
 
 def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> list[str]:
     final = save_dir / tag
     replaced = save_dir / f"{tag}{names.REPLACED_SUFFIX}"
-    # What needs space comes before the checkpoint appears: a full disk must not leave it half published.
+    # Files that need space are written before the checkpoint appears: a full disk must not leave it half published.
     pointers = {
         save_dir / name: _write_beside(save_dir / name, text, fsync)
         for name, text in ((names.LATEST, tag), (names.TRACKER, str(step)))
@@ -267,7 +265,7 @@ def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) 
 
 
 def _point_to(save_dir: Path, pointers: dict[Path, Path], fsync: bool) -> list[str]:
-    """Replace `latest` and its like, for a checkpoint that is there already; returns what did not work."""
+    """Replace `latest` and the tracker file for a published checkpoint. Returns the errors."""
     wrong = _not_synchronised(save_dir) if fsync else []
     for pointer, written in pointers.items():
         try:
@@ -275,8 +273,8 @@ def _point_to(save_dir: Path, pointers: dict[Path, Path], fsync: bool) -> list[s
         except OSError as exc:
             written.unlink(missing_ok=True)
             wrong.append(
-                f"{pointer} could not be replaced ({exc.strerror}): remove it, for upstream's programs and DeepSpeed "
-                "read it; a load of this program does without"
+                f"{pointer} could not be replaced ({exc.strerror}): remove it, since upstream's programs and DeepSpeed "
+                "read it; this program can load without it"
             )
     return wrong + [what for what in (_not_synchronised(save_dir) if fsync else []) if what not in wrong]
 
@@ -290,11 +288,10 @@ def _not_synchronised(save_dir: Path) -> list[str]:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a directory that is to be removed a name that no load looks at, and remove its manifest; its new path.
+    """Rename a directory that is to be removed to a name that loads ignore, and remove its manifest. Returns its path.
 
-    So a removal that is killed, at whatever instant, leaves nothing that looks like a checkpoint; and of two launches
-    only one has the directory: the one whose rename succeeds. Raises OSError if it was the other, or the storage
-    refuses.
+    A removal that is killed at any instant therefore leaves nothing that looks like a checkpoint; and of two launches
+    only one gets the directory, the one whose rename succeeds. Raises OSError in the other, or if the storage refuses.
     """
     to_remove = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
     os.rename(path, to_remove)
@@ -304,10 +301,10 @@ def set_aside(path: Path) -> Path:
 
 
 class Search:
-    """The checkpoints of a directory, one after the other as a load tries them: newest first.
+    """The checkpoints of a directory in the order in which a load tries them: newest first.
 
-    `number` of them; `problems`: what is wrong with others. A directory without a manifest counts only if `latest` (or
-    `load_tag`) names it: then it is upstream's or DeepSpeed's. A `latest` that names nothing is something wrong, too.
+    `number`: their number; `problems`: problems of others. A directory without a manifest counts only if `latest` (or
+    `load_tag`) names it: then upstream or DeepSpeed wrote it. A `latest` that names no checkpoint is a problem, too.
     Raises OSError if the directory itself cannot be read.
     """
 
@@ -315,8 +312,8 @@ class Search:
         self.problems: list[str] = []
         self._known = known or Known()
         self._left: list[Listed] = []
-        self._bare: list[Path] = []  # of a step, and without a manifest
-        self._newest: Listed | None = None  # of those that were not rejected
+        self._bare: list[Path] = []  # directories of a step without a manifest
+        self._newest: Listed | None = None  # the newest that was not rejected
         self._given: Listed | None = None
         if load_dir.is_dir():
             self._list(load_dir, load_tag)
@@ -324,15 +321,15 @@ class Search:
 
     @property
     def steps(self) -> list[int]:
-        """Of those that were not given yet, in their order."""
+        """Steps of the checkpoints that `next` has not returned yet, in order."""
         return [one.step for one in self.listed()]
 
     def listed(self) -> list[Listed]:
-        """Those that were not given yet, newest first."""
+        """The checkpoints that `next` has not returned yet, newest first."""
         return newest_first(self._left, self._newest)
 
     def next(self) -> tuple[Candidate | None, list[str]]:
-        """The next one, or what is wrong with it. Its files were not looked at."""
+        """The next checkpoint, or its problems. Its files are not checked."""
         self._accept()
         one = self._given = self.listed()[0]
         self._left.remove(one)
@@ -346,7 +343,7 @@ class Search:
         return Candidate(one.directory, manifest.tag, manifest.step, manifest), []
 
     def reject(self, why: str) -> list[str]:
-        """The last one was no checkpoint to load: `why`, and what else is wrong because of that."""
+        """Reject the checkpoint that `next` returned last. Returns `why`, and further problems that follow from it."""
         self._given = None
         return [why, *self._passed_over()]
 
@@ -356,8 +353,8 @@ class Search:
         self._given = None
 
     def _list(self, load_dir: Path, load_tag: str | None) -> None:
-        # Before the directories are: a job that saves meanwhile has published a checkpoint by the time `latest` names
-        # it.
+        # Read before the directories are listed: a job that saves meanwhile publishes a checkpoint before `latest`
+        # names it.
         latest, unreadable = _read_latest(load_dir)
         directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
         problems: list[tuple[str, str]] = []  # (tag, what is wrong)
@@ -379,16 +376,16 @@ class Search:
             return
         bare = list(self._bare)
         passed_over = self._passed_over()
-        told = {one.tag for one in self._left} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
-        told |= {path.name for path in bare if path not in self._bare}
+        known = {one.tag for one in self._left} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
+        known |= {path.name for path in bare if path not in self._bare}
         self.problems = [what for _, what in problems + unreadable] + passed_over
-        if latest is not None and latest not in told and _read_latest(load_dir)[0] == latest:
+        if latest is not None and latest not in known and _read_latest(load_dir)[0] == latest:
             self.problems.append(names_nothing(load_dir, latest))
 
     def _passed_over(self) -> list[str]:
-        """Newer steps than all that may be loaded whose manifest is gone: what is wrong, once of each.
+        """A problem for each directory without a manifest whose step is newer than all that may be loaded, once each.
 
-        Older ones may be upstream's, which keeps no manifest, and are no concern of this load.
+        Older ones may be upstream's, which writes no manifest, and do not matter to this load.
         """
         there = [*self._left, *(one for one in (self._newest, self._given) if one is not None)]
         newest = max((one.step for one in there), default=-1)
@@ -401,10 +398,10 @@ class Search:
 def discover(
     load_dir: Path, load_tag: str | None, known: Known | None = None, *, files: bool = True
 ) -> tuple[list[Candidate], list[str]]:
-    """All checkpoints of a Search, newest first, and what is wrong with others.
+    """All checkpoints of a Search, newest first, and the problems of others.
 
-    With `files`, those whose files are all there: a look at each file of each. Sizes are compared with the manifest;
-    checksums are left to the load.
+    With `files`, only those whose files all exist with the sizes of the manifest; this takes a system call per file.
+    Checksums are verified by the load.
     """
     search = Search(load_dir, load_tag, known)
     candidates: list[Candidate] = []
@@ -428,41 +425,41 @@ def discover(
 
 
 def wrong_with(directory: Path, manifest: Manifest) -> str | None:
-    """What of the files of the checkpoint in `directory` is not there as it was saved. Raises OSError."""
-    return told_wrong(directory, wrong_files(directory, manifest.files))
+    """What is wrong with the files of the checkpoint in `directory`; None if nothing is. Raises OSError."""
+    return describe_damage(directory, wrong_files(directory, manifest.files))
 
 
-Share = tuple[Path, dict[str, SavedFile]]  # files of the checkpoint in a directory that one rank looks at
+Share = tuple[Path, dict[str, SavedFile]]  # the directory of a checkpoint, and those of its files that one rank checks
 
 
 def shares(candidate: Candidate, ranks: Sequence[int], world_size: int) -> list[Share]:
-    """What each of `ranks` is to look at of a checkpoint: each file is looked at by one rank."""
+    """The files of a checkpoint that each of `ranks` checks: each file is checked by one rank."""
     assert candidate.manifest is not None
     return [(candidate.directory, files) for files in shares_of(candidate.manifest.files, ranks, world_size)]
 
 
 def wrong_in(share: Share) -> list[str]:
-    """What is wrong with those files. What cannot be looked at is wrong, too."""
+    """What is wrong with those files, including files that cannot be checked."""
     try:
         return wrong_files(*share, listed=False)
     except OSError as exc:
         return [str(exc)]
 
 
-def told_wrong(directory: Path, wrong: Sequence[str]) -> str | None:
-    """What is wrong with a checkpoint, by what is `wrong` with its files; None if nothing is."""
+def describe_damage(directory: Path, wrong: Sequence[str]) -> str | None:
+    """A message on a checkpoint with what is `wrong` with its files; None if nothing is."""
     return f"{directory.name}: " + "; ".join(wrong) if wrong else None
 
 
 def _listed(directory: Path, known: Known) -> list[Listed]:
-    """The checkpoint in `directory`; none without a manifest. Raises OSError or ValueError if that cannot be read."""
+    """The checkpoint in `directory`; [] without a manifest. Raises OSError or ValueError if that cannot be read."""
     if directory in known.complete:
         one = known.complete[directory]
         return [Listed(directory, one.tag, one.step, one.sequence)]
     if not os.path.lexists(directory / names.MANIFEST):
         return []
     heading = read_heading(directory)
-    if heading is None:  # it was written by others, or is damaged
+    if heading is None:  # written by another program, or damaged
         manifest = Manifest.of(directory)
         heading = manifest.tag, manifest.step, manifest.sequence
     return [Listed(directory, *heading)]
@@ -482,16 +479,16 @@ def _read_latest(load_dir: Path) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 def names_nothing(load_dir: Path, latest: str) -> str:
-    """What is wrong with a `latest` that names a tag of which there is no checkpoint."""
+    """The problem of a `latest` that names a tag without a checkpoint."""
     why = "in which there is no checkpoint" if os.path.isdir(load_dir / latest) else "which is not there"
     return f"{load_dir / names.LATEST} names {latest}, {why}"
 
 
 def newest_first(candidates: Sequence[_AnyAged], newest: _Aged | None = None) -> list[_AnyAged]:
-    """In the order in which a load tries them: last committed first.
+    """Sort checkpoints into the order in which a load tries them: last committed first.
 
-    Steps beyond those of the newest checkpoint belong to a course that was given up by going back (--load-tag): they
-    come after all others. `newest`: that one, if it is none of `candidates`.
+    Steps beyond that of the newest checkpoint were abandoned when training went back to an earlier step (--load-tag),
+    so they come after all others. `newest`: the newest checkpoint, if it is not in `candidates`.
     """
 
     def age(candidate: _Aged) -> tuple[float, int, bool]:
@@ -505,7 +502,7 @@ def newest_first(candidates: Sequence[_AnyAged], newest: _Aged | None = None) ->
 
 
 def _inspect(directory: Path) -> Candidate | str | None:
-    """The checkpoint in `directory`, or what is wrong with it; None without a manifest.
+    """The checkpoint in `directory`, or what is wrong with it; None if it has no manifest.
 
     Raises OSError or ValueError if the manifest cannot be read.
     """
@@ -523,7 +520,7 @@ def _foreign(load_dir: Path, tag: str | None) -> list[Listed]:
 
 
 def is_upstreams(directory: Path) -> bool:
-    """Whether it has files of upstream's or DeepSpeed's; those of this program have the same names."""
+    """Whether the directory has the files of upstream or DeepSpeed; those of this program have the same names."""
     return directory.is_dir() and any(directory.glob("mp_rank_*_model_states.pt"))
 
 

@@ -58,7 +58,7 @@ def next_found(
             return commit.wrong_in(commit.shares(candidate, [control.rank], control.world_size)[0])
 
     def conclude(by_rank: list[list[str]]) -> list[str]:
-        wrong = commit.told_wrong(candidate.directory, [what for mine in by_rank for what in mine])
+        wrong = commit.describe_damage(candidate.directory, [what for mine in by_rank for what in mine])
         return [] if wrong is None or not isinstance(search, commit.Search) else search.reject(wrong)
 
     problems = run_on_all_ranks(control, op, look, conclude)

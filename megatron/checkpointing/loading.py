@@ -151,7 +151,7 @@ def _load_first(
         finally:
             if reader is not ctx.checkpoint_engine:
                 reader.close()
-            reader.loads_are_over()
+            reader.end_loads()
     if problems:
         raise _none_can_be_used(load_dir, problems, half_applied)
     if options.load_tag is not None:

@@ -1,6 +1,6 @@
-"""The checkpoints of a training run over all ranks: DeepSpeed's state to files and back, every phase recorded.
+"""Saves and loads the checkpoints of a training run on all ranks, with every phase recorded in the trace.
 
-Save: megatron.checkpointing.writer, of the files that megatron.checkpointing.state collects.
+Save: megatron.checkpointing.state collects the state, megatron.checkpointing.writer writes it.
 Load: megatron.checkpointing.loading.
 """
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Saves and loads the state of one run. `engine` is DeepSpeed's throughout.
+    """Saves and loads the state of one run. All arguments called `engine` are DeepSpeed's.
 
-    `attempt`, `commit_control`: as of CheckpointWriter. `ownership`: rank 0's of --save.
+    `attempt`, `commit_control`: as in CheckpointWriter. `ownership`: on rank 0, the ownership of --save.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Checkpointer:
         self.context = context
         self._ownership = ownership
         self._object_directory = open_object_directory(context, ownership)
-        # Iteration of the newest checkpoint in --save that is of this course of training, as far as is known.
+        # Iteration of the newest checkpoint in --save that belongs to this training; None if unknown.
         self.last_saved_step: int | None = None
         identity = CheckpointIdentity(
             layout=context.place.layout.as_dict(),
@@ -63,13 +63,13 @@ class Checkpointer:
         self.writer = CheckpointWriter(
             context.checkpoint_engine, context.control, context.recorder, identity, attempt, commit_control
         )
-        # The asynchronous saves; `finished` of this class tells which are over.
+        # The asynchronous saves; `finished` of this class returns those that have ended.
         self.background = self.writer.background
 
     def save(self, engine: Any, progress: Progress, *, on_storage: bool = True) -> None:
-        """Save the state after iteration `progress.iteration`; collective. `on_storage`: as of CheckpointWriter.save.
+        """Save the state after iteration `progress.iteration`; collective. `on_storage`: as in CheckpointWriter.save.
 
-        Returns, and raises, as CheckpointWriter.save. Raises ValueError without --save.
+        Returns and raises as CheckpointWriter.save does. Raises ValueError without --save.
         """
         context, options = self.context, self.context.config.checkpoint
         if options.save is None:
@@ -97,14 +97,14 @@ class Checkpointer:
         return SaveDirectory(Path(save), ownership, self.context.config.checkpoint.keep_last)
 
     def close(self) -> None:
-        """Give back what the saves hold. None is pending."""
+        """Release the resources of saves. No save may be pending."""
         self.writer.close()
         self.context.checkpoint_engine.close()
         if self._object_directory is not None:
             self._object_directory.close()
 
     def finished(self) -> list[BackgroundSave]:
-        """The asynchronous saves that are over since the last call, oldest first. Waits for nothing."""
+        """The asynchronous saves that have ended since the last call, oldest first. Does not wait."""
         ended = self.background.finished()
         for save in ended:
             if save.error is None and save.on_storage:
@@ -114,20 +114,20 @@ class Checkpointer:
     def load(self, engine: Any) -> Progress | None:
         """Restore the newest complete checkpoint of --load into `engine`; collective.
 
-        Returns, and raises, as load_newest.
+        Returns and raises as load_newest does.
         """
-        self.background.drain()  # a load changes the state that a pending save may still be reading
+        self.background.drain()  # a load changes the state that a pending save may still read
         progress = load_newest(self.context, engine)
         options = self.context.config.checkpoint
         if progress is not None and not (options.finetune or options.reset_iteration):
-            # What an engine has kept in memory may not be on storage yet, so the end of training saves it again.
+            # A save in memory may not be on storage yet, so the end of training saves it again.
             stored = options.load == options.save and not self.context.checkpoint_engine.keeps_in_memory
             self.last_saved_step = progress.iteration if stored else None
         return progress
 
 
 def open_object_directory(context: RunContext, ownership: Ownership | ObjectOwnership | None) -> ObjectDirectory | None:
-    """Where --save is a URI: the prefix of a bucket, for this rank."""
+    """The prefix of a bucket, for this rank, if --save is a URI; otherwise None."""
     options = context.config.checkpoint
     if options.save is None or not is_uri(options.save):
         return None
@@ -140,10 +140,10 @@ def open_object_directory(context: RunContext, ownership: Ownership | ObjectOwne
 
 
 def save_checkpoint(checkpointer: Checkpointer, engine: Any, progress: Progress) -> None:
-    """`checkpointer.save`, as upstream's function is called."""
+    """`checkpointer.save` under the name of upstream's function."""
     checkpointer.save(engine, progress)
 
 
 def load_checkpoint(checkpointer: Checkpointer, engine: Any) -> Progress | None:
-    """`checkpointer.load`, as upstream's function is called."""
+    """`checkpointer.load` under the name of upstream's function."""
     return checkpointer.load(engine)

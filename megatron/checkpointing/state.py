@@ -1,8 +1,8 @@
-"""What a checkpoint holds: from the live DeepSpeed engine to one state per file, and back.
+"""The content of a checkpoint: collects one state per file from the live DeepSpeed engine, and restores it.
 
-The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its
-collectives and without writing anything, so that engines are free in how they write. `engine` is a DeepSpeed
-PipelineEngine throughout.
+The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its collectives
+and without writing anything, so that engines are free in how they write. All arguments called `engine` are DeepSpeed
+PipelineEngines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed import __version__ as deepspeed_version
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.adam import as_here
+from megatron.checkpointing.adam import convert_adam_state
 from megatron.checkpointing.changed_flags import changes
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
@@ -29,28 +29,29 @@ from megatron.parallel.random import get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 
-_MASTERS = "single_partition_of_fp32_groups"  # in DeepSpeed's shards
-# Of a parameter group: what the command line decides. The schedule sets the last two again, if it is restored.
+_MASTERS = "single_partition_of_fp32_groups"  # key of the master weights in DeepSpeed's shards
+# Settings of a parameter group that come from the command line. The schedule, if restored, sets the last two again.
 _HYPER_PARAMETERS = ("betas", "eps", "momentum", "lr", "weight_decay")
-_COURSE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_SCALE_PROGRESS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass
 class Progress:
-    """How far training has come: all that a resume needs beside tensors and random state."""
+    """The progress of training: what a resume needs besides tensors and random state."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    # (train, valid, test) samples that the index was built for: kept over resumes, they keep the data order.
+    # (train, valid, test) samples that the index was built for. They stay the same over resumes, and so the data order.
     indexed_samples: tuple[int, int, int] | None = None
 
 
 def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool) -> list[FileState]:
-    """The files that this rank reads back; `with_tensors`: and the weights and masters that are to become theirs.
+    """The files that this rank loads; `with_tensors`: with the live weights and masters, which loads may fill in place.
 
-    An engine may fill these before it is known whether the checkpoint is whole: what is applied then, from that one
-    or another, replaces them all, and so does `start_over`. Moments there are none before the first step.
+    An engine may fill them before all ranks know whether the checkpoint is undamaged: whatever is applied afterwards,
+    from that checkpoint or another, replaces them all, and so does `start_over`. Before the first step there are no
+    moments.
     """
     mine = [
         FileState(names.layer_file(number, place.at.tp), layer.state_dict() if with_tensors else {})
@@ -75,12 +76,12 @@ def collect_state(
     with_placements: bool = False,
     every_replica: bool = False,
 ) -> list[FileState]:
-    """The files of this rank with the live state they are to hold: tensors are not copied.
+    """The files of this rank with the live state that they are to hold; tensors are not copied.
 
-    `vocab_sizes`: the tokenizer's, and that padded for TP. `with_placements`: tell of every tensor which part of
+    `vocab_sizes`: the tokenizer's, and the size padded for TP. `with_placements`: add to every tensor which part of
     which parameter it is (megatron.checkpointing.shard_metadata).
-    The first DP replica writes weights and shared state; every rank its ZeRO-1 shard, which also carries the
-    random state of the rank. `every_replica`: the others have the former, too, to be kept in memory alone.
+    The first DP replica writes weights and shared state; every rank writes its ZeRO-1 shard, which includes the random
+    state of the rank. `every_replica`: the other replicas also get weights and shared state, for saves in memory only.
     """
     files: list[FileState] = []
     rng = get_rng_state()
@@ -108,7 +109,7 @@ def collect_state(
 
 
 def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progress) -> dict[str, Any]:
-    """What upstream keeps beside DeepSpeed's own state, under upstream's names."""
+    """The state that upstream saves in addition to DeepSpeed's, under upstream's names."""
     args = namespace_from_config(config)
     args.padded_vocab_size = vocab_sizes[1]
     args.iteration = progress.iteration
@@ -128,10 +129,10 @@ def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progres
 
 
 def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padded_vocab_size: int) -> dict[str, Any]:
-    """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split over `tp` ranks.
+    """Patterns that tell DeepSpeed's universal checkpoint how each parameter is split over `tp` ranks.
 
-    Version 0.4 of deepspeed/checkpoint (constants.py, ds_to_universal.py). Upstream's patterns split fused QKV as one
-    matrix; and they leave out row parallelism where TP is 1, so that a larger TP splits along the wrong dimension.
+    Format 0.4 of deepspeed/checkpoint (constants.py, ds_to_universal.py). Upstream's own patterns split fused QKV as
+    one matrix, and leave out row parallelism if TP is 1, so that a larger TP splits along the wrong dimension.
     """
     tied = not model.untie_embeddings_and_output_weights
     vocabulary = (
@@ -179,7 +180,7 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
 
 
 def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:
-    """Put the loaded files of this rank into the live engine; returns the progress they record.
+    """Put the loaded files of this rank into the live engine. Returns the progress that they record.
 
     Raises RuntimeError from torch if a tensor's shape does not fit.
     """
@@ -199,9 +200,9 @@ def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], conf
 
 
 def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> Progress:
-    """Put what an mp_rank file says of the course of training into the live engine.
+    """Put the progress that an mp_rank file records into the live engine.
 
-    Rank 0 tells of each flag that is not as in the run that saved.
+    Rank 0 logs each flag that differs from the run that saved.
     """
     options = config.checkpoint
     if config.parallel.rank == 0:
@@ -222,8 +223,9 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
 def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
     """Fill the copies of tied weights on later stages, which no layer file holds; collective over all stages.
 
-    With the optimizer they are made of its masters, as in a step: those of two stages differ by rounding, since each
-    sums gradients in its own order. Without, the first stage's are broadcast, and are the masters' values, too.
+    With the optimizer each stage makes them from its masters, as in a step; those of two stages differ by rounding,
+    since each sums gradients in its own order. Without the optimizer the first stage's weights are broadcast, and the
+    masters get their values.
     """
     if not engine.module.tied_comms:
         return
@@ -236,10 +238,10 @@ def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
 
 
 def progress_of(common: Mapping[str, Any]) -> Progress:
-    """Progress recorded in an mp_rank file, ours or upstream's. Raises ValueError if it is no count of anything."""
+    """Progress recorded in an mp_rank file, ours or upstream's. Raises ValueError if a count is not a valid number."""
     args = common["args"]
     indexed = getattr(args, "indexed_samples", None)
-    if indexed is None:  # upstream: the index was built for all iterations of the run that saved
+    if indexed is None:  # upstream builds the index for all iterations of the run
         indexed = samples_of_run(
             args.train_iters,
             args.eval_interval,
@@ -258,7 +260,7 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
 def samples_of_run(
     train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
-    """(train, valid, test) samples that a run of this length reads; upstream's count, also of --train-samples."""
+    """(train, valid, test) samples that a run of this length reads, as upstream counts them."""
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1
     batches = (train_iters, evaluations * eval_iters, eval_iters)
     train = train_samples or batches[0] * global_batch_size
@@ -274,12 +276,12 @@ def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:
 
 def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
     """Load this rank's `optimizer_state_dict` into DeepSpeed's optimizer."""
-    base = as_here(shard["base_optimizer_state"], engine.basic_optimizer.param_groups)
+    base = convert_adam_state(shard["base_optimizer_state"], engine.basic_optimizer.param_groups)
     shards: list[Any] = [None] * place.layout.dp
     shards[place.at.dp] = shard | {"base_optimizer_state": base}
     with (
-        settings_kept(engine.optimizer),
-        contextlib.redirect_stdout(io.StringIO()),  # DeepSpeed prints a line of debugging here
+        preserving_settings(engine.optimizer),
+        contextlib.redirect_stdout(io.StringIO()),  # DeepSpeed prints a debugging line here
     ):
         engine.optimizer.load_state_dict(
             state_dict_list=shards, load_optimizer_states=True, load_from_fp32_weights=True
@@ -287,11 +289,12 @@ def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> N
 
 
 @contextlib.contextmanager
-def settings_kept(optimizer: Any) -> Iterator[None]:
-    """Load state into DeepSpeed's `optimizer`, which replaces its settings, too, and put those of the flags back.
+def preserving_settings(optimizer: Any) -> Iterator[None]:
+    """Restore the settings of DeepSpeed's `optimizer`, which come from flags, after the body has loaded others.
 
-    A dynamic loss scale goes on where it was. Whether weight decay is decoupled stays the checkpoint's
-    (megatron.optimizer.build). Also of a load that fails half-way: the next checkpoint is tried then.
+    A dynamic loss scale continues from its loaded value. Whether weight decay is decoupled stays as in the checkpoint
+    (megatron.optimizer.build). The settings are also restored if the load fails, since the next checkpoint is then
+    tried.
     """
     clip_grad = optimizer.clip_grad
     scaler = getattr(optimizer, "loss_scaler", None)  # with --bf16 there is none
@@ -306,14 +309,14 @@ def settings_kept(optimizer: Any) -> Iterator[None]:
             loaded, optimizer.loss_scaler = optimizer.loss_scaler, scaler
             optimizer.dynamic_loss_scale = scaler.dynamic
             if scaler.dynamic and loaded.dynamic:
-                for name in _COURSE_OF_SCALE:
+                for name in _SCALE_PROGRESS:
                     setattr(scaler, name, getattr(loaded, name))
                 scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
                 scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
 def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:
-    """The rank's own random state where its shard has it, else that of the first DP replica (upstream)."""
+    """Restore the rank's random state from its shard or, if it has none (upstream), that of the first DP replica."""
     if shard is not None and "rng_state" in shard:
         set_rng_state(shard["rng_state"])
     elif "rng_state" in common:
@@ -321,6 +324,6 @@ def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> 
 
 
 def start_over(engine: Any, seed: int) -> None:
-    """Give a model that was built without values its initial ones, and its optimizer the same."""
+    """Initialize the parameters of a model that was built without values, and the optimizer's masters."""
     engine.module.initialize_parameters(seed)
     engine.optimizer._restore_from_bit16_weights()

@@ -1,10 +1,10 @@
-"""The one way a checkpoint is written: files -> engine -> agreement of all ranks -> commit.
+"""Writes a checkpoint: files -> engine -> agreement of all ranks -> commit.
 
-Neither DeepSpeed nor the command line is known here. Training saves its state with it (megatron.checkpointing.manager),
-and tools.ckpt_replay a planned state, so that the replay measures what training does.
+This module depends neither on DeepSpeed nor on the command line. Training saves its state with it
+(megatron.checkpointing.manager), and tools.ckpt_replay a planned state, so that the replay measures what training does.
 
-Each rank collects its files and hands them to the engine, on the training thread. Then the files are waited for, all
-ranks agree, and rank 0 commits: on the training thread, or on one of its own if the engine is asynchronous.
+Each rank collects its files and passes them to the engine, on the training thread. Then the rank waits for its files,
+all ranks agree, and rank 0 commits: on the training thread, or on a background thread if the engine is asynchronous.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointIdentity:
-    """What the manifests of a run tell the loads that ask whether a checkpoint fits them."""
+    """The part of a manifest by which a load decides whether a checkpoint fits its run."""
 
     layout: dict[str, int]  # sizes of "tp", "pp" and "dp"
     model: dict[str, Any]
     loaded_from: str = ""  # the other directory that the run began from, as in Manifest
-    place: dict[str, int] = field(default_factory=dict)  # of this rank in `layout`
+    place: dict[str, int] = field(default_factory=dict)  # coordinates of this rank in `layout`
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints go: a directory, or a prefix of a bucket (megatron.checkpointing.object_storage.saving).
+    """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.object_storage.saving).
 
-    `attempt` is unique to one save, and `temporary` the directory that this rank's engine writes to in it. All but
-    `temporary`, `store` and `clear` are for rank 0.
+    `attempt` is unique to one save; `temporary` is the directory that this rank's engine writes to in that save. All
+    methods except `temporary`, `streams`, `store` and `clear` are called on rank 0 only.
     """
 
     def temporary(self, tag: str, attempt: str) -> Path: ...
 
     def streams(self, tag: str, attempt: str, op: Operation) -> SaveTargets | None:
-        """Where the files of this rank go that its engine can write without a disk; None: to `temporary`."""
+        """Targets for an engine that can write its files without a disk; None: it writes to `temporary`."""
         ...
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
     ) -> dict[str, commit.StoredObject]:
-        """Have the files of this rank where they will be loaded from, but for a rename; what they are there."""
+        """Store the files of this rank where they will be loaded from, except for a rename. Returns the objects."""
         ...
 
     def clear(self, temporary: Path) -> None:
-        """Remove what only this rank has of a save that is over, if anything."""
+        """Remove temporary files of this rank after a save."""
         ...
 
     def check_ownership(self, *, failed: bool = False) -> None:
-        """Raises SaveDirectorySupersededError if a later launch owns the place.
+        """Raises SaveDirectorySupersededError if a later launch owns the destination.
 
-        `failed`: the save has failed, of which that may be the reason, and the other ranks wait to hear of it.
+        `failed`: the save has failed, possibly for that reason, and the other ranks wait for the decision.
         """
         ...
 
-    # `known`: what this writer knows of the place.
+    # `known`: the checkpoints that this writer knows there.
     def next_sequence(self, known: commit.Known) -> int: ...
 
     def write_manifest(self, attempt: str, temporary: Path, manifest: commit.Manifest, fsync: bool) -> None: ...
@@ -94,7 +94,7 @@ class CheckpointStore(Protocol):
 class SaveDirectory:
     """A directory of a file system, as CheckpointStore.
 
-    `ownership` is rank 0's; None: nobody else writes there. `keep_last`: as in `prune`.
+    `ownership`: on rank 0; None: no other launch writes there. `keep_last`: as in `prune`.
     """
 
     path: Path
@@ -132,7 +132,7 @@ class SaveDirectory:
         self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
     ) -> list[str]:
         if self.keep_last is None:
-            known.complete.clear()  # nobody asks for the older ones
+            known.complete.clear()  # older ones are not needed
         tag, step = manifest.tag, manifest.step
         known.complete.pop(self.path / tag, None)
         wrong = commit.publish(self.path, temporary, tag, step, fsync, self.ownership, manifest)
@@ -152,7 +152,7 @@ class SaveDirectory:
 
 @dataclass(frozen=True)
 class ExtraFile:
-    """A small file beside the engine's. `content` is called before the state may change."""
+    """A small file besides those of the engine. `content` is called before the state may change."""
 
     name: str
     content: Callable[[], bytes]
@@ -160,29 +160,29 @@ class ExtraFile:
 
 @dataclass
 class Save:
-    """One save of this rank. Times are monotonic, ns, and 0 until they are known."""
+    """One save of this rank. Times are monotonic, ns; 0 until known."""
 
     tag: str
     step: int
     directory: CheckpointStore
     attempt: str  # unique to this save
-    temporary: Path  # where the engine writes its files
+    temporary: Path  # directory that the engine writes its files to
     op: Operation
     start_ns: int
-    on_storage: bool = True  # it is to be a checkpoint there, not only in the memory of an engine that keeps saves
-    streamed: bool = False  # the engine's files are on no disk of this node
-    flushed_ns: int = 0  # the files of this rank were written, or could not be
-    committed_ns: int = 0  # this rank knew what had come of the save
-    pending: PendingSave | None = None  # what the engine has begun, until it is done
+    on_storage: bool = True  # False: the save is kept in memory only, by an engine that keeps saves there
+    streamed: bool = False  # the engine writes its files without a disk of this node
+    flushed_ns: int = 0  # when the files of this rank were written or had failed
+    committed_ns: int = 0  # when this rank knew whether the save was committed
+    pending: PendingSave | None = None  # the engine's save, until it has ended
     extra: list[tuple[str, bytes]] = field(default_factory=list, repr=False)  # names and contents
-    error: str | None = None  # what kept this rank from saving its files
+    error: str | None = None  # why this rank could not save its files
 
 
 class CheckpointWriter:
-    """Saves checkpoints with one engine, over all ranks of `control`.
+    """Saves checkpoints with one engine, collectively over the ranks of `control`.
 
-    `attempt` is unique to this launch and the same on all ranks: it names temporary directories. `commit_control` is a
-    control plane of its own for the thread that agrees and commits; an asynchronous engine needs it.
+    `attempt`: unique to this launch and the same on all ranks; part of the names of temporary directories.
+    `commit_control`: a separate control plane for the thread that agrees and commits; an asynchronous engine needs it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class CheckpointWriter:
             raise ValueError(f"engine {engine.name} saves asynchronously: commit_control is needed")
         self.engine = engine
         self.background = BackgroundSaves()
-        # On every rank, once a save has found out that a later launch owns the directory.
+        # Set on every rank once a save has found that a later launch owns the directory.
         self.superseded: SaveDirectorySupersededError | None = None
         self._recorder = recorder
         self._identity = identity
@@ -208,7 +208,8 @@ class CheckpointWriter:
         self._removals = Removals(control.rank)
         self._blocking = not engine.asynchronous  # whether training waits for the commit
         self._control = commit_control if engine.asynchronous and commit_control is not None else control
-        # To be raised once the ranks have lost each other in a commit in the background: they can commit nothing more.
+        # Set once the ranks have lost their connections in a background commit. The trainer raises it, since they
+        # cannot commit anything any more.
         self.agreement_lost: type[AgreementLostError] | None = None
 
     def save(
@@ -222,15 +223,13 @@ class CheckpointWriter:
     ) -> Save:
         """Save the files that `collect` returns as the checkpoint after iteration `step`; collective.
 
-        `collect` runs within the save: if it raises, the save fails on all ranks. Nothing is written, nor are the
-        `extra_files`, by an engine that writes no files. With `on_storage` False an engine that keeps saves in memory
-        keeps this one there only.
-        A synchronous engine: raises CheckpointSaveError on every rank, with the reason, if any rank failed; the
-        previous checkpoint is untouched then. An asynchronous one: waits for the save before this one, and returns when
-        training may go on; `background` tells in time what came of it. The state must not change before
-        `background.release_state()` has returned.
-        Raises SaveDirectorySupersededError on every rank if this save, or an asynchronous one before it, has found that
-        a later launch owns the directory.
+        `collect` runs within the save: if it raises, the save fails on all ranks. An engine that writes no files does
+        not write the `extra_files` either. With `on_storage` False an engine that keeps saves in memory keeps this one
+        only there. With a synchronous engine: raises CheckpointSaveError on every rank, with the reason, if any rank
+        failed; the previous checkpoint is then unchanged. With an asynchronous engine: waits for the previous save, and
+        returns when training may continue; `background` has the result later. The state must not change before
+        `background.release_state()` has returned. Raises SaveDirectorySupersededError on every rank if this save, or an
+        earlier asynchronous one, has found that a later launch owns the directory.
         """
         tag = names.tag_of(step)
         self._saves += 1
@@ -255,7 +254,7 @@ class CheckpointWriter:
     def _save_in_background(
         self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]
     ) -> None:
-        """Begin to write the files of this rank, and leave the rest to a thread, which ends the operation."""
+        """Begin to write the files of this rank. A background thread does the rest and ends the operation."""
         self.background.wait_previous(save.op)
         if self.superseded is not None:
             raise self.superseded
@@ -266,9 +265,9 @@ class CheckpointWriter:
         begun.blocked_ns += now_ns() - save.start_ns
 
     def _begin(self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]) -> None:
-        """Hand the files to the engine. A failure is kept: this rank tells it when all agree."""
+        """Pass the files to the engine. An error is stored in `save`, and reported when all ranks agree."""
         op = save.op
-        # What is being removed may be what makes room for this one.
+        # This save may need the space of checkpoints that are being removed.
         if save.on_storage and self._removals.under_way:
             with op.span("wait_previous"):
                 self._removals.wait()
@@ -278,7 +277,7 @@ class CheckpointWriter:
                 if self.engine.writes_files and save.on_storage:
                     make_directory(save.temporary)
             if self.engine.keeps_in_memory:
-                self._add_extra(save, extra_files)  # they are kept beside the state
+                self._add_extra(save, extra_files)  # kept in the record of the save
                 directory = save.temporary if save.on_storage else None
                 save.pending = self.engine.begin_memory_save(files, self._record_of(save), directory, op)
                 return
@@ -298,7 +297,7 @@ class CheckpointWriter:
                 save.extra.append((extra.name, extra.content()))
 
     def _record_of(self, save: Save) -> dict[str, Any]:
-        """What a load needs to know of a save in memory (megatron.checkpointing.memory_saves)."""
+        """The record of a save in memory, for later loads (megatron.checkpointing.memory_saves)."""
         return {
             "save": save.temporary.name.removeprefix(names.TEMPORARY_PREFIX),
             "tag": save.tag,
@@ -312,15 +311,16 @@ class CheckpointWriter:
         }
 
     def _finish(self, save: Save) -> str | None:
-        """Wait for the files, agree, commit. Returns None, or why there is no checkpoint."""
+        """Wait for the files, agree, commit. Returns None, or why the checkpoint was not committed."""
         saved: list[SavedFile] = []
         stored: dict[str, commit.StoredObject] = {}
-        # On a thread, all there is: torch's CheckpointException is no Exception. On the main thread, no interrupt.
+        # On a background thread catch everything, since torch's CheckpointException is not an Exception; on the main
+        # thread let interrupts pass.
         failures = Exception if self._blocking else BaseException
         try:
             if save.pending is not None:
                 saved = save.pending.wait()
-                save.pending = None  # with what memory it holds: the caller may keep `save`
+                save.pending = None  # frees its memory even if the caller keeps `save`
             if save.error is None and save.on_storage:
                 saved = [*saved, *(self._write_extra(save, *extra) for extra in save.extra)]
                 if not save.streamed:
@@ -337,7 +337,7 @@ class CheckpointWriter:
             save.committed_ns = now_ns()
 
     def _finish_in_background(self, save: Save) -> str | None:
-        """As `_finish`, on a thread: ranks that lose each other are a failed save, too, and can commit no other."""
+        """As `_finish`, on a background thread. Lost connections between ranks fail this save and all later ones."""
         try:
             return self._finish(save)
         except Exception as exc:
@@ -346,16 +346,16 @@ class CheckpointWriter:
             logger.error("rank %d could not agree with the others on checkpoint %s: %s", rank, save.tag, failure)
             logger.debug("where it waited", exc_info=True)
             lost = AgreementTimeoutError if isinstance(exc, AgreementTimeoutError) else AgreementLostError
-        # Out of the handler: the connections stay open as long as the traceback refers to them.
+        # Outside of the handler, since its traceback refers to the connections and would keep them open.
         self._control.give_up()
         self.agreement_lost = lost
         return (
-            f"checkpoint {save.tag}: the ranks lost each other while they agreed on it, so it is there only if rank 0 "
-            f"had committed it by then: {failure}"
+            f"checkpoint {save.tag}: the ranks lost their connections while they agreed on it, so it exists only if "
+            f"rank 0 had committed it by then: {failure}"
         )
 
     def _failed(self, save: Save, exc: BaseException) -> None:
-        """Note what keeps this rank from saving its files; the first reason counts."""
+        """Note why this rank could not save its files; the first reason counts."""
         logger.error("rank %d could not save", self._control.rank, exc_info=exc)
         save.error = save.error or f"{type(exc).__name__}: {exc}"
 
@@ -371,21 +371,21 @@ class CheckpointWriter:
         return SavedFile(name, len(content), "sha256:" + hashlib.sha256(content).hexdigest())
 
     def _check_sizes(self, save: Save, saved: list[SavedFile]) -> None:
-        if saved:  # and what is left to do for the last of them
+        if saved:  # joined: the span includes the rest of the work for the last file
             with save.op.span("serialize", blocking=self._blocking, joined=True):
                 check_sizes(save.temporary, saved)
 
     def _agree_and_commit(
         self, save: Save, saved: list[SavedFile], stored: dict[str, commit.StoredObject]
     ) -> str | None:
-        """Collective. Returns None if the checkpoint is committed, or why there is none."""
+        """Collective. Returns None if the checkpoint is committed, or why it is not."""
         with save.op.span("barrier", blocking=self._blocking):
             gathered = self._control.gather((save.error, saved, stored))
         decision = self._decide(save, gathered) if gathered is not None else None
         pruned = self._prune(save) if gathered is not None and decision is None else Pruned()
         with save.op.span("barrier", blocking=self._blocking):
             decision, begun = self._control.broadcast((decision, pruned.begun))
-        if decision is not None and gathered is not None:  # what it left need not be gone for the others to go on
+        if decision is not None and gathered is not None:  # after the broadcast, so that the others do not wait for it
             save.directory.discard(save.tag, save.attempt, save.temporary)
         if isinstance(decision, SaveDirectorySupersededError):
             self.superseded = decision
@@ -395,10 +395,10 @@ class CheckpointWriter:
         return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
 
     def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:
-        """On rank 0: commit if every rank succeeded. Returns None, or why there is no new checkpoint."""
+        """On rank 0: commit if every rank succeeded. Returns None, or why the checkpoint was not committed."""
         try:
             failed = [f"rank {rank}: {error}" for rank, (error, *_) in enumerate(gathered) if error is not None]
-            # First, as it explains what else went wrong: the successor has removed this save.
+            # Checked first, since it explains other errors: the later launch has removed this save.
             save.directory.check_ownership(failed=bool(failed))
             return "; ".join(failed) or self._commit(save, gathered)
         except SaveDirectorySupersededError as superseded:
@@ -408,7 +408,7 @@ class CheckpointWriter:
             return f"rank 0, commit: {type(exc).__name__}: {exc}"
 
     def _commit(self, save: Save, gathered: list[Any]) -> str | None:
-        """As `_decide`; raises whatever goes wrong."""
+        """As `_decide`, but raises on errors."""
         if not self.engine.writes_files or not save.on_storage:
             return None
         directory, fsync = save.directory, self.engine.options.fsync
@@ -432,7 +432,7 @@ class CheckpointWriter:
         return None
 
     def _prune(self, save: Save) -> Pruned:
-        """On rank 0: set old checkpoints aside. The new one is committed, so a failure here is no failed save."""
+        """On rank 0: set old checkpoints aside. The new one is committed, so an error here does not fail the save."""
         if not self.engine.writes_files or not save.on_storage:
             return Pruned()
         directory, fsync = save.directory, self.engine.options.fsync
@@ -440,7 +440,7 @@ class CheckpointWriter:
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 pruned = directory.prune(save.step, self._known, fsync)
         except SaveDirectorySupersededError:
-            return Pruned()  # the next save says so, and ends the run
+            return Pruned()  # the next save reports it and ends the run
         except (OSError, ObjectStoreError) as exc:
             pruned = Pruned(problem=str(exc))
         except Exception:  # any error: the other ranks wait for the commit
@@ -453,18 +453,18 @@ class CheckpointWriter:
         return pruned
 
     def _remove_old(self, save: Save, mine: Sequence[str], pruned: Pruned, begun: list[Path] | None) -> None:
-        """Begin to remove what rank 0 has set aside; collective while it needs to know which checkpoints are whole.
+        """Begin to remove what rank 0 has set aside; collective while it must find which checkpoints are complete.
 
-        That is at most at the first save of a launch: these are then told apart by all ranks together. `pruned` is rank
-        0's, and `begun` what is known of it on all.
+        That is needed at most at the first save of a launch; all ranks then check the files. `pruned` is rank 0's
+        result, and `begun` the part of it that all ranks have.
         """
         control = self._control
         while begun is None:
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 ranks = range(control.world_size if control.rank == 0 else 0)
-                dealt = list(zip(*(commit.shares(each, ranks, len(ranks)) for each in pruned.to_look_at), strict=True))
+                by_rank = list(zip(*(commit.shares(c, ranks, len(ranks)) for c in pruned.to_look_at), strict=True))
             with save.op.span("barrier", blocking=self._blocking):
-                shares = control.scatter(dealt if control.rank == 0 else None)
+                shares = control.scatter(by_rank if control.rank == 0 else None)
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 wrong = [commit.wrong_in(share) for share in shares]
             with save.op.span("barrier", blocking=self._blocking):
@@ -478,16 +478,16 @@ class CheckpointWriter:
             self._removals.begin(Removal(begun, mine, *self._names_of(save), save.op))
 
     def _names_of(self, save: Save) -> tuple[Collection[str], Mapping[Path, Collection[str]]]:
-        """On rank 0, as far as it knows: what the files of this save are called, and those that were set aside."""
+        """On rank 0: the known names of the files of this save, and of the checkpoints that were set aside."""
         new = next((one for path, one in self._known.complete.items() if path.name == save.tag), None)
         aside = {path: one.files for path, one in self._known.set_aside.items() if one is not None}
         self._known.set_aside = dict.fromkeys(self._known.set_aside)
         return (new.manifest.files if new is not None and new.manifest is not None else ()), aside
 
     def _judge(self, candidates: Sequence[commit.Candidate], by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
-        """On rank 0: keep in mind which of the `candidates` are whole, by what each rank found wrong with each."""
+        """On rank 0: record which of the `candidates` are complete, by the problems that each rank found."""
         for candidate, found in zip(candidates, zip(*by_rank, strict=True), strict=True):
-            wrong = commit.told_wrong(candidate.directory, [what for mine in found for what in mine])
+            wrong = commit.describe_damage(candidate.directory, [what for mine in found for what in mine])
             if wrong is None:
                 self._known.complete[candidate.directory] = candidate
             else:
@@ -495,5 +495,5 @@ class CheckpointWriter:
                 logger.warning("checkpoint not counted by --keep-last: %s", wrong)
 
     def close(self) -> None:
-        """Return when nothing is being removed any more. No save is pending."""
+        """Wait until all removals have ended. No save may be pending."""
         self._removals.close()

@@ -138,7 +138,7 @@ class PinnedAhead:
         free = available_memory()
         if free < size:  # better than to be killed by the kernel
             raise PinningError(
-                f"{free / 2**30:.2f} GiB of host memory are free, and {size / 2**30:.2f} GiB more are wanted"
+                f"{free / 2**30:.2f} GiB of host memory are free, and {size / 2**30:.2f} GiB more are needed"
             )
         began = now_ns()
         memory = _touched(size, self._stop.is_set)

@@ -242,7 +242,7 @@ class Holder:
             free = available_memory()
             if growth > free:
                 raise PeerError(
-                    f"cannot hold copies: {growth / 2**30:.2f} GiB more are wanted and {free / 2**30:.2f} GiB are free"
+                    f"cannot hold copies: {growth / 2**30:.2f} GiB more are needed and {free / 2**30:.2f} GiB are free"
                 )
             for key, size in copies:
                 if key not in self._copies:

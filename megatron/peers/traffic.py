@@ -137,7 +137,7 @@ class StepTimes:
         self._words[1] = began_ns
         self._words[0] += 1
 
-    def tell_waiting(self, waits: bool) -> None:
+    def set_waiting(self, waits: bool) -> None:
         """Whether training waits for a save."""
         self._words[2] = int(waits)
 

@@ -1,9 +1,9 @@
-"""Checks a run as each of its ranks does before it imports anything heavy, and starts none of them.
+"""Does the checks that each rank does before it imports anything heavy, without starting a rank.
 
     python -m megatron.training.check_run FLAGS OF pretrain_gpt.py
 
-RANK and WORLD_SIZE are those of a rank. The launch scripts call it: what is wrong is one message then, and not that of
-every rank and of the launcher. Exit status: 0 nothing is wrong, 2 something is.
+RANK and WORLD_SIZE must be set as for a rank. The launch scripts call it, so that an error is one message instead of
+one from every rank and from the launcher. Exit status: 0 no error, 2 an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.startup.preflight import check_before_imports
 
 
 def main() -> None:
-    """Ends with exit code 2 after one message, or returns."""
-    logging.disable(logging.WARNING)  # the ranks will say it
+    """Return, or exit with 2 after one message."""
+    logging.disable(logging.WARNING)  # the ranks will log warnings
     config = parse_or_exit()
     try:
         check_before_imports(config)

@@ -1,4 +1,4 @@
-"""The trainer's side of checkpoints: set-up, restore, when to save, and what to tell of saves."""
+"""Checkpoints in the trainer: set-up, restore, when to save, and the log of saves."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An error in training ends the process, and with it a save that is nearly done; but a rank that is gone for good,
-# or storage that hangs, must not keep the job from being restarted.
+# After an error in training a pending save gets this time to finish. It is limited, since a lost rank or hanging
+# storage must not prevent a restart.
 DRAIN_AFTER_ERROR_S = 30.0
-_HEADROOM = 1.01  # of memory for saves: shards are padded, and hold a little besides their tensors
+_HEADROOM = 1.01  # factor for the memory of saves: shards are padded, and hold some data besides their tensors
 
 
 def build_checkpointer(
@@ -49,11 +49,10 @@ def build_checkpointer(
     early_copy: EarlyCopy | None,
     loads: LoadsAhead | None,
 ) -> Checkpointer:
-    """Create the engine of --checkpoint-engine and what goes around it; collective.
+    """Create the engine of --checkpoint-engine and the Checkpointer; collective.
 
-    `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. `loads`: of a
-    standby rank that loads ahead. Raises EngineUnavailableError if --save is given and this machine cannot save with
-    the engine.
+    `ownership`: of --save, on rank 0. `vocab_sizes`: the tokenizer's, and the size padded for TP. `loads`: of a standby
+    rank that loads ahead. Raises EngineUnavailableError if --save is given and the engine cannot save on this machine.
     """
     if loads is None:
         options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
@@ -62,9 +61,9 @@ def build_checkpointer(
         engine = loads.checkpoint_engine
     if config.checkpoint.save is not None:
         engine.check_can_save()
-    # One name for the temporary directories of this launch; without --save there are none.
-    told = (0, False) if ownership is None else (ownership.generation, ownership.follows_itself)
-    generation, follows_itself = control.broadcast(told)
+    # The generation is part of the names of temporary directories; without --save there are none.
+    owned = (0, False) if ownership is None else (ownership.generation, ownership.follows_itself)
+    generation, follows_itself = control.broadcast(owned)
     context = RunContext(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
@@ -84,9 +83,9 @@ def build_checkpointer(
 def prepare_memory(
     checkpointer: Checkpointer, runtime: Runtime, parameters: int, available: int, op: Operation
 ) -> None:
-    """Begin to pin host memory where the state is on a CUDA device; `wait_for_memory` follows.
+    """Begin to pin host memory if the state is on a CUDA device; `wait_for_memory` must follow.
 
-    `parameters` of this rank; `available`: bytes of host memory that were free before any rank did this.
+    `parameters`: number of this rank's; `available`: bytes of host memory that were free before any rank did this.
     """
     config = checkpointer.context.config
     if runtime.device.type != "cuda" or (config.checkpoint.save is None and config.checkpoint.load is None):
@@ -98,7 +97,7 @@ def prepare_memory(
 
 
 def wait_for_memory(checkpointer: Checkpointer, device: Any) -> None:
-    """Return when the memory is ready on all ranks; collective. Raises ConfigError on all if one cannot have it."""
+    """Wait until the memory is ready on all ranks; collective. Raises ConfigError on all ranks if one failed."""
     if device.type != "cuda":
         return
     error = None
@@ -113,16 +112,16 @@ def wait_for_memory(checkpointer: Checkpointer, device: Any) -> None:
 
 
 def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
-    """Give the model its initial values; no save may be reading the present ones."""
+    """Initialize the model, after waiting for a save that may still read the current values."""
     checkpointer.background.drain()
     start_over(engine, checkpointer.context.config.training.seed)
 
 
 def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
-    """The progress of the checkpoint that was loaded; None to start from iteration 0.
+    """Load a checkpoint. Returns its progress; None to start from iteration 0.
 
-    Raises CheckpointNotFoundError if the flags ask for a checkpoint and none is there or whole, or if none is left of
-    those that were loaded ahead: then the live state is not the initial one.
+    Raises CheckpointNotFoundError if the flags require a checkpoint and there is no undamaged one, or if a checkpoint
+    was loaded ahead and none is left: then the live state is no longer the initial one.
     """
     options = checkpointer.context.config.checkpoint
     ahead = checkpointer.context.ahead
@@ -137,13 +136,13 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
         return None
     if progress is None and ahead is not None and ahead.began:
         raise CheckpointNotFoundError(
-            f"--load {options.load}: what standby ranks had loaded ahead (--standby-load) is gone, and nothing is left "
-            "to begin with; start the job again"
+            f"--load {options.load}: the checkpoint that standby ranks had loaded ahead (--standby-load) is gone, and "
+            "no other is left; start the job again"
         )
     if progress is None and options.exit_on_missing_checkpoint:
         raise CheckpointNotFoundError(
             f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
-            "give the directory of a run, or drop the flag to start from iteration 0"
+            "give the directory of a run, or remove the flag to start from iteration 0"
         )
     if progress is None:
         when = "yet" if options.load == options.save else "there"
@@ -157,7 +156,7 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
 
 
 class CheckpointSaves:
-    """The saves of a training run. `failed` says whether the last one of which the outcome is known failed."""
+    """The saves of a training run. `failed`: whether the last save with a known outcome failed."""
 
     def __init__(self, checkpointer: Checkpointer, engine: Any) -> None:
         self.failed = False
@@ -170,26 +169,26 @@ class CheckpointSaves:
         self.begin_step = checkpointer.context.checkpoint_engine.begin_step
         if self._asynchronous:
             config, saver = checkpointer.context.config.checkpoint, checkpointer.context.checkpoint_engine
-            # What memory is for: to lose no more than what lies between two saves.
+            # The purpose of saves in memory is to lose no more than the steps between two saves.
             over_within = config.save_interval if saver.keeps_in_memory else None
             release_before_steps(engine, self._background, over_within, self._check_agreement)
 
     @property
     def last_saved_step(self) -> int | None:
-        """Iteration of the newest checkpoint that is known to be committed."""
+        """Iteration of the newest checkpoint known to be committed."""
         return self._checkpointer.last_saved_step
 
     def save(self, progress: Progress, *, at_interval: bool = False) -> None:
-        """Save unless this iteration is saved already. A failed save is reported, and training goes on.
+        """Save unless this iteration is already saved. A failed save is logged, and training continues.
 
-        `at_interval`: training goes on, so it may be a save that is kept in memory alone (--persist-interval).
+        `at_interval`: training continues afterwards, so the save may be kept in memory only (--persist-interval).
         """
         step = progress.iteration
         if self._save_dir is None:
             return
         on_storage = not (at_interval and self._for_memory_alone(step))
         if self._background.pending is not None and self._background.pending.step == step:
-            # Whether there is anything left to do depends on its outcome, on which all ranks must agree.
+            # Whether to save again depends on its outcome, on which all ranks must agree.
             self.drain()
         if self._checkpointer.last_saved_step == step:
             return
@@ -200,40 +199,40 @@ class CheckpointSaves:
             self._failed(str(error))
             return
         if self._asynchronous:
-            self._tell()  # of the previous one, for which this one has waited
+            self._report()  # the previous save, for which this one has waited
             self._check_agreement()
             return
         self.failed = False
         logger.info("saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, time.monotonic() - start)
 
     def _for_memory_alone(self, step: int) -> bool:
-        """Whether of the saves each --save-interval this is one that --persist-interval leaves in memory."""
+        """Whether --persist-interval keeps the save of this step in memory only."""
         options = self._checkpointer.context.config.checkpoint
         if options.persist_interval is None or options.save_interval is None:
             return False
         return step // options.save_interval % options.persist_interval != 0
 
     def poll(self) -> None:
-        """Tell of asynchronous saves that are over. Waits for nothing; ranks may hear at different iterations.
+        """Report asynchronous saves that have ended. Does not wait; ranks may see the end at different iterations.
 
-        Raises AgreementLostError if the ranks can no longer agree on saves, as `save` and `drain` do, too.
+        Raises AgreementLostError if the ranks can no longer agree on saves, as `save` and `drain` do.
         """
         if self._background.pending is not None:
-            self._tell()
+            self._report()
             self._check_agreement()
 
     def drain(self) -> None:
-        """Wait for the pending save and tell what came of it. Raises SaveDirectorySupersededError as a save does."""
+        """Wait for the pending save and report its result. Raises SaveDirectorySupersededError as a save does."""
         if self._background.pending is not None:
             logger.info("waiting for the checkpoint of iteration %d", self._background.pending.step)
             self._background.drain()
-        self._tell()
+        self._report()
         self._check_agreement()
         if self._checkpointer.writer.superseded is not None:
             raise self._checkpointer.writer.superseded
 
     def drain_after_error(self) -> None:
-        """As `drain`, with a limit: the exception that ends training is to be seen soon."""
+        """As `drain`, but with a time limit, so that the exception that ends training is seen soon."""
         pending = self._background.pending
         if pending is not None and not self._background.drain_after_error(DRAIN_AFTER_ERROR_S):
             logger.error(
@@ -243,25 +242,25 @@ class CheckpointSaves:
                 DRAIN_AFTER_ERROR_S,
             )
             return
-        self._tell()
+        self._report()
         try:
             self.close()
-        except Exception:
-            logger.exception("the checkpoint engine could not be closed")  # no reason to hide the first error
+        except Exception:  # must not hide the first error
+            logger.exception("the checkpoint engine could not be closed")
 
     def close(self) -> None:
-        """Give back what the engine holds. No save is pending."""
+        """Release the resources of the engine. No save may be pending."""
         self._checkpointer.close()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for save in self._checkpointer.finished():
             if save.error is None:
                 self._committed(save)
-            elif self._checkpointer.writer.superseded is None:  # else the error that ends the run says it
+            elif self._checkpointer.writer.superseded is None:  # otherwise the error that ends the run reports it
                 self._failed(save.error)
 
     def _check_agreement(self) -> None:
-        """Raises AgreementLostError: training on without ever saving again would be worse than a restart."""
+        """Raises AgreementLostError if no save is possible any more, since a restart is better than not saving."""
         lost = self._checkpointer.writer.agreement_lost
         if lost is not None:
             raise lost("the ranks can no longer agree on checkpoints, as reported above; restart the job")
@@ -275,7 +274,7 @@ class CheckpointSaves:
         self.failed = False
         if not save.on_storage:
             took = save.blocked_ns / 1e9, save.total_ns / 1e9
-            logger.debug("iteration %d kept in host memory: blocked %.3f s, whole after %.2f s", save.step, *took)
+            logger.debug("iteration %d saved in host memory: blocked %.3f s, complete after %.2f s", save.step, *took)
             return
         logger.info(
             "checkpoint of iteration %d committed to %s: training was blocked %.3f s, %s after %.2f s",

@@ -16,7 +16,7 @@ SplitDatasets = tuple[Any, Any, Any]
 
 
 class DataError(RuntimeError):
-    """The data cannot be read or indexed; the message names file or flag."""
+    """The data cannot be read or indexed; the message names the file or flag."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DataRequest:
 
 @dataclass
 class DataIterators:
-    """Iterators over micro-batches; None on pipeline stages that read no data, or where a split is empty."""
+    """Iterators over micro-batches; None on pipeline stages that read no data, or if a split is empty."""
 
     train: Iterator[Any] | None
     valid: Iterator[Any] | None
@@ -55,7 +55,7 @@ def build_data_iterators(
 ) -> DataIterators:
     """Build the datasets and position them at `progress`, in constant time; collective.
 
-    Sets `progress.indexed_samples` of the splits of which it is not set yet. Raises DataError on every rank, with the
+    Sets `progress.indexed_samples` for the splits for which it is not set yet. Raises DataError on every rank, with the
     reason, if any rank fails.
     """
     training = config.training
@@ -67,7 +67,7 @@ def build_data_iterators(
         training.train_samples,
     )
     train, valid, test = progress.indexed_samples or (0, 0, 0)
-    # A split that no launch has read yet, such as one without --eval-iters, has no order to keep.
+    # A split that no launch has read yet, for example without --eval-iters, has no order that must be kept.
     progress.indexed_samples = train or needed[0], valid or needed[1], test or needed[2]
 
     def agree(error: Exception | None) -> None:

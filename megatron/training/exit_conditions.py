@@ -11,7 +11,7 @@ from megatron.parallel.control_plane import ControlPlane
 
 
 class ExitConditions:
-    """Decides on all ranks together. Only flags that are given cost a collective per iteration."""
+    """Decides collectively whether to stop. Each given flag that needs it costs a collective per iteration."""
 
     def __init__(self, config: Config, control: ControlPlane) -> None:
         self._training = config.training
@@ -20,7 +20,7 @@ class ExitConditions:
         self._started = 0.0
 
     def start(self) -> None:
-        """Call when the loop begins: the duration starts, and SIGTERM is caught if a flag asks for it."""
+        """Call when the loop begins: starts the duration, and catches SIGTERM if a flag asks for it."""
         self._started = time.monotonic()
         if self._training.exit_signal_handler:
             signal.signal(signal.SIGTERM, self._on_signal)
@@ -29,7 +29,7 @@ class ExitConditions:
         self._signalled = True
 
     def reason(self, iteration: int) -> str | None:
-        """Why to stop after `iteration`, equal on all ranks; None to go on."""
+        """Why to stop after `iteration`, the same on all ranks; None to continue."""
         interval = self._training.exit_interval
         if interval and iteration % interval == 0:
             return f"--exit-interval {interval}"

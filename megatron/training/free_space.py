@@ -1,4 +1,4 @@
-"""Whether the storage has room for the checkpoints that a run will keep, asked before it trains."""
+"""Checks before training whether the storage has space for the checkpoints that the run will keep."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_free_space(config: Config, parameters: int, dp: int, iteration: int, control: ControlPlane) -> None:
-    """Log a warning on rank 0 if --save will become too small; collective, one number from each rank.
+    """Log a warning on rank 0 if the space in --save will not suffice; collective, one number from each rank.
 
-    `parameters` of this rank, of which those of the first DP replica (`dp` 0) are counted. Quotas and other users of
-    the storage are not seen, and a resumed run trains on without a save rather than not at all: a save that fails is
-    told. Raises ConfigError on all ranks if a run that begins has no room for a single checkpoint.
+    `parameters`: number of this rank's; those of the first DP replica (`dp` 0) are counted. It is only a warning, since
+    quotas and other users of the storage are not known, and a run that resumes should train even if later saves fail,
+    which is logged. Raises ConfigError on all ranks if a new run has no space for a single checkpoint.
     """
     save = config.checkpoint.save
     if save is None or is_uri(save) or config.checkpoint.checkpoint_engine == "none":
@@ -46,5 +46,5 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _present(directory: Path) -> int:
-    """Complete checkpoints."""
+    """Number of complete checkpoints."""
     return sum(not manifest.parent.name.startswith(".") for manifest in directory.glob(f"*/{names.MANIFEST}"))

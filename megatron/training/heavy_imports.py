@@ -1,4 +1,4 @@
-"""Imports everything that is slow to import, so that no later phase of a start and no forked rank has to."""
+"""Imports all slow modules, so that no later phase of a start-up and no forked rank imports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from restart_trace.startup import Interruptions
 
-# Modules of other packages that a rank imports during its start. One that is missing is not needed.
+# Modules of other packages that ranks import during their start-up. A missing one is not needed.
 _IN_PASSING = (
     "deepspeed.module_inject.auto_ep_layer",
     "numpy.random",
@@ -24,9 +24,9 @@ _IN_PASSING = (
 def import_everything(imports: Interruptions | None = None) -> None:
     """Import torch, DeepSpeed and the trainer's modules. A second call takes almost no time.
 
-    `imports`: the phase around this, of a rank; then CUDA is initialised, too.
+    `imports`: the phase in which a rank imports; CUDA is then initialised, too.
     """
-    gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
+    gc.disable()  # imports create half a million objects and no garbage, so collections in between are wasted
     from megatron.startup.initialize import freeze_imported_objects, import_heavy
 
     import_heavy(imports)
@@ -48,7 +48,7 @@ def import_everything(imports: Interruptions | None = None) -> None:
 
 
 def import_for_forks() -> None:
-    """`import_everything`, and what a rank imports before and after that: for a process that will only be forked."""
+    """`import_everything`, and the modules that a rank imports before and after it: for a process that forks ranks."""
     import_everything()
     import megatron.checkpointing.engines.lazy.early_copy
     import megatron.checkpointing.engines.lazy.memory_engine
@@ -60,7 +60,7 @@ def import_for_forks() -> None:
     import megatron.tokenizer.tokenizer  # noqa: F401
     from restart_trace.process import versions
 
-    versions()  # it looks at every installed package, and caches the result
+    versions()  # reads all installed packages and caches the result
     for name in _IN_PASSING:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What training prints and writes to TensorBoard."""
+"""The output of training: lines per iteration, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.training.statistics import Statistics
 def flops_of_batch(config: Config, padded_vocab_size: int, batch_size: int) -> float:
     """Floating-point operations of one iteration of `batch_size` samples over all ranks.
 
-    Matrix products only, 2 operations each, backward twice the forward, recomputation not counted; the causal
-    half of the attention scores counted whole, as is customary (arXiv:2104.04473, appendix).
+    Counts matrix products only: 2 operations for each multiply-add, the backward pass as twice the forward pass, no
+    recomputation, and attention scores without the causal mask, as is customary (arXiv:2104.04473, appendix).
     """
     model = config.model
     tokens = batch_size * model.seq_length
@@ -40,7 +40,7 @@ class TrainingLog:
         self._skipped = self._nan = 0
         self._writer: Any = None
         if self._is_printer and config.training.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # imported only where asked for: it is slow
+            from torch.utils.tensorboard import SummaryWriter  # slow, so imported only if needed
 
             self._writer = SummaryWriter(
                 config.training.tensorboard_dir, max_queue=config.training.tensorboard_queue_size
@@ -49,7 +49,7 @@ class TrainingLog:
     def iteration(
         self, engine: Any, progress: Progress, loss: float, seconds: float, skipped: bool, statistics: Statistics
     ) -> None:
-        """Take one iteration; print the line if --log-interval says so."""
+        """Add one iteration; print the line if it is due by --log-interval."""
         self._seconds += seconds
         self._samples += engine.train_batch_size()
         self._skipped += skipped
@@ -126,7 +126,7 @@ class TrainingLog:
                 self._writer.add_scalar(name, value, progress.iteration)
 
     def _write(self, points: Mapping[str, float], progress: Progress) -> None:
-        """Each point three times, as upstream: over iterations, over samples and over tokens."""
+        """Write each point three times, as upstream: over iterations, samples and tokens."""
         samples = progress.consumed_train_samples
         axes = {"": progress.iteration, " vs samples": samples, " vs tokens": samples * self._config.model.seq_length}
         for name, value in points.items():

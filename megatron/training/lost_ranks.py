@@ -1,8 +1,8 @@
-"""What to tell when an operation between ranks fails because another rank is stopped, hangs or is gone.
+"""Explains errors of operations between ranks that fail because another rank is stopped, hangs or has ended.
 
-Gloo raises RuntimeError in each rank that waits, and torch's store its own errors: none says which flag sets the
-limit, or for whom the rank has waited. NCCL has no exception to tell of: its watchdog thread prints the operation and
-its ranks, and aborts the process.
+Gloo raises RuntimeError in each rank that waits, and torch's store its own errors: none says which flag sets the limit,
+or which rank was waited for. NCCL raises no exception: its watchdog thread prints the operation and its ranks, and
+aborts the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from megatron.startup.watch import Watch
 
-# module:function -> what a rank is at; the innermost one on the stack counts.
+# module:function -> what a rank is doing; the innermost one on the stack counts.
 ACTIVITIES = {
     "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
     "megatron.training.trainer:_set_up": "in the start-up",
@@ -25,7 +25,7 @@ ACTIVITIES = {
     "megatron.training.trainer:_evaluate": "in an evaluation",
     "megatron.training.exit_conditions:reason": "in the agreement on whether to stop",
     "megatron.checkpointing.writer:save": "in a save",
-    "megatron.training.checkpoints:_check_agreement": "on a checkpoint, beside training,",
+    "megatron.training.checkpoints:_check_agreement": "on a checkpoint, in the background,",
     "megatron.training.trainer:_shut_down": "at the end of the run",
 }
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -39,14 +39,14 @@ _PEER_LENGTH = 300
 
 
 def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
-    """One line on an operation that failed for want of another rank; None if `error` is nothing of that kind.
+    """One line about an operation that failed because of another rank; None if `error` is of another kind.
 
-    The caller prints it and ends the process. It says whom this rank waited for, as far as `watch` finds out.
+    The caller prints it and ends the process. It names the rank that this rank waited for, if `watch` can find it.
     """
     text = _text(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, AgreementLostError):
-        if not has_waited_in_vain(error):
+        if not has_timed_out(error):
             watch.wait_if_called()
             return str(error)
         where = f"the agreement of all ranks {_activity(frames)}"
@@ -55,20 +55,20 @@ def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
     else:
         return None
     flag = f"--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes:g}"
-    if has_waited_in_vain(error):
+    if has_timed_out(error):
         missing = watch.verdict(where)
         return f"{where} waited longer than {flag}: {missing}. See to it before you restart, or raise the flag"
     if _CONNECTION_LOST.search(text):
         watch.wait_if_called()
         return (
-            f"{where} lost the connection to another rank, which has ended: see its own message; a rank that waits "
-            f"longer than {flag} ends, and the ranks that wait for it end, too ({text[:_PEER_LENGTH]})"
+            f"{where} lost the connection to another rank, which has ended: see the message of that rank; a rank that "
+            f"waits longer than {flag} ends, and so do the ranks that wait for it ({text[:_PEER_LENGTH]})"
         )
     return None
 
 
-def has_waited_in_vain(error: BaseException) -> bool:
-    """Whether `error` says that a wait for other ranks has passed its deadline, so that another wait would, too."""
+def has_timed_out(error: BaseException) -> bool:
+    """Whether `error` means that a wait for other ranks has passed its deadline, as further waits would."""
     if isinstance(error, AgreementLostError):
         return isinstance(error, AgreementTimeoutError)
     text = _text(error)
@@ -80,7 +80,7 @@ def _text(error: BaseException) -> str:
 
 
 def _operation(frames: list[FrameType]) -> str:
-    """The function of torch.distributed that waited and the ranks it was between, as far as the stack tells."""
+    """The function of torch.distributed that waited and its ranks, as far as the stack shows them."""
     for frame in frames:
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") != _OF_C10D or name == "wrapper":
@@ -103,7 +103,7 @@ def _peers(frame: FrameType) -> str:
 
 
 def _shown(ranks: list[int]) -> str:
-    """All ranks if there are few, else the first and the last."""
+    """All ranks if there are few, otherwise the first two and the last."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
 
 

@@ -1,5 +1,7 @@
-"""The host memory in which engine `memory` keeps saves and copies of other hosts': sized, checked and taken before a
-run trains. Which host holds whose copies is decided here, too."""
+"""The host memory for saves of engine `memory` and for copies of other hosts' saves: sized, checked and allocated.
+
+This is done before a run trains, and includes the decision which host holds copies of which host's saves.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,28 @@ from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
 
-_RESERVE_S = 120.0  # seconds that the kernel may take to give all of a host's copies their pages
+_RESERVE_S = 120.0  # seconds that the kernel may take to allocate the pages of all copies of a host
 
 
 class Need(NamedTuple):
-    """What one rank asks of its host, bytes."""
+    """The host memory that one rank needs, in bytes."""
 
     host: str
-    slots: int  # all that they are to have
-    growth: int  # beyond what they have
-    state: int  # that training itself is yet to take of host memory
+    slots: int  # total size of its slots
+    growth: int  # part of it that is not allocated yet
+    state: int  # host memory that training itself will still allocate
     available: int
-    each: int = 0  # of one slot
+    each: int = 0  # size of one slot
     node: int = 0  # node rank
-    peer: Peer | None = None  # of its host
-    held: int = 0  # what its host has for copies; 0 but on one rank of a host
-    rdma: str | None = None  # what takes training's traffic past the counters that interleaved copies keep to
+    peer: Peer | None = None  # the process of its host
+    held: int = 0  # memory that its host has allocated for copies; 0 except on one rank of a host
+    rdma: str | None = None  # RDMA device, whose traffic is not in the counters that interleaved copies rely on
 
 
 class Share(NamedTuple):
-    """What one rank is told: who is to hold copies of its saves, and of whose its host is to hold some.
+    """The result for one rank: the peers that hold copies of its saves, and the copies that its host holds.
 
-    `copies`: coordinates and bytes of one slot; empty but on one rank of a host.
+    `copies`: coordinates and bytes of one slot; empty except on one rank of a host.
     """
 
     peers: list[Peer]
@@ -52,9 +54,9 @@ class Share(NamedTuple):
 
 
 def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int, op: Operation) -> None:
-    """Take the memory of this rank's slots, if its engine keeps saves in memory; collective.
+    """Allocate the slots of this rank, if its engine keeps saves in memory; collective.
 
-    `op`: the start-up. Raises ConfigError on all ranks if a host does not have it.
+    `op`: the start-up. Raises ConfigError on all ranks if a host has not enough memory.
     """
     context = checkpointer.context
     engine, config = context.checkpoint_engine, context.config
@@ -63,10 +65,10 @@ def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int,
     each = slot_bytes(config, parameters, runtime.layout.dp)
     need = _need(checkpointer, runtime, parameters, each)
     gathered = context.control.gather(tuple(need))
-    told: tuple[str | None, list[Share]] = None, []
+    decision: tuple[str | None, list[Share]] = None, []
     if gathered is not None:
-        told = _decide(config.checkpoint, runtime.layout, [Need(*one) for one in gathered])
-    lack, shares = context.control.broadcast(told)
+        decision = _decide(config.checkpoint, runtime.layout, [Need(*one) for one in gathered])
+    lack, shares = context.control.broadcast(decision)
     if lack is not None:
         raise ConfigError(lack)
     share = Share(*shares[runtime.rank])
@@ -78,7 +80,7 @@ def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int,
                 ask(need.peer, _RESERVE_S, ask="reserve", copies=share.copies)
             span.bytes = need.growth
     except OSError as exc:
-        error = f"{need.host}: {need.growth / 2**30:.2f} GiB of host memory could not be had: {exc.strerror}"
+        error = f"{need.host}: {need.growth / 2**30:.2f} GiB of host memory could not be allocated: {exc.strerror}"
     except PeerError as exc:
         error = str(exc)
     failed = context.control.agree(error)
@@ -88,10 +90,10 @@ def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int,
 
 
 def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: int) -> Need:
-    """Of this rank. Raises nothing: what its host's process does not answer, it has not."""
+    """The need of this rank. If its host's process does not answer, it counts as holding no copies."""
     engine, config = checkpointer.context.checkpoint_engine, checkpointer.context.config
     present = engine.slot_bytes
-    # On the CPU gradients and moments come with the first step.
+    # On the CPU gradients and moments are allocated in the first step.
     state = rank_bytes(config, parameters, 0, runtime.layout.dp) if runtime.device.type == "cpu" else 0
     growth = sum(max(0, each - size) for size in present)
     slots = sum(max(each, size) for size in present)
@@ -108,7 +110,7 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
 
 
 def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) -> tuple[str | None, list[Share]]:
-    """On rank 0: what refuses the run, or what each rank is told."""
+    """On rank 0: why the run is refused, or None and the Share of each rank."""
     first = {need.node: rank for rank, need in reversed(list(enumerate(needs)))}
     nodes = sorted(first)
     hosts = [needs[first[node]].host for node in nodes]
@@ -122,9 +124,9 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
     past = next((need for need in needs if need.rdma is not None), None)
     if past is not None:
         return (
-            f"--replication-traffic interleave: {past.host} has {past.rdma}, and what NCCL sends by RDMA is not in the "
-            "counters of network interfaces, which this flag goes by; use --replication-traffic naive, or "
-            "NCCL_IB_DISABLE=1 to have NCCL use TCP"
+            f"--replication-traffic interleave: {past.host} has {past.rdma}, and NCCL's RDMA traffic is not in the "
+            "counters of network interfaces, on which this flag relies; use --replication-traffic naive, or "
+            "NCCL_IB_DISABLE=1 to make NCCL use TCP"
         ), []
     shares = [Share([], []) for _ in needs]
     for rank, need in enumerate(needs):
@@ -140,7 +142,7 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
 
 
 def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class/infiniband")) -> str | None:
-    """The device by which NCCL passes the kernel's TCP (InfiniBand, RoCE, EFA); None if there is none for it."""
+    """The RDMA device that NCCL uses instead of the kernel's TCP (InfiniBand, RoCE, EFA); None if it uses none."""
     if environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET") == "Socket":
         return None
     return next((str(device) for device in sorted(devices.glob("*"))), None)
@@ -170,9 +172,9 @@ def _placed(failure_domain: str | None, hosts: Sequence[str], copies: int) -> li
 
 
 def lack_of_memory(needs: Sequence[Need], copies: Sequence[int] = ()) -> str | None:
-    """What is wrong with the first host that does not have the memory for its ranks; None if all have it.
+    """A message about the first host that has not enough memory for its ranks; None if all have enough.
 
-    `copies`: by rank, bytes for copies of other hosts' saves that its host is to hold.
+    `copies`: by rank, bytes for copies of other hosts' saves that its host holds.
     """
     copies = copies or [0] * len(needs)
     for host in dict.fromkeys(need.host for need in needs):
@@ -182,14 +184,14 @@ def lack_of_memory(needs: Sequence[Need], copies: Sequence[int] = ()) -> str | N
         state = sum(need.state for need, _ in mine)
         available = min(need.available for need, _ in mine)
         if growth + state > available:
-            besides = f", beside {state / 2**30:.2f} GiB that training is yet to take," if state else ""
-            held = f", and copies of other hosts' in {others / 2**30:.2f} GiB" if others else ""
+            besides = f", in addition to {state / 2**30:.2f} GiB for training itself," if state else ""
+            held = f", and copies of other hosts' saves in {others / 2**30:.2f} GiB" if others else ""
             fewer = " or lower --replicas," if others else ""
             return (
                 f"--checkpoint-engine memory: {host} keeps {len(mine)} ranks' saves in "
                 f"{sum(need.slots for need, _ in mine) / 2**30:.2f} GiB of host memory (two slots each){held}; "
-                f"{growth / 2**30:.2f} GiB are yet to be had{besides} and {available / 2**30:.2f} GiB are free (of the "
-                f"host, or of a limit of its cgroups); run fewer ranks on a host,{fewer} "
+                f"{growth / 2**30:.2f} GiB must still be allocated{besides} and {available / 2**30:.2f} GiB are free "
+                f"(of the host, or of a limit of its cgroups); run fewer ranks on a host,{fewer} "
                 "or use --checkpoint-engine lazy"
             )
     return None

@@ -1,4 +1,4 @@
-"""Standby ranks in the trainer: who asks the launcher for them, and what they do ahead besides setting up."""
+"""Standby ranks in the trainer: requests them from the launcher; in a standby rank, loads ahead and warms up."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PRIVATE = ("Private_Clean:", "Private_Dirty:")
 
 
 class StandbyRanks:
-    """What the first rank of a host asks of the launcher: standby ranks after the first step, and with --standby-load
-    after each save that they load it. All other ranks ask for nothing.
+    """Requests of the first rank of a host to the launcher: standby ranks after the first step and, if they load ahead,
+    that they load each saved checkpoint. Other ranks send no requests.
     """
 
     def __init__(self, config: Config) -> None:
@@ -35,7 +35,7 @@ class StandbyRanks:
         self._saved: int | None = None
 
     def ask(self, saved_step: int | None) -> None:
-        """To be called after every step, and what is saved then; `saved_step`: of the last checkpoint."""
+        """Call after every step and its save. `saved_step`: step of the last checkpoint."""
         if self._launcher is None:
             return
         if not self._asked:
@@ -51,7 +51,7 @@ class StandbyRanks:
 
 
 def _fit_in_memory() -> bool:
-    """Whether this host has room for them; says so if it has none."""
+    """Whether this host has memory for standby ranks; logs a warning if not."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     needed, available = ranks * private_bytes(), available_memory()
     if needed > available:
@@ -76,10 +76,10 @@ def why_not_ahead(options: CheckpointConfig) -> str | None:
 
 
 class LoadsAhead:
-    """In a standby rank with --standby-load: has the newest checkpoint of --load restored into `engine`, DeepSpeed's.
+    """In a standby rank with --standby-load: restores the newest checkpoint of --load into `engine`, DeepSpeed's.
 
-    `vocab_sizes`: the tokenizer's, and that padded for TP. What it loads may lie in memory of its `checkpoint_engine`,
-    which is that of the run from then on.
+    `vocab_sizes`: the tokenizer's, and the size padded for TP. Loaded tensors may be in memory of its
+    `checkpoint_engine`, which the run then continues to use.
     """
 
     def __init__(self, config: Config, runtime: Runtime, vocab_sizes: tuple[int, int], engine: Any) -> None:
@@ -104,7 +104,10 @@ class LoadsAhead:
         )
 
     def load(self) -> None:
-        """Load it, unless that was done; collective. What is wrong with it is for the load of the start to tell."""
+        """Load the newest checkpoint unless it is already loaded; collective.
+
+        Problems are left to the start's own load.
+        """
         from megatron.checkpointing.engines.errors import CheckpointError
         from megatron.checkpointing.loading import load_newest
 
@@ -120,13 +123,13 @@ class LoadsAhead:
 
 
 def private_bytes() -> int:
-    """Memory of this process that it shares with no other: about what a rank takes that is forked beside it."""
+    """Private memory of this process, bytes: an estimate of the memory of another rank forked from the launcher."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_PRIVATE))
 
 
 def opened_once(provider: Callable[[DataRequest], SplitDatasets]) -> Callable[[DataRequest], SplitDatasets]:
-    """`provider`, which is not called again for what it was asked for last: those data sets are still open."""
+    """`provider` with a cache of its last result, so that the same data sets are not opened again."""
     last: list[tuple[object, SplitDatasets]] = []
 
     def provide(request: DataRequest) -> SplitDatasets:
@@ -141,8 +144,8 @@ def opened_once(provider: Callable[[DataRequest], SplitDatasets]) -> Callable[[D
 def rehearse(engine: Any, data: DataIterators) -> None:
     """Evaluate one batch, which changes nothing; collective.
 
-    The first step of a process takes longer than the next ones: memory that it shares with the launcher is copied where
-    it is touched, kernels are chosen, and stages tell each other the shapes of what they send. `engine`: DeepSpeed's.
+    The first step of a process takes longer than later ones: pages that it shares with the launcher are copied when
+    they are written, kernels are chosen, and stages exchange the shapes of what they send. `engine`: DeepSpeed's.
     """
-    if not engine.monitor.enabled:  # which would report it as an evaluation
+    if not engine.monitor.enabled:  # the monitor would report it as an evaluation
         engine.eval_batch(data.train)

@@ -2,9 +2,9 @@
 
 Each parameter counts once, whatever the layout: TP rank 0 counts a parameter that is replicated over TP, the first
 stage counts a tied one, and the result is the mean over the DP replicas, each of which holds all weights. Master
-weights, moments and reduced gradients are partitioned over DP by ZeRO-1, so their parts add up; the alignment at the
-end of a partition counts nowhere. Each figure costs one small all-reduce over all ranks, and none is computed unless
-asked for.
+weights, moments and reduced gradients are partitioned over DP by ZeRO-1, so their parts add up; the padding at the end
+of a partition is not counted. Each figure costs one small all-reduce over all ranks, and is computed only if a flag
+asks for it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _STATES = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What was measured after an iteration; None or empty if no flag asks for it."""
+    """Statistics after an iteration; None or empty if no flag asks for them."""
 
     params_norm: float | None = None
-    zeros_in_grad: int | None = None  # None, too, after an iteration whose step was skipped
+    zeros_in_grad: int | None = None  # also None after an iteration whose step was skipped
     optimizer_states: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by upstream's names
 
 
 class TrainingStatistics:
-    """Measures what --log-params-norm, --log-num-zeros-in-grad and the optimizer states' flag ask for.
+    """Statistics for --log-params-norm, --log-num-zeros-in-grad and --log-optimizer-states-to-tensorboard.
 
     `engine`: DeepSpeed's PipelineEngine.
     """
@@ -52,7 +52,7 @@ class TrainingStatistics:
             engine.basic_optimizer.register_step_pre_hook(self._count_zeros)
 
     def measure(self, iteration: int) -> Statistics:
-        """The figures after `iteration`; collective where one is due, which all ranks decide alike."""
+        """The statistics after `iteration`; collective if they are due, which all ranks decide identically."""
         training = self._training
         on_board = training.tensorboard_dir is not None and iteration % training.tensorboard_log_interval == 0
         due = on_board or iteration % training.log_interval == 0
@@ -66,7 +66,7 @@ class TrainingStatistics:
         )
 
     def _counts_here(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank counts (its part of them)."""
+        """The parameters, or parts of them, that this rank counts."""
         return {
             name: param
             for name, param in self._engine.module.named_parameters()
@@ -81,7 +81,7 @@ class TrainingStatistics:
         return (self._reduce([total])[0] / self._layout.dp) ** 0.5
 
     def _count_zeros(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before the optimizer steps, with the reduced, unscaled gradient of this rank's partition in place."""
+        """Hook before the optimizer steps, when the gradient of this rank's partition is reduced and unscaled."""
         found = self._zeros or 0
         for group in optimizer.param_groups:  # ZeRO steps one group at a time
             flat = group["params"][0]
@@ -93,7 +93,9 @@ class TrainingStatistics:
         return None if mine is None else round(self._reduce([float(mine)])[0])
 
     def _parts(self, group: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The elements that this rank counts of `flat`, which has the form of its partition of flat group `group`."""
+        """The elements that this rank counts of `flat`, which has the shape of its partition of parameter group
+        `group`.
+        """
         counted = self._counts_here()
         partition = flat_partitions(self._engine, self._at.dp)[group]
         for fragment in fragments(partition, vocab_size=0):

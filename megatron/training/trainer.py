@@ -1,4 +1,4 @@
-"""pretrain(): set-up, restore, the loop, and where to save. The phases of the start-up are recorded here."""
+"""pretrain(): set-up, restore, the training loop and the end. Records the phases of the start-up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Everything the loop works with."""
+    """The state of the training loop."""
 
     config: Config
     engine: Any
@@ -67,11 +67,11 @@ def pretrain(
     *,
     entered_ns: int,
 ) -> int:
-    """Train as the command line says; returns the exit code.
+    """Train as the command line says. Returns the exit code.
 
-    0: trained to the end; 1: trained, but the last checkpoint could not be saved, or another rank was waited for in
-    vain; 2: the command line, the data or the checkpoint do not fit, as the message says. `entered_ns` is when the
-    program's own code began (monotonic, ns).
+    0: trained to the end; 1: the last checkpoint could not be saved, or another rank did not answer; 2: the command
+    line, the data or the checkpoint cannot be used, as the message says. `entered_ns`: when the program's own code
+    began (monotonic, ns).
     """
     end_with_launcher(os.environ)
     config = parse_or_exit()
@@ -84,7 +84,7 @@ def pretrain(
     from megatron.startup.once_per_host import once_per_host
     from megatron.startup.preflight import check_before_imports
 
-    beginning = _Beginning(config, entered_ns)
+    beginning = _Start(config, entered_ns)
     try:
         vocabulary = once_per_host(
             functools.partial(check_before_imports, config),
@@ -107,7 +107,7 @@ def pretrain(
         beginning.recorder.close()
         exit_with(error, rank)
     except RuntimeError as error:
-        if not _waited_in_vain(error, config, watch, beginning.recorder):
+        if not _is_lost_rank(error, config, watch, beginning.recorder):
             raise
         return 1
     finally:
@@ -117,9 +117,10 @@ def pretrain(
     return 1 if trainer.saves.failed else 0
 
 
-class _Beginning:
-    """What a start claims, records and reads ahead, from `begin` on. A standby rank begins when it is released: what it
-    did before that was no part of a restart, and is not recorded.
+class _Start:
+    """The first part of a start: claims --save, opens the trace and starts the prefetch, in `begin`.
+
+    A standby rank begins when it is released: its work before that is not part of a restart, and is not recorded.
     """
 
     def __init__(self, config: Config, entered_ns: int) -> None:
@@ -132,7 +133,10 @@ class _Beginning:
         self.early_copy: EarlyCopy | None = None
 
     def begin(self, released_ns: int | None = None) -> None:
-        """`released_ns`: of a standby rank. Raises CheckpointError, ConfigError, OSError or ValueError."""
+        """`released_ns`: when a standby rank was released.
+
+        Raises CheckpointError, ConfigError, OSError or ValueError.
+        """
         from megatron.checkpointing.prefetch import start_prefetch
 
         self.ownership = _claim_save_directory(self._config)
@@ -141,10 +145,10 @@ class _Beginning:
         self.early_copy = _start_early_copy(self._config)
 
     def wait_and_begin(self, load_ahead: Callable[[], object] | None) -> None:
-        """In a standby rank that is set up; `load_ahead`: with --standby-load."""
+        """In a standby rank that is set up: wait for the release, then begin. `load_ahead`: with --standby-load."""
         from megatron.checkpointing.engines.errors import CheckpointError
 
-        process_fields(os.environ)  # what it compiles and looks up, the trace's first record finds done
+        process_fields(os.environ)  # fills its caches, so that the first record of the trace takes no time later
         wait_for_release(load_ahead)
         try:
             self.begin(now_ns())
@@ -153,7 +157,7 @@ class _Beginning:
 
 
 def _start_early_copy(config: Config) -> EarlyCopy | None:
-    """With engine memory, on a host that has nothing of what this rank will load: begin to fetch it."""
+    """With engine memory, on a host that does not have the save that this rank will load: begin to fetch it."""
     if config.checkpoint.checkpoint_engine != "memory":
         return None
     from megatron.checkpointing.memory_saves import resumes_itself
@@ -162,7 +166,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
 
     if MEMBERS_VARIABLE not in os.environ:
         return None
-    # Imports torch, which the launcher that has told of the members has imported for its ranks.
+    # This imports torch, which the launcher that set MEMBERS_VARIABLE has already imported for its ranks.
     from megatron.checkpointing.engines.lazy.early_copy import start_early_copy
 
     parallel = config.parallel
@@ -174,7 +178,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
 
 
 def _import_and_watch(config: Config, startup: Startup) -> Watch:
-    """Import what a training needs, then have the waits of this rank watched."""
+    """Import everything that training needs, then start to watch the waits of this rank."""
     with startup.phase_around("imports") as imports:
         import_everything(imports)
         from megatron.startup.logging_setup import set_up_logging
@@ -185,8 +189,8 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
         return Watch(config).start()
 
 
-def _waited_in_vain(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
-    """Whether `error` is that another rank did not come; then the trace is closed, and the error told."""
+def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
+    """Whether `error` means that another rank did not answer; if so, close the trace and print the reason."""
     from megatron.startup.watch import tell
     from megatron.training.lost_ranks import explain
 
@@ -201,20 +205,20 @@ def _waited_in_vain(error: RuntimeError, config: Config, watch: Watch, recorder:
 
 
 def _train_to_the_last_commit(trainer: Trainer) -> None:
-    """Train; no save is pending afterwards, unless it hangs while an exception ends training."""
-    from megatron.training.lost_ranks import has_waited_in_vain
+    """Train. No save is pending afterwards, unless a save hangs while an exception ends training."""
+    from megatron.training.lost_ranks import has_timed_out
 
     try:
         train(trainer)
     except BaseException as error:
-        if not has_waited_in_vain(error):  # else a save that is pending waits in vain, too
+        if not has_timed_out(error):  # otherwise a pending save would wait for the same rank
             trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
 
 
 class _Providers(NamedTuple):
-    """What pretrain_gpt.py gives to `pretrain`."""
+    """The functions that pretrain_gpt.py passes to `pretrain`."""
 
     datasets: Callable[..., Any]
     model: Callable[..., Any]
@@ -222,9 +226,9 @@ class _Providers(NamedTuple):
 
 
 def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
-    """Rank 0's hold on --save; None on other ranks.
+    """Claim --save for this launch. Returns the ownership on rank 0, None on other ranks.
 
-    Raises SaveDirectoryInUseError if another launch saves there and is alive; ConfigError if nobody can claim it.
+    Raises SaveDirectoryInUseError if another live launch saves there; ConfigError if the directory cannot be claimed.
     """
     from megatron.checkpointing.ownership import check_not_in_use, claim
     from restart_trace.cycles import job_key
@@ -251,7 +255,7 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 
 
 def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarted: bool) -> ObjectOwnership | None:
-    """As `_claim_save_directory`, of a --save that is a URI."""
+    """As `_claim_save_directory`, for a --save that is a URI."""
     from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
     from megatron.checkpointing.object_storage.ownership import check_not_in_use, claim
     from megatron.startup.preflight import store_refusals
@@ -298,7 +302,7 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
 
 
 def _sample_continuously(config: Config, recorder: Recorder) -> None:
-    """With --restart-trace-probes-interval; not before torch is imported, which the samples ask for its memory."""
+    """Start the samples of --restart-trace-probes-interval; after torch is imported, since they read its counters."""
     interval = config.trace.trace_probes_interval
     if interval is not None and recorder.enabled:
         from restart_trace.probes import make_probe
@@ -306,8 +310,8 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
         recorder.sample_every(interval, make_probe(config.parallel.local_rank, bus=True))
 
 
-def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
-    """Bring everything up to the first iteration; collective."""
+def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
+    """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.naming import layer_file
     from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
@@ -323,7 +327,7 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
 
     startup = beginning.startup
     with startup.phase("engine_init"):
-        free = available_memory()  # before the rendezvous: no rank of this host has taken any for saves
+        free = available_memory()  # before the rendezvous, so that no rank of this host has allocated any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control, layout, place = runtime.control, runtime.layout, runtime.coordinates
     model = _build_model(config, runtime, vocabulary.padded, providers)
@@ -351,7 +355,7 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
     prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
     engine = engine or _build_engine(config, runtime, model, batch_fn)
     with startup.phase("engine_init"):
-        what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
+        runtime_line = _record_runtime(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
         _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("engine_init"):
@@ -359,11 +363,11 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
     with startup.phase("data_build"):
         data = build_data_iterators(providers.datasets, config, control, layout, place, progress)
     with startup.phase("imports"):
-        log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
+        log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard if a flag asks for it
     wait_for_memory(checkpointer, runtime.device)
     reserve_slots(checkpointer, runtime, parameters, startup.operation)
     with startup.phase("engine_init"):
-        logger.info("%s", what_runs)
+        logger.info("%s", runtime_line)
         return Trainer(
             config,
             engine,
@@ -379,7 +383,7 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
 
 
 def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Providers) -> Any:
-    """The layers of this rank's stage. `padded`: as `Vocabulary.padded`."""
+    """The layers of this rank's stage. `padded`: padded vocabulary size."""
     from megatron.startup.logging_setup import printed_as_debug
 
     with runtime.communicators.apart_from("model_build"), printed_as_debug():
@@ -387,7 +391,7 @@ def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Prov
 
 
 def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callable[[Any], Any]) -> Any:
-    """DeepSpeed's engine, with all communicators connected where that is asked for."""
+    """DeepSpeed's engine; with --warmup-communicators, all communicators are then connected."""
     from megatron.startup.engine_setup import build_engine
     from megatron.startup.logging_setup import printed_as_debug
 
@@ -398,10 +402,10 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
     return engine
 
 
-def _record_what_runs(
+def _record_runtime(
     checkpointer: Checkpointer, engine: Any, runtime: Runtime, config: Config, recorder: Recorder, padded: int
 ) -> str:
-    """Write the trace's `runtime` record; returns the same for the log. `padded`: size of the padded vocabulary."""
+    """Write the trace's `runtime` record. Returns a line for the log. `padded`: padded vocabulary size."""
     from megatron.startup.engine_setup import runtime_facts
 
     facts, engine_used = runtime_facts(engine, runtime, config), checkpointer.context.engine_class
@@ -414,7 +418,7 @@ def _record_what_runs(
 
 
 def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:
-    """Load a checkpoint if --load has one, else initialise the state; ends the reading ahead in either case."""
+    """Load a checkpoint if --load has one, otherwise initialise the state. Ends the prefetch in either case."""
     from megatron.checkpointing.state import Progress
     from megatron.training.checkpoints import initialize_state, restore
 
@@ -433,7 +437,7 @@ def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup)
 
 
 def _mark_ranges(recorder: Recorder, config: Config, device: Any) -> None:
-    """Have spans show in NVIDIA's profiler, too."""
+    """Show spans in NVIDIA's profiler, too."""
     if device.type == "cuda" and config.trace.trace_nvtx is not False and recorder.enabled:
         import torch
 
@@ -450,7 +454,7 @@ def _saves_in_background(config: Config, startup: Startup) -> bool:
 
 
 def train(trainer: Trainer) -> None:
-    """Iterate to the end of the run or an exit condition; evaluate and save on the way and at the end."""
+    """Train until the end of the run or an exit condition, with evaluations and saves in between and at the end."""
     config, progress = trainer.config, trainer.progress
     training = config.training
     loop_start = now_ns()
@@ -481,7 +485,7 @@ def _enough_tokens(config: Config, progress: Progress) -> bool:
 
 
 def _begin_iteration(trainer: Trainer) -> int:
-    """Tell DeepSpeed and the schedule of the next batch; returns its size, samples over all ranks."""
+    """Set the size of the next batch in DeepSpeed and the schedule. Returns it, in samples over all ranks."""
     progress, engine = trainer.progress, trainer.engine
     batch_size = trainer.config.training.batch_sizes.at(progress.consumed_train_samples)
     if batch_size != engine.train_batch_size():
@@ -498,7 +502,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     trainer.saves.begin_step(start)
     skipped_before = engine.skipped_steps
     with UnderWay(RANKS, "training step", str(progress.iteration + 1)):
-        # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
+        # Reading the loss waits for the device. DeepSpeed has already broadcast it to all stages.
         loss = float(engine.train_batch(data_iter=trainer.data.train))
     progress.iteration += 1
     progress.consumed_train_samples += batch_size
@@ -515,10 +519,10 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
 
 
 def _evaluate(trainer: Trainer, split: str) -> None:
-    """Mean loss over --eval-iters batches of `split`; nothing if there are none."""
+    """Log the mean loss over --eval-iters batches of `split`, if it has any."""
     data, training, progress = trainer.data, trainer.config.training, trainer.progress
-    iterator, there = (data.valid, data.has_valid) if split == "validation" else (data.test, data.has_test)
-    if not there:
+    iterator, exists = (data.valid, data.has_valid) if split == "validation" else (data.test, data.has_test)
+    if not exists:
         return
     total = 0.0
     for _ in range(training.eval_iters):
@@ -530,7 +534,7 @@ def _evaluate(trainer: Trainer, split: str) -> None:
 
 
 def _shut_down(trainer: Trainer) -> None:
-    """Leave together, so that no rank's exit breaks another's connection."""
+    """Wait for all ranks at the end, so that no rank's exit closes a connection that another still uses."""
     import torch.distributed as dist
 
     trainer.saves.close()

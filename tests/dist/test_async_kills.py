@@ -108,7 +108,7 @@ def test_rank_that_dies_while_the_others_agree(launcher: Launcher) -> None:
     for rank in range(FOUR.world_size - 1):
         end = save_ends(save, rank)[0]  # training may have got as far as the next one
         assert end["outcome"] == "failed"
-        assert "checkpoint global_step2: the ranks lost each other while they agreed on it" in end["error"]
-    assert "the ranks lost each other" in finished.log(0)
+        assert "checkpoint global_step2: the ranks lost their connections while they agreed on it" in end["error"]
+    assert "the ranks lost their connections" in finished.log(0)
     # Whichever comes first: a collective of training that breaks, or the news that no save can be agreed on any more.
     assert "lost the connection" in finished.log(0) or "can no longer agree on checkpoints" in finished.log(0)

@@ -1,4 +1,4 @@
-"""Command line of the analysis: a table of subcommands, of which only the one that is asked for is imported."""
+"""Command line of the analysis: a table of subcommands. Only the module of the given subcommand is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .commands.common import add_shared_arguments
 from .common.errors import CouldNotRunError
 
 PROGRAM = "ckpt-analysis"
-# Name -> module of this package, in the order of --help. commands/__init__.py says what each gives.
+# Name -> module of this package, in the order of --help. commands/__init__.py says what each module must define.
 COMMANDS: dict[str, str] = {
     "report": ".commands.report",
     "summary": ".commands.summary",
@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
 }
 DEFAULT = "report"
 
-_DOCS = "docs/metrics.md defines every number, docs/log_format.md the files that are read.\n"
+_DOCS = "docs/metrics.md defines every number, docs/log_format.md the trace files.\n"
 _STATUSES = "exit status: 0 fine, 1 findings (--strict, --fail-if, a --target missed), 2 could not run."
 _EXAMPLES = f"""
 examples:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
         return COULD_NOT_RUN
     if near := _mistyped(words[0]):
-        print(f"{PROGRAM}: {visible(words[0])}: no command and no directory{near}", file=sys.stderr)
+        print(f"{PROGRAM}: {visible(words[0])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
     name = words.pop(0) if words[0] in COMMANDS else DEFAULT
     command = importlib.import_module(COMMANDS[name], __package__)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mistyped(word: str) -> str:
-    """What to say of a word that is nearly a command; "" for a command, a directory or an option."""
+    """A hint for a word that is similar to a command; "" for a command, a directory or an option."""
     return "" if word in COMMANDS or word.startswith("-") or Path(word).exists() else hint(word, COMMANDS)
 
 
@@ -85,7 +85,7 @@ def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
 
 
 def _overview() -> argparse.ArgumentParser:
-    """The parser of --help alone: it lists the commands."""
+    """The parser for --help, which lists the commands."""
     width = max(map(len, COMMANDS))
     modules = {name: importlib.import_module(module, __package__) for name, module in COMMANDS.items()}
     lines = [f"  {name:<{width}}  {module.HELP}" for name, module in modules.items()]

@@ -1,4 +1,4 @@
-"""A trace to everything that is known about it. Renderers (terminal, JSON) take the Report from here."""
+"""Analyses a trace and returns all results as a Report, from which the renderers (terminal, JSON, ...) take them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
 
 _HOSTS = {"cycle": pl.Int64, "rank": pl.Int64, "host": pl.String}
-PER_RANK_UP_TO = 16  # ranks; above, numbers rank by rank are made on request only
+PER_RANK_UP_TO = 16  # ranks; for larger runs, numbers of each rank are computed on request only
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What ran, over all cycles of a run: each fact once, in the order of the cycles.
+    """The software and hardware of a run, over all its cycles: each fact once, in the order of the cycles.
 
-    `engines` are pairs (asked for, used), `versions` texts such as "torch 2.13.0"; None is what is not recorded.
+    `engines`: pairs (requested, used); `versions`: texts such as "torch 2.13.0". None: not recorded.
     """
 
     ranks: int  # expected in the newest cycle
@@ -62,15 +62,15 @@ class RunFacts:
     durability: list[str | None]
     hosts: list[str]  # sorted
     versions: list[str]  # of the newest cycle, sorted
-    labels: list[str]  # what a reader of any figure must know
+    labels: list[str]  # facts that a reader of any figure must know
 
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run. `model` names what was trained, None if nothing is recorded, as `budget` is.
-    `targets` are those that were asked for (--target).
+    """All results of one run.
 
-    `imported` is the imported log that the report was made from, None for a trace.
+    `model`: the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
+    --target. `imported`: the imported log that the report was made from; None for a trace.
     """
 
     directory: Path
@@ -117,15 +117,15 @@ class Report:
 
     @property
     def has_findings(self) -> bool:
-        """Whether anything graver than a note was found."""
+        """Whether there is a finding more severe than a note."""
         return any(problem.severity != NOTE for problem in self.problems)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The report and what it was made from, for those that show more than its numbers.
+    """The report and the data that it was made from, for renderers that show more than its numbers.
 
-    `hosts` holds cycle, rank, host; `probes` is what `probe_values.probe_values` returns.
+    `hosts` has the columns cycle, rank, host; `probes` is the result of `probe_values.probe_values`.
     """
 
     report: Report
@@ -136,7 +136,7 @@ class Analysis:
 
 
 def without_ranks(report: Report) -> Analysis:
-    """The analysis of a run of which a report is known, but nothing rank by rank (an imported log)."""
+    """The analysis of a run with a report but without data of single ranks (an imported log)."""
     frames = no_frames()
     times = rank_times(frames)
     tables = rank_tables(times["save"], times["load"], start_times(frames))
@@ -145,7 +145,7 @@ def without_ranks(report: Report) -> Analysis:
 
 
 def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
-    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for."""
+    """Run all analyses on a trace. Numbers of each rank are included for small runs, or with `per_rank`."""
     frames = make_frames(trace)
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]

@@ -1,12 +1,12 @@
 """The interface of a checkpoint engine, and the guards that every engine shares.
 
-An engine turns the state of *this* rank into files in a directory and back. It knows nothing of tags, other
-ranks or the commit: megatron.checkpointing does that around it. It reports each phase to the Operation it is
-given, under the names of restart_trace.schema.
+An engine turns the state of *this* rank into files in a directory and back. It does not know tags, other ranks or the
+commit, which megatron.checkpointing handles. It records each phase in the Operation that it is given, under the names
+of restart_trace.schema.
 
-A save has three moments. `begin_save` returns as soon as training may go on computing; `release_state` must
-have returned before any tensor of the state changes; `wait` returns when the files are written. A synchronous
-engine does it all in the first.
+A save has three stages. `begin_save` returns as soon as training may continue to compute; `release_state` must return
+before any tensor of the state changes; `wait` returns when the files are written. A synchronous engine does all work in
+the first.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the command line says about how engines work. None: the engine's own default."""
+    """The options of engines, from the command line. None: the engine's own default."""
 
     fsync: bool = True  # --checkpoint-durability fsync
     verify_checksums: bool = True  # --checkpoint-verify checksum
-    verify_saved: bool = True  # not --checkpoint-verify none: an engine reads back what a library reports no loss of
-    checksum: bool = True  # --checksum crc32: computed while saving, where the format has none of its own
+    verify_saved: bool = True  # not --checkpoint-verify none: read back files whose library may lose data silently
+    checksum: bool = True  # --checksum crc32: computed while saving, if the format itself has none
     host_cache_bytes: int | None = None  # --host-cache-size
     io_threads: int | None = None  # --io-threads
     io_block_bytes: int = 8 * MIB  # --io-block-size
     saves_to_store: bool = False  # --save is object storage
     direct_io: str = "auto"  # --direct-io: auto, on or off
     rank: int = 0  # of the process that the engine runs in
-    local_rank: int = 0  # among those of this host
-    local_world_size: int = 1  # ranks that share this host's memory
+    local_rank: int = 0  # among the ranks of this host
+    local_world_size: int = 1  # number of ranks that share this host's memory
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     peer_timeout_s: float = 10.0  # --peer-timeout
     copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
-    library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
+    library: tuple[tuple[str, Any], ...] = ()  # options of the engine's library, from a --deepspeed_config stanza
 
 
 @dataclass(frozen=True)
 class FileState:
-    """The state kept under one file name of DeepSpeed's layout: a nest of dicts, lists, tensors and values.
+    """The state of one file of DeepSpeed's layout: a nest of dicts, lists, tensors and values.
 
-    `placements` tells of tensors which part of which parameter they are: path in the nest (its keys, as a tuple)
-    -> JSON object. It is empty where nobody asked for it. `on_storage`: False for what another rank writes there, and
-    this one keeps in memory all the same.
+    `placements` says which part of which parameter a tensor is: path in the nest (its keys, as a tuple) -> JSON object.
+    Empty unless the engine wants placements. `on_storage`: False for state that another rank writes to storage, and
+    that this rank only keeps in memory.
     """
 
     name: str
@@ -74,9 +74,9 @@ class FileState:
 class SavedFile:
     """One file on disk. `name` is its path within the checkpoint directory, with "/" between directories.
 
-    `checksum` is "algorithm:hex", of the engine's own choice ("none" if it was left out by --checksum none);
-    `num_bytes` is its size. `states` are the FileState names that it holds, or holds a part of; empty: the one
-    state of its own name.
+    `checksum` is "algorithm:hex", with an algorithm that the engine chooses ("none" with --checksum none);
+    `num_bytes` is its size. `states` are the names of the FileStates that it holds completely or in part; empty: only
+    the state of the same name.
     """
 
     name: str
@@ -85,7 +85,7 @@ class SavedFile:
     states: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[type[SavedFile], tuple[str, int, str, tuple[str, ...]]]:
-        """Ranks tell each other of thousands of them: a third of the bytes and of the time."""
+        """A compact pickle, since ranks send each other thousands of these: a third of the bytes and of the time."""
         return SavedFile, (self.name, self.num_bytes, self.checksum, self.states)
 
     def holds(self, state_name: str) -> bool:
@@ -94,9 +94,9 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint to load from. `files`: all of its manifest, by name; empty for a checkpoint without one.
+    """A checkpoint to load from. `files`: those of its manifest, by name; empty for a checkpoint without a manifest.
 
-    `ranged` opens its files, by their paths, if they are not on this node: for engines that `reads_ranges_of` them.
+    `ranged` opens its files by path if they are not on this node, for engines whose `reads_ranges_of` accepts them.
     """
 
     directory: Path
@@ -104,68 +104,69 @@ class SavedCheckpoint:
     ranged: RangedFiles | None = None
 
     def path(self, name: str) -> Path:
-        """Of the file called `name`."""
+        """Path of the file called `name`."""
         return self.directory / name
 
     def holding(self, state_name: str) -> list[SavedFile]:
-        """The files that hold the state `state_name`, or a part of it."""
+        """The files that hold the state `state_name` or a part of it."""
         return [file for file in self.files.values() if file.holds(state_name)]
 
 
 @dataclass(frozen=True)
 class MemorySave:
-    """A save that is whole in memory of this host, and outlives the ranks; `record` is what it was begun with."""
+    """A complete save in memory of this host that outlives the ranks; `record`: see `begin_memory_save`."""
 
     record: Mapping[str, Any]
     checkpoint: SavedCheckpoint
 
 
 class FileCopies(Protocol):
-    """The files of a save in memory, each of which one host or several hold, as one rank uses them.
+    """Access of one rank to the files of a save in memory, of which one or several hosts hold copies.
 
-    The copies of a file have the same numbers on all ranks; a rank uses one at a time.
+    The copies of a file have the same numbers on all ranks; a rank uses one copy at a time.
     """
 
     def bring(self, name: str, parts: Sequence[tuple[int, int]]) -> Path:
-        """Have bytes [start, stop) of the file of a name lie where the path that is returned can be opened.
+        """Fetch byte ranges [start, stop) of a file. Returns the path of a local file that has them.
 
-        They are not verified; other bytes of it may be holes. Raises CheckpointDamagedError if no holder gives them.
+        They are not verified; other bytes of the file may be holes. Raises CheckpointDamagedError if no holder sends
+        them.
         """
         ...
 
     def pass_over(self, name: str, why: str) -> None:
-        """This rank found its copy damaged: it uses the next one. Raises CheckpointDamagedError if there is none."""
+        """Use the next copy, since this rank found its copy damaged. Raises CheckpointDamagedError if there is none."""
         ...
 
     def used(self) -> dict[str, int]:
-        """By file of which something was brought, the number of the copy that this rank uses."""
+        """Number of the copy that this rank uses, for each file of which it fetched a part."""
         ...
 
     def another(self, name: str, used: Collection[int], why: str) -> int | None:
-        """On one rank, for all: the copy that all are to use of a file found damaged; None if each was tried.
+        """On one rank: the copy of a damaged file that all ranks should use next; None if all were tried.
 
-        `used`: the copies that it was put together from.
+        `used`: the copies that parts of the file came from.
         """
         ...
 
     def use(self, name: str, number: int) -> None:
-        """Use that copy from now on."""
+        """Use this copy from now on."""
         ...
 
 
 @dataclass(frozen=True)
 class MemoryFiles(SavedCheckpoint):
-    """A save in memory whose files lie on several hosts, for a load onto another layout."""
+    """A save in the memory of several hosts, for a load onto another layout."""
 
     copies: FileCopies = field(kw_only=True)
     header_bytes: Mapping[str, int] = field(kw_only=True)
 
     def path(self, name: str) -> Path:
-        """Where the file has its header at least. Raises CheckpointDamagedError if no holder gives it."""
+        """Path of a local file with at least its header. Raises CheckpointDamagedError if no holder sends it."""
         return self.copies.bring(name, [(0, self.header_bytes[name])])
 
     def holding(self, state_name: str) -> list[SavedFile]:
-        """Every replica keeps the weights: the lowest rank's are as good as any."""
+        """The file of the lowest rank, since every replica keeps the weights."""
         return super().holding(state_name)[:1]
 
 
@@ -173,8 +174,8 @@ class MemoryFiles(SavedCheckpoint):
 class PlacedTensor:
     """A tensor of a checkpoint with its placement (megatron.checkpointing.shard_metadata).
 
-    Its elements lie in the file at `path`, in order, from byte `start` on. `checked` are the bytes that it is part of
-    and that have a checksum; None: it was saved without, or is not to be verified.
+    Its elements are in the file at `path`, in order, from byte `start` on. `checked`: the checksummed byte range that
+    contains it; None if it was saved without a checksum or is not to be verified.
     """
 
     path: Path
@@ -186,14 +187,14 @@ class PlacedTensor:
 
 
 class SaveTarget(Protocol):
-    """What a file of a save is written to, in blocks, in any order and from any thread."""
+    """Target of one file of a save, written in blocks, in any order and from any thread."""
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Write the first `length` bytes of `buffer`, which is aligned, at `position`."""
         ...
 
     def cut_off(self, size: int) -> None:
-        """All is written: the file ends after `size` bytes."""
+        """Set the file's final size, once everything is written."""
         ...
 
     def sync(self) -> None: ...
@@ -202,39 +203,42 @@ class SaveTarget(Protocol):
 
 
 class SaveTargets(Protocol):
-    """Where the files of a save go that are on no disk of this node."""
+    """Targets of the files of a save that are not written to a disk of this node."""
 
     def open(self, name: str, num_bytes: int, data_start: int, block_bytes: int) -> SaveTarget:
-        """For a file of `num_bytes`: what is before `data_start` is written last, the rest in blocks from there on."""
+        """Target of a file of `num_bytes`.
+
+        Bytes before `data_start` are written last, the rest in blocks from there.
+        """
         ...
 
 
 class PendingSave(ABC):
-    """A save that its engine carries on with in the background."""
+    """A save that its engine continues in the background."""
 
     @abstractmethod
     def release_state(self) -> None:
         """Return when the live state may change. Called on the training thread before the optimizer steps.
 
-        What it waits for is recorded by the engine as blocking spans. Must not raise: what went wrong is `wait`'s to
-        tell. Calling it again does nothing.
+        The engine records its waits as blocking spans. Must not raise: errors are raised by `wait`. Further calls have
+        no effect.
         """
 
-    def tell_waiting(self, waits: bool) -> None:
-        """Training begins to wait for the end of the save, or does so no longer."""
+    def set_waiting(self, waits: bool) -> None:
+        """Called when training begins to wait for the end of the save (True), and when it stops waiting (False)."""
         return None
 
     @abstractmethod
     def wait(self) -> list[SavedFile]:
-        """Return what was written, when it is. Called once, on a background thread or the training thread.
+        """Wait for the files and return them. Called once, on a background thread or the training thread.
 
         Sets `bytes`, `num_files` and `durable` of the operation. Raises OSError if the storage refused, or another
-        exception that says why the save failed; nothing writes into the directory any more after either.
+        exception that says why the save failed; after either, nothing writes into the directory any more.
         """
 
 
 class FinishedSave(PendingSave):
-    """The result of a synchronous engine: nothing is left to do."""
+    """The result of a synchronous engine, which has done all work."""
 
     def __init__(self, saved: list[SavedFile]) -> None:
         self._saved = saved
@@ -249,107 +253,107 @@ class FinishedSave(PendingSave):
 class CheckpointEngine(ABC):
     """Writes and reads the files of one rank.
 
-    Subclasses set `name` and implement `_save_file` and `_load_file`; engines that treat all files together
-    override `save` and `load` instead; asynchronous ones set `asynchronous` and override `begin_save`; those that
-    can read straight into live tensors set `loads_in_place` and override `load_into`.
+    Subclasses set `name` and implement `_save_file` and `_load_file`. An engine that handles all files at once
+    overrides `save` and `load` instead; an asynchronous one sets `asynchronous` and overrides `begin_save`; one that
+    can read directly into live tensors sets `loads_in_place` and overrides `load_into`.
     """
 
     name: ClassVar[str]
     writes_files: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
-    wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
-    loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
-    redistributable: ClassVar[bool] = False  # has `load_values`, and `placed_tensors` if it stores placements
-    streams: ClassVar[bool] = False  # has `begin_streamed_save`
-    keeps_in_memory: ClassVar[bool] = False  # has `begin_memory_save` and what follows it below
+    wants_placements: ClassVar[bool] = False  # stores FileState.placements with the tensors
+    loads_in_place: ClassVar[bool] = False  # `load_into` fills the given tensors
+    redistributable: ClassVar[bool] = False  # implements `load_values`, and `placed_tensors` if it stores placements
+    streams: ClassVar[bool] = False  # implements `begin_streamed_save`
+    keeps_in_memory: ClassVar[bool] = False  # implements the methods from `begin_memory_save` to `discard_memory_saves`
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
 
     def check_can_save(self) -> None:
-        """Raise EngineUnavailableError, saying what to install or change, if this machine cannot save with it.
+        """Raise EngineUnavailableError, saying what to install or change, if the engine cannot save on this machine.
 
-        Called once at start-up when --save is given. Loading may work all the same.
+        Called once at start-up if --save is given. Loading may work nevertheless.
         """
         return None
 
     def prepare_memory(self, save_bytes: int, available: int, stream: CopyStream, op: Operation) -> None:
-        """Begin to make ready the host memory that copies from and to a CUDA device go through.
+        """Begin to allocate the host memory for staging copies from and to a CUDA device.
 
-        Called once, while the process starts; `op` is the start-up. `save_bytes`: about what this rank saves, 0 if it
-        saves nothing; `available`: bytes of host memory that were free before any rank prepared some. What cannot be
-        had is told by `wait_for_memory`.
+        Called once, during the start-up `op`. `save_bytes`: approximate size of this rank's saves, 0 if it saves
+        nothing; `available`: bytes of host memory that were free before any rank allocated some. Errors are raised by
+        `wait_for_memory`.
         """
         return None
 
     def wait_for_memory(self) -> None:
-        """Return when the memory is ready. Raises ConfigError naming flag, value and fix if it cannot be had."""
+        """Wait until the memory is ready. Raises ConfigError naming flag, value and fix if it is not available."""
         return None
 
     def begin_step(self, began_ns: int) -> None:
-        """A step of training begins."""
+        """Called when a training step begins."""
         return None
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
-        """Begin to write `files` into `directory`, which exists and is this save's own.
+        """Begin to write `files` into `directory`, which exists and is used by this save only.
 
         At most one save of an engine is pending: the caller waits for it before it begins the next.
         """
         return FinishedSave(self.save(files, directory, op))
 
     def begin_streamed_save(self, files: Sequence[FileState], targets: SaveTargets, op: Operation) -> PendingSave:
-        """As `begin_save`, and the files are on no disk of this node on their way."""
+        """As `begin_save`, but writes to `targets` instead of a disk of this node."""
         raise NotImplementedError(f"{type(self).__name__} writes files")
 
     def begin_memory_save(
         self, files: Sequence[FileState], record: Mapping[str, Any], directory: Path | None, op: Operation
     ) -> PendingSave:
-        """As `begin_save`, into memory that outlives this rank; with a `directory` to storage, too.
+        """As `begin_save`, but into memory that outlives this rank and, with a `directory`, also to storage.
 
-        `record`, which JSON can hold, is found again by `memory_saves`; its "save" names the save, on all ranks alike.
+        `record` must be JSON; `memory_saves` returns it. Its key "save" is the name of the save, the same on all ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in memory")
 
     @property
     def slot_bytes(self) -> list[int]:
-        """Memory that each place for a save of this rank has."""
+        """Sizes of this rank's slots for saves in memory, bytes."""
         return []
 
     def reserve(self, num_bytes: int) -> None:
-        """Give each of these at least that much, unless it holds a save. Raises OSError."""
+        """Grow each slot to at least `num_bytes`, unless it holds a save. Raises OSError."""
         return None
 
     def settle(self) -> None:
-        """All ranks have the last save whole: memory that held an older one may be written to."""
+        """Called when the last save is complete on all ranks: the slot of an older one may be overwritten."""
         return None
 
     def memory_saves(self) -> list[MemorySave]:
-        """What is whole in memory of this host, of whichever rank."""
+        """The complete saves in memory of this host, of all its ranks."""
         return []
 
     def share_with(self, peers: Sequence[Peer]) -> None:
-        """From now on a save counts once each of these has a copy, too, or it is on storage."""
+        """From now on a save is complete only once each of these peers has a copy, or it is on storage."""
         return None
 
     def fetch_copy(self, save: str, key: Key, peer: Peer, op: Operation) -> MemorySave:
         """Copy the save of these coordinates from a peer into memory of this rank.
 
-        Raises CheckpointDamagedError naming the peer if it does not send it, unaltered.
+        Raises CheckpointDamagedError naming the peer if it does not send an undamaged copy.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in memory")
 
     def keep(self, save: str | None) -> None:
-        """Training goes on from the state that `save` names, of those kept: write over others only. None: over all."""
+        """Protect the slot of `save`, from which training continues, and overwrite others only. None: overwrite any."""
         return None
 
     def discard_memory_saves(self, save: str | None) -> None:
-        """Forget a save of this rank by that name; None: all of them."""
+        """Discard this rank's save with that name; None: all of its saves."""
         return None
 
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
-        """Write `files` into `directory`, which exists and is this save's own.
+        """Write `files` into `directory`, which exists and is used by this save only.
 
-        Returns what was written, in order. Raises OSError if the storage refuses.
+        Returns the files written, in order. Raises OSError if the storage refuses.
         """
         if self.asynchronous:
             pending = self.begin_save(files, directory, op)
@@ -358,13 +362,13 @@ class CheckpointEngine(ABC):
         return note_saved([self._save_file(file, directory, op) for file in files], self.options, op)
 
     def reads_ranges_of(self, files: Iterable[SavedFile]) -> bool:
-        """Whether it reads from `files` only the bytes that it needs, and compares each of these with a checksum."""
+        """Whether the engine reads only the bytes of `files` that it needs, and verifies each of them by a checksum."""
         return False
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        """Read the states called `names`; tensors on the CPU.
+        """Read the states called `names`, with tensors on the CPU.
 
-        Raises CheckpointDamagedError naming the file that is missing, short or altered.
+        Raises CheckpointDamagedError naming the file that is missing, truncated or altered.
         """
         states: dict[str, Any] = {}
         num_bytes = 0
@@ -378,34 +382,34 @@ class CheckpointEngine(ABC):
         return states
 
     def load_into(self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        """As `load`, of the states that `live` names, whose contiguous tensors are to become what is loaded.
+        """As `load`, for the states that `live` names, whose contiguous tensors are to get the loaded values.
 
-        An engine may read into these tensors, on whatever device they are, and return them as the loaded ones: those
-        of the same path in the nest, type and shape. After an exception they may hold anything.
+        An engine may read into these tensors, on any device, and return them as the loaded ones, if path in the nest,
+        type and shape are the same. After an exception they may hold anything.
         """
         return self.load([file.name for file in live], checkpoint, op)
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
-        """The tensors with a placement of all ranks that saved the checkpoint, in the order of the ranks.
+        """The tensors with a placement, of all ranks that saved the checkpoint, in order of rank.
 
         Raises CheckpointDamagedError naming the file that cannot be used.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
-        """As `load` of one state, but tensors may be on the device "meta": all that have dimensions.
+        """As `load` for one state, but tensors with dimensions may be on the device "meta".
 
-        What is returned is verified (--checkpoint-verify). Where no placements are stored,
-        `torch_files.position_in_file` tells where a tensor lies that is on "meta".
+        The returned values are verified (--checkpoint-verify). If no placements are stored,
+        `torch_files.position_in_file` returns the position of a tensor that is on "meta".
         """
         raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 
-    def loads_are_over(self) -> None:
-        """Give back the memory that is kept for further loads."""
+    def end_loads(self) -> None:
+        """Release the memory that is kept for further loads."""
         return None
 
     def close(self) -> None:
-        """Give back threads, processes and memory. No save is pending."""
+        """Release threads, processes and memory. No save may be pending."""
         return None
 
     def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
@@ -416,7 +420,7 @@ class CheckpointEngine(ABC):
 
 
 def note_saved(saved: list[SavedFile], options: EngineOptions, op: Operation) -> list[SavedFile]:
-    """`saved`, with its figures noted as those of the save `op`."""
+    """Set the figures of the save `op` from `saved`, and return `saved`."""
     op.bytes = sum(file.num_bytes for file in saved)
     op.num_files = len(saved)
     op.durable = options.fsync
@@ -424,23 +428,23 @@ def note_saved(saved: list[SavedFile], options: EngineOptions, op: Operation) ->
 
 
 def note_loaded(num_bytes: int, num_files: int, op: Operation) -> None:
-    """Add to what the load `op` has read."""
+    """Add to the figures of the load `op`."""
     op.bytes = (op.bytes or 0) + num_bytes
     op.num_files = (op.num_files or 0) + num_files
 
 
 def refuse_duplicates(files: Sequence[FileState]) -> None:
-    """Raise ValueError if two states have one name: for engines whose storage would take the second for the first."""
+    """Raise ValueError if two states have the same name, for engines whose storage would confuse them."""
     names = [file.name for file in files]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two states of this rank are called {name}; a checkpoint can hold one")
+            raise ValueError(f"two states of this rank are called {name}; a checkpoint can hold only one")
 
 
 def check_size(path: Path, expected: SavedFile | None) -> int:
-    """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or not as expected.
+    """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or has another size.
 
-    It is missing, too, if something else is there: to open a FIFO would block for ever.
+    Also raised if the path is not a regular file, since opening a FIFO would block for ever.
     """
     try:
         status = path.stat()

@@ -31,7 +31,7 @@ from megatron.checkpointing.engines.unpickling import known_classes
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint
 from megatron.checkpointing.ownership import newest_owner
 from megatron.checkpointing.reshard.base import LayoutLoad
-from megatron.checkpointing.state import Progress, restore_progress, settings_kept, universal_checkpoint_info
+from megatron.checkpointing.state import Progress, preserving_settings, restore_progress, universal_checkpoint_info
 from megatron.parallel.topology import Layout
 
 CONVERSION_EVENT = "universal_conversion"  # notice in the trace of rank 0: JSON, seconds of imports and of the rest
@@ -135,7 +135,7 @@ class UniversalLoad(LayoutLoad):
 
     def _load(self, folder: Path) -> None:
         """DeepSpeed reads, slices and copies parameter by parameter: one span for all of it."""
-        with self._op.span("load", "deserialize"), settings_kept(self._engine.optimizer):
+        with self._op.span("load", "deserialize"), preserving_settings(self._engine.optimizer):
             try:
                 self._engine.optimizer.load_state_dict(
                     state_dict_list=None,

@@ -1,4 +1,4 @@
-"""`bundle`: one archive of a sweep, for others to check and to compare with."""
+"""`bundle`: packs a sweep into one archive that others can check and compare with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .common import output_file, progress_of, refuse_flags_of_traces, write_stdo
 
 HELP = "pack a sweep into one archive: traces, configuration, environment, plans, storage, checksums"
 EXAMPLES = """\
-  %(prog)s runs/sweep_tiny -o tiny.zip          the archive; exit 1 if it meets not all rules of docs/rules.md
-  ckpt-analysis validate tiny.zip               check one that somebody else made
-  ckpt-analysis compare tiny.zip theirs.zip     every configuration that both measured
+  %(prog)s runs/sweep_tiny -o tiny.zip          write the archive; exit 1 if it violates a rule of docs/rules.md
+  ckpt-analysis validate tiny.zip               check an archive
+  ckpt-analysis compare tiny.zip theirs.zip     compare the configurations that both measured
 """
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the archive and say which rules the sweep does not meet; returns FINDINGS if there are any."""
+    """Write the archive and print the rules that the sweep violates. Returns FINDINGS if there are any."""
     from ...common.escaping import visible
     from ..sweeps.bundle import pack
     from ..sweeps.groups import measured_cells, storage_ceiling
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     refuse_flags_of_traces(arguments)
     if arguments.output.suffix != ".zip":
-        raise CouldNotRunError(f"-o {arguments.output}: is to be a ZIP archive; call it {arguments.output}.zip")
+        raise CouldNotRunError(f"-o {arguments.output}: must be a ZIP archive; call it {arguments.output}.zip")
     sweep = read_sweep(arguments.sweep)
     with progress_of(arguments).bar(len(sweep.cells), "reading cells", "cell") as advance:
         measured = measured_cells(sweep, advance)

@@ -1,4 +1,4 @@
-"""What the commands share: flags, reading a log directory with them, and writing the answer."""
+"""Common code of the commands: flags, reading a log directory, writing the output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command: --quiet, --run-id and --cache-dir. The command line adds them itself."""
     shared = parser.add_argument_group("shared by all commands")
     shared.add_argument("--quiet", action="store_true", help="no progress bar and no remarks on stderr")
-    shared.add_argument("--run-id", help="analyse this run where a directory holds several (default: the last)")
+    shared.add_argument("--run-id", help="run to analyse if a directory holds several (default: the last)")
     shared.add_argument(
         "--cache-dir", metavar="DIR", type=Path, help="keep the Parquet cache here (default: beside the logs)"
     )
@@ -36,7 +36,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_logdir(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The one log directory that most commands take, as `arguments.logdir`; `more`: what else it may be."""
+    """Add the log directory that most commands take, as `arguments.logdir`. `more`: text on other kinds of input."""
     help_ = f"directory of trace files, or of the checkpoints{more}"
     parser.add_argument("logdir", metavar="LOGDIR", type=Path, help=help_)
 
@@ -62,18 +62,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
-    """--format, whose values are `formats`; without any, those that `write_formatted` knows of most commands."""
+    """Add --format with the values `formats`; by default those that most commands have."""
     choices = formats or ("table", "json", "csv", "markdown")
     parser.add_argument("--format", choices=choices, default="table", help="output (default: table)")
 
 
 def write_formatted(arguments: argparse.Namespace, **renderers: Callable[[], str]) -> None:
-    """Write the answer in the format that was asked for."""
+    """Write the output in the format given by --format."""
     write_stdout(renderers[arguments.format]())
 
 
 def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
-    """`load_trace` as the shared flags ask for it. Raises LogDirectoryError if nothing can be analysed."""
+    """`load_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed."""
     from ..ingest.cache import Cache
     from ..ingest.load import load_trace
     from ..metrics.span_times import span_times
@@ -104,7 +104,7 @@ def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: b
 
 
 def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
-    """The report alone. Raises LogDirectoryError if nothing can be analysed."""
+    """Only the report. Raises LogDirectoryError if nothing can be analysed."""
     return read_analysis(directory, arguments, per_rank=per_rank).report
 
 
@@ -119,7 +119,7 @@ def read_variants(texts: list[str], arguments: argparse.Namespace) -> list[Varia
 
 
 def named(texts: list[str]) -> dict[str, list[Path]]:
-    """Name -> its directories, in the order given. A directory is its own name; it may hold a "="."""
+    """Name -> its directories, in the given order. Without NAME= the directory is the name; it may contain a "="."""
     named: dict[str, list[Path]] = {}
     for text in texts:
         name, equals, directory = text.partition("=")
@@ -131,15 +131,18 @@ def named(texts: list[str]) -> dict[str, list[Path]]:
 
 
 def refuse_flags_of_traces(arguments: argparse.Namespace) -> None:
-    """Of commands that read sweeps: a cell has one run, and no cache. Raises CouldNotRunError."""
+    """Refuse flags of single traces in commands that read sweeps, whose cells have one run each and no cache.
+
+    Raises CouldNotRunError.
+    """
     given = [("--run-id", arguments.run_id), ("--cache-dir", arguments.cache_dir), ("--no-cache", arguments.no_cache)]
     for flag, value in given:
         if value:
-            raise CouldNotRunError(f"{flag}: is of single traces, and means nothing for a sweep; leave it out")
+            raise CouldNotRunError(f"{flag}: applies to single traces, not to a sweep; leave it out")
 
 
 def holds_sweep(path: Path) -> bool:
-    """Whether this is a sweep's directory, or may be a bundle of one, rather than a trace."""
+    """Whether the path is the directory of a sweep or may be a bundle of one, rather than a trace."""
     from ..sweeps.bundle import is_bundle
     from ..sweeps.read import is_sweep
 
@@ -147,19 +150,19 @@ def holds_sweep(path: Path) -> bool:
 
 
 def _reason(exc: OSError) -> str:
-    """The reason alone, in the system's words: polars puts its number and the draft's name behind it."""
+    """The system's text of the error, without the number and the temporary name that polars appends."""
     number = re.search(r"\(os error (\d+)\)", str(exc))
     return os.strerror(int(number[1])) if number else str(exc)
 
 
 def exit_status(arguments: argparse.Namespace, *reports: Report) -> int:
-    """FINDINGS if a report misses a target, or under --strict has any findings; else OK."""
+    """FINDINGS if a report misses a target or, with --strict, has findings; otherwise OK."""
     missed = any(not target.met for report in reports for target in report.targets)
     return FINDINGS if missed or (arguments.strict and any(report.has_findings for report in reports)) else OK
 
 
 def write_stdout(text: str) -> None:
-    """Write the answer. Raises CouldNotRunError if it cannot be written."""
+    """Write to standard output. Raises CouldNotRunError if that fails."""
     try:
         cli.write_stdout(text)
     except OSError as exc:
@@ -168,9 +171,9 @@ def write_stdout(text: str) -> None:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[Path]:
-    """Yields the temporary name to write to, in the directory of `path`; it is renamed to `path` when writing is done.
+    """Yields a temporary path in the directory of `path`, which is renamed to `path` at the end.
 
-    Raises CouldNotRunError if that cannot be done; what was there before stays as it was.
+    Raises CouldNotRunError if that fails; an existing file then stays unchanged.
     """
     is_special = path.exists() and not path.is_file()  # a pipe, /dev/stdout
     draft = path if is_special else path.with_name(f".{path.name}.{os.getpid()}")
@@ -180,14 +183,14 @@ def output_file(path: Path) -> Iterator[Path]:
             draft.replace(path)
     except OSError as exc:
         reason = exc.strerror or _reason(exc)
-        raise CouldNotRunError(f"{path}: cannot be written: {reason}; give another place with -o") from exc
+        raise CouldNotRunError(f"{path}: cannot be written: {reason}; give another path with -o") from exc
     finally:
         if not is_special:
             draft.unlink(missing_ok=True)
 
 
 def write_page(page: str, arguments: argparse.Namespace) -> None:
-    """Write an HTML page to where -o says. Raises CouldNotRunError if that cannot be done."""
+    """Write an HTML page to the path of -o. Raises CouldNotRunError if that fails."""
     path: Path = arguments.output
     if path.suffix.lower() not in (".html", ".htm"):
         path = path / FILE_NAME
@@ -195,7 +198,7 @@ def write_page(page: str, arguments: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise CouldNotRunError(
-            f"-o {arguments.output}: {path.parent} cannot be made: {exc.strerror}; give another place with -o"
+            f"-o {arguments.output}: {path.parent} cannot be created: {exc.strerror}; give another path with -o"
         ) from exc
     with output_file(path) as draft:
         draft.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`compare`: runs side by side, and whether they differ beyond their noise."""
+"""`compare`: compares runs, and says whether they differ by more than the noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXAMPLES = """\
   %(prog)s --fail-if 'restart_s>1.05' old new      exit 1 if restarts got more than 5 %% slower
   %(prog)s --fail-if 'blocked_GBps<0.9' --fail-if 'load_s>1.1' old new
   %(prog)s a=runs/a1 b=runs/b1 a=runs/a2 b=runs/b2   runs repeated under a name: the noise is between runs
-  %(prog)s runs/torch runs/lazy -o cmp.html        and a page with figures
+  %(prog)s runs/torch runs/lazy -o cmp.html        also write a page with figures
   %(prog)s --format csv runs/torch runs/lazy > both.csv
   %(prog)s runs/sweep_tiny theirs.zip              sweeps or bundles: each configuration that both measured
 """
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
     add_output(parser)
     add_format(parser)
-    parser.add_argument("--all", action="store_true", help="every metric, details of phases and timers too")
+    parser.add_argument("--all", action="store_true", help="show all metrics, including details of phases and timers")
     help_ = "exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable"
     parser.add_argument("--fail-if", metavar="METRIC>RATIO", action="append", default=[], help=help_)
     help_ = "do not leave out the first save and step of each cycle"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare the runs; returns the exit status."""
+    """Compare the runs. Returns the exit status."""
     from ...common.escaping import visible
     from ...common.tables import Style
     from ..compare.comparison import compare_variants
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sweeps(arguments: argparse.Namespace) -> int:
-    """Compare what sweeps measured, configuration by configuration; returns the exit status."""
+    """Compare the measurements of sweeps, configuration by configuration. Returns the exit status."""
     from ...common.escaping import visible
     from ...common.tables import Style
     from ..compare.conditions import failures, parse_condition

@@ -1,4 +1,4 @@
-"""`export`: the records as tidy tables, for pandas, DuckDB, R or a spreadsheet."""
+"""`export`: writes the records as tidy tables, for pandas, DuckDB, R or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the table; returns the exit status."""
-    # A wrong name is told before minutes are spent on reading.
+    """Write the table. Returns the exit status."""
+    # Checked first, so that a wrong name is reported before minutes are spent on reading.
     file_format = arguments.format or _format_of(arguments.output)
     from ..common.table_files import write_table
     from ..model.frame import make_frames

@@ -1,4 +1,4 @@
-"""`import`: a log that a run without instrumentation left, for the other commands to read."""
+"""`import`: converts the log of a run without instrumentation, so that the other commands can read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HELP = "read the log of a run without instrumentation, for report, summary and c
 EXAMPLES = """\
   %(prog)s train.log                      writes train-imported/ beside the log
   %(prog)s train.log -o runs/baseline     the same into runs/baseline
-  ckpt-analysis report train-imported     what the log tells; the rest is marked as not recorded
+  ckpt-analysis report train-imported     show what the log contains; the rest is marked as not recorded
   zcat train.log.gz | %(prog)s - -o runs/baseline
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Import the log; returns the exit status."""
+    """Import the log. Returns the exit status."""
     from ...common.cli import OK
     from ..common.errors import CouldNotRunError
     from ..imported.file import write_run
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
     if arguments.output is None and is_pipe(arguments.log):
-        raise CouldNotRunError(f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o")
+        raise CouldNotRunError(f"{arguments.log}: is a pipe, which has no directory: give one with -o")
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)

@@ -1,4 +1,6 @@
-"""`project`: what a measured run would cost elsewhere: at scale, or with its copies in the memory of other nodes."""
+"""`project`: projects the costs of measured runs to other scales, layouts, phases, and to copies in other nodes'
+memory.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ _PLACE = (
     "write_GBps",
     "read_GBps",
 )
-# Question -> the flags that it takes. The first whose first flag is given is asked.
+# Projection -> its flags. The first projection whose first flag is given is computed.
 _QUESTIONS = {
     "--placement": ("placement", "nodes", "replicas", "lost_nodes"),
     "--ranks": ("ranks", "logdirs", "what_if", *_PLACE),
@@ -124,7 +126,7 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Project what was asked for; returns the exit status."""
+    """Compute the projection that the flags ask for. Returns the exit status."""
     given = {name: value for name, value in vars(arguments).items() if value not in (None, [])}
     asked = next((flag for flag, names in _QUESTIONS.items() if names[0] in given), "--nodes")
     for flag, names in _QUESTIONS.items():
@@ -140,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _intervals(arguments: argparse.Namespace) -> None:
-    """How often to save, and what is left of training."""
+    """The best intervals between saves, and the effective training time."""
     from ...common.tables import Style
     from ..project.inputs import Given, gather
     from ..project.projection import project
@@ -170,7 +172,7 @@ def _intervals(arguments: argparse.Namespace) -> None:
 
 
 def _recoveries(arguments: argparse.Namespace) -> None:
-    """Effective training time over failure rates, with the restarts that were measured."""
+    """Effective training time over failure rates, with measured restarts."""
     from ...common.tables import Style
     from ..project.inputs import Given
     from ..project.ranges import parse_positives
@@ -203,7 +205,7 @@ def _recoveries(arguments: argparse.Namespace) -> None:
 
 
 def _twin(arguments: argparse.Namespace) -> None:
-    """What another layout would take, learnt from the runs given."""
+    """Saves, loads and restarts of another layout, learnt from the given runs."""
     from ...common.tables import Style
     from ..project.deployment import asked_deployment, ceilings
     from ..project.drills import drill_of
@@ -229,7 +231,7 @@ def _twin(arguments: argparse.Namespace) -> None:
 
 
 def _what_if(arguments: argparse.Namespace) -> None:
-    """What the restarts and saves of a run would take with other phases."""
+    """Restarts and saves of a run with changed phases."""
     from ...common.tables import Style
     from ..project.what_if import parse_factors, what_if
     from ..render.what_if import to_csv, to_json, to_markdown, to_table
@@ -248,7 +250,7 @@ def _what_if(arguments: argparse.Namespace) -> None:
 
 
 def _copies(arguments: argparse.Namespace) -> None:
-    """How likely a copy of each part survives."""
+    """Probability that a copy of each part survives a loss of nodes."""
     from ...common.tables import Style
     from ..project.replicas import survivals
     from ..render.survival import to_csv, to_json, to_markdown, to_table

@@ -1,4 +1,4 @@
-"""`report`: where saves, loads and restarts spent their time, for people: a summary and an HTML file."""
+"""`report`: shows where saves, loads and restarts spent their time: a summary in the terminal and an HTML file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Analyse the directories, print the report and write the page; returns the exit status."""
+    """Analyse the directories, print the report and write the page. Returns the exit status."""
     several = len(arguments.logdirs) > 1
     _check(arguments, several)
     reports = _compared(arguments) if several else _of_one(arguments)
@@ -82,7 +82,7 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
 
 
 def _compared(arguments: argparse.Namespace) -> list[Report]:
-    """Several runs: what `compare` prints, and the page with its figure."""
+    """The comparison of several runs, as `compare` prints it, and the page with its figure."""
     from ...common.tables import Style
     from ..compare.comparison import compare_variants
     from ..render.comparison import to_table
@@ -98,7 +98,7 @@ def _compared(arguments: argparse.Namespace) -> list[Report]:
 
 
 def _check(arguments: argparse.Namespace, several: bool) -> None:
-    """Refuse flags that mean nothing here. Raises CouldNotRunError."""
+    """Refuse flags that do not apply. Raises CouldNotRunError."""
     for flag, given in (("--checkpoint", arguments.checkpoint), ("--run-id", arguments.run_id)):
         if several and given is not None:
             raise CouldNotRunError(f"{flag} {given}: applies to one run; give one LOGDIR with it")
@@ -106,7 +106,7 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
         raise CouldNotRunError(f"--target {arguments.target[0]}: applies to one run; run it for each LOGDIR")
     if arguments.checkpoint is not None and arguments.output is None:
         raise CouldNotRunError(
-            f"--checkpoint {arguments.checkpoint}: chooses what the HTML report shows; add -o PATH or drop it"
+            f"--checkpoint {arguments.checkpoint}: chooses what the HTML report shows; add -o PATH or remove it"
         )
     if several and arguments.format == "json":
         raise CouldNotRunError(

@@ -1,4 +1,4 @@
-"""`summary`: the numbers alone, for terminals, programs and documents."""
+"""`summary`: prints only the numbers, for terminals, programs and documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Analyse the directory and print the numbers; returns the exit status."""
+    """Analyse the directory and print the numbers. Returns the exit status."""
     from ...common.tables import Style
     from ..render.json_output import to_json
     from ..render.summary_rows import csv_text, markdown_text, table_text

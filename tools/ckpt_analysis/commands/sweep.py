@@ -1,4 +1,4 @@
-"""`sweep`: the report of a sweep, and all its measurements as one table."""
+"""`sweep`: shows the report of a sweep, and writes all its measurements as one table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer and write page and tables; returns FINDINGS if a cell has no result."""
+    """Print the report and write page and tables. Returns FINDINGS if a cell has no result."""
     from ...common.tables import Style
     from ..render.sweep import View, to_table
     from ..sweeps.bundle import opened
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     refuse_flags_of_traces(arguments)
     if arguments.output is not None and arguments.output.suffix.lower() in (".html", ".htm"):
-        raise CouldNotRunError(f"-o {arguments.output}: is to be a directory, for the page and two tables")
+        raise CouldNotRunError(f"-o {arguments.output}: must be a directory, for the page and two tables")
     with opened(arguments.sweep) as directory:
         sweep = read_sweep(directory)
         with progress_of(arguments).bar(len(sweep.cells), "reading cells", "cell") as advance:

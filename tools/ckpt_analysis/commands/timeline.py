@@ -1,4 +1,4 @@
-"""`timeline`: every span on a time line, for Perfetto or chrome://tracing."""
+"""`timeline`: writes all spans as a time line, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the time line; returns the exit status."""
+    """Write the time line. Returns the exit status."""
     from ..model.frame import make_frames
     from ..render.timeline import Cut, cut, write_timeline
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = Cut(arguments.ranks, arguments.checkpoint, arguments.cycle)
     frames = cut(make_frames(trace), asked)
     if frames.spans.is_empty() and frames.iterations.is_empty():
-        raise CouldNotRunError(f"{arguments.logdir}: nothing of {asked} is in this trace")
+        raise CouldNotRunError(f"{arguments.logdir}: this trace has no records of {asked}")
     progress = progress_of(arguments)
     with (
         output_file(arguments.output) as draft,

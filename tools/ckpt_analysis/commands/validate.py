@@ -1,4 +1,4 @@
-"""`validate`: does a directory hold what docs/log_format.md promises?"""
+"""`validate`: checks a directory of trace files against docs/log_format.md."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXAMPLES = """\
   %(prog)s --quiet runs/tiny && echo fine
   %(prog)s tiny.zip                       a bundle of a sweep: checksums, all its traces, docs/rules.md
 """
-PROCESSES_FROM_BYTES = 32 << 20  # its processes import the standard library alone
-# Problems that are reported line by line already.
+PROCESSES_FROM_BYTES = 32 << 20  # the processes import the standard library only, so they start fast
+# Problems that are already reported line by line.
 _OF_FILES = {"empty_file", "unreadable_file", "wrong_file_name"}
 _BY_LINE = {*_OF_FILES, "no_process_record", "unknown_schema_version", "invalid_record", "torn_line"}
 
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every problem; returns FINDINGS if there is one."""
+    """Print all problems. Returns FINDINGS if there is one."""
     if holds_sweep(arguments.logdir):
         return _sweep(arguments)
     return FINDINGS if _trace(arguments.logdir, arguments) else OK
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    """Every trace of a sweep, and the rules for a valid run. A bundle whose checksums are wrong is not looked into."""
+    """Check all traces of a sweep and the rules for a valid run; a bundle with wrong checksums is not read further."""
     from ...common.escaping import visible
     from ..sweeps.bundle import opened
     from ..sweeps.groups import measured_cells
@@ -65,7 +65,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _trace(logdir: Path, arguments: argparse.Namespace, name: str | None = None) -> int:
-    """Print every problem of a trace, which is called `name` (default: its directory); how many there are."""
+    """Print all problems of a trace, called `name` (default: its directory). Returns their number."""
     from ...common.escaping import visible
     from ..ingest.discover import list_trace
 
@@ -96,9 +96,9 @@ def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
 
 
 def _of_the_whole(logdir: Path, arguments: argparse.Namespace) -> list[Problem]:
-    """Problems that no single file shows: missing ranks and cycles, copies, several runs, clocks, disagreements.
+    """Problems between files: missing ranks and cycles, copies, several runs, clocks, contradictions.
 
-    Empty if no file can be analysed: every file has been reported by then.
+    Empty if no file can be analysed; the problems of each file are already reported then.
     """
     from ..common.problems import NOTE
     from ..ingest.discover import LogDirectoryError

@@ -1,6 +1,6 @@
-"""Findings: rules that name what costs time in a run and the flag or action that helps.
+"""Findings: rules that name what costs time in a run, and the flag or action that helps.
 
-docs/findings.md documents every rule and why its thresholds are what they are.
+docs/findings.md documents every rule and gives the reasons for its thresholds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["RULES", "Evidence", "Finding", "Rule", "find"]
 
 
 def find(evidence: Evidence) -> list[Finding]:
-    """What the rules find, the costliest first."""
+    """The findings of all rules, the costliest first."""
     findings = []
     for rule in RULES:
         by_advice: dict[str, list[Observation]] = {}
@@ -29,7 +29,7 @@ def _finding(rule: Rule, advice: str, alike: list[Observation]) -> Finding:
     text = first.evidence[:1].upper() + first.evidence[1:]
     data = first.data
     costs: dict[str, float] = {}
-    for seen in (first, *others):  # of several in one operation, only the costliest is waited for
+    for seen in (first, *others):  # of several in one operation, only the costliest determines its time
         costs.setdefault(str(seen.data.get("operation")), seen.cost_s)
     if others:
         text += f". Also: {'; '.join(seen.title[:1].lower() + seen.title[1:] for seen in others)}"

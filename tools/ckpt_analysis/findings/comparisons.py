@@ -1,4 +1,4 @@
-"""Ranks and hosts against the others of the same operation."""
+"""Comparisons of ranks and hosts with the others in the same operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}
 def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
     """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, median_ns, excess_ns.
 
-    None in operations where many ranks did: then it is how the work is divided.
+    Operations in which many ranks did are left out: there the work is divided that way.
     """
     finished = _uneven(totals, limits).with_columns(
         pl.col("own_ns").median().over("group").alias("median_ns"),
@@ -32,8 +32,8 @@ def slow_hosts(
 ) -> pl.DataFrame:
     """Hosts whose median rank worked longer than those of the others: group, operation, host, own_ns, ...
 
-    `rank_hosts` holds group, rank, host. Further columns: median_ns (the lower median of the hosts' medians),
-    excess_ns. Hosts with a single rank are no hosts here: their rank is compared as a rank.
+    `rank_hosts` has the columns group, rank, host. Further columns of the result: median_ns (the lower median of the
+    hosts' medians), excess_ns. Hosts with a single rank are left out: their rank is compared with other ranks.
     """
     finished = _uneven(totals, limits).join(rank_hosts, on=["group", "rank"])
     hosts = finished.group_by("group", "operation", "host").agg(
@@ -48,7 +48,7 @@ def slow_hosts(
 
 
 def _uneven(totals: pl.DataFrame, limits: Mapping[str, float]) -> pl.DataFrame:
-    """The finished ranks of operations in which ranks are so far apart that one of them, or a host, can be slow."""
+    """The finished ranks of operations in which ranks differ so much that a rank or a host may be slow."""
     finished = totals.filter(pl.col("wall_ns").is_not_null())
     own_ns = finished.group_by("group").agg(pl.col("own_ns").max() - pl.col("own_ns").min())
     uneven = own_ns.filter(pl.col("own_ns") >= limits["least_s"] * 1e9)["group"]
@@ -56,7 +56,7 @@ def _uneven(totals: pl.DataFrame, limits: Mapping[str, float]) -> pl.DataFrame:
 
 
 def _slow(units: pl.DataFrame, unit: str, counts: pl.Expr, limits: Mapping[str, float]) -> pl.DataFrame:
-    """Rows of `units` (ranks or hosts) beyond the limits, where few of a group are; only those that `counts`."""
+    """Rows of `units` (ranks or hosts) that exceed the limits, in groups where only few do, filtered by `counts`."""
     excess = (pl.col("own_ns") - pl.col("median_ns")).alias("excess_ns")
     slow = units.with_columns(excess).filter(
         counts
@@ -69,9 +69,9 @@ def _slow(units: pl.DataFrame, unit: str, counts: pl.Expr, limits: Mapping[str, 
 
 
 def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[str, float, float]:
-    """(phase, seconds of `ranks`, seconds of all): where the median of `ranks` exceeds that of all ranks most.
+    """(phase, seconds of `ranks`, seconds of all) where the median of `ranks` exceeds the median of all ranks most.
 
-    The phase is named with its detail, as "flush/fsync". Waiting is no candidate.
+    The phase includes its detail, as in "flush/fsync". Phases of waiting are left out.
     """
     of_ranks = pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)).median()
     table = _work(tables, group).group_by("phase", "detail").agg(of_ranks.alias("ranks_ns"), _median())
@@ -79,9 +79,9 @@ def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[st
 
 
 def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float) -> str:
-    """Why the others waited `waited_s` for `rank`, in words: the cause that explains at least half of it.
+    """Why the others waited `waited_s` for `rank`: a text with the cause that explains at least half of it.
 
-    Its phases are looked at first, then whether it began late (across hosts as good as their clocks).
+    Checks the phases of the rank first, then a late begin (between hosts as accurate as their clocks).
     """
     phase, rank_s, median_s = against_median(tables, group, [rank])
     if rank_s - median_s >= waited_s / 2:
@@ -95,7 +95,7 @@ def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank
 
 
 def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:
-    """rank, phase, ranks_ns, median_ns: `against_median` of every rank by itself."""
+    """`against_median` for each rank: columns rank, phase, ranks_ns, median_ns."""
     work = _work(tables, group).with_columns(_median().over("phase", "detail"))
     table = work.rename({"busy_ns": "ranks_ns"})
     first = _largest(table).group_by("rank", maintain_order=True).first()
@@ -112,8 +112,8 @@ def _largest(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(tables: RankTables, group: int) -> pl.DataFrame:
-    """Busy time of every rank (0 where it has none) in every phase or detail that is no waiting."""
-    mine = tables.phases.filter(pl.col("group") == group)  # by itself: of all rows, the next would take longer
+    """Busy time of every rank (0 if it has none) in every phase or detail, except phases of waiting."""
+    mine = tables.phases.filter(pl.col("group") == group)  # filtered first, since the next step on all rows is slower
     phases = mine.filter(~pl.col("phase").is_in(WAITING))
     has_details = (pl.col("detail") != "").any().over("phase")
     leaves = phases.filter((pl.col("detail") != "") | ~has_details).filter(~pl.col("detail").is_in(WAITING))

@@ -1,4 +1,4 @@
-"""Rules on saves in host memory: copies that other hosts lack, that training waited for, or that could not be used."""
+"""Rules on saves in host memory: copies that are missing, that training waited for, or that could not be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COPY_MISSING, COPY_REJECTED = "copy_missing", "copy_rejected"  # events of the t
 
 
 def missing_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Saves of which another host has no copy, though it was to take one."""
+    """Saves of which a host has no copy though it should."""
     events = e.frames.events.filter((pl.col("operation") == "save") & (pl.col("phase") == COPY_MISSING))
     if events.is_empty():
         return []
@@ -34,16 +34,16 @@ def missing_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def late_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Copies that were to go while the network is idle, and went when training waited for them."""
-    told = [(save, save.replication) for save in e.saves if save.replication and save.replication.bytes]
-    late = [(s, sent) for s, sent in told if (sent.at_once_bytes or 0) >= limits["share"] * sent.bytes]
+    """Copies that should have been sent while the network was idle, but were sent while training waited for them."""
+    replicated = [(save, save.replication) for save in e.saves if save.replication and save.replication.bytes]
+    late = [(s, sent) for s, sent in replicated if (sent.at_once_bytes or 0) >= limits["share"] * sent.bytes]
     if len(late) < limits["least_saves"]:
         return []
     save, sent = max(late, key=lambda found: found[1].at_once_bytes or 0)
     at_once = sent.at_once_bytes or 0
     return [
         Observation(
-            title=f"Training waited for copies of {len(late)} of {plural(len(told), 'save')}",
+            title=f"Training waited for copies of {len(late)} of {plural(len(replicated), 'save')}",
             evidence=f"{name_of('save', save)}: {size(at_once)} of {size(sent.bytes)} "
             f"({percent(at_once / sent.bytes)}) went at once, as steps had left no idle time for them; copies took "
             f"rank {sent.slowest_rank} {seconds(sent.seconds)} s",
@@ -54,8 +54,8 @@ def late_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def read_from_storage(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Restarts of a run with saves in memory whose ranks read storage all the same."""
-    # What the first cycle of a trace loads was saved by a launch before it.
+    """Restarts of a run with saves in memory whose ranks nevertheless read storage."""
+    # The first cycle of a trace loads what an earlier launch has saved, so it is left out.
     resumed = {start.cycle for start in e.starts if start.is_restart} - {min((s.cycle for s in e.starts), default=0)}
     found = []
     for load in e.loads:
@@ -67,8 +67,8 @@ def read_from_storage(e: Evidence, limits: Thresholds) -> list[Observation]:
         found.append(
             Observation(
                 title=f"The restart of cycle {load.cycle} read {size(sum(tier.bytes for tier in read))} from storage",
-                evidence=f"{name_of('load', load)}: no save in memory was whole for every rank; the ranks of {hosts} "
-                f"read for {seconds(took)} s at most",
+                evidence=f"{name_of('load', load)}: no save in memory was complete for every rank; the ranks of "
+                f"{hosts} read for {seconds(took)} s at most",
                 cost_s=took,
                 data={"operation": "load", "cycle": load.cycle, "hosts": [tier.host for tier in read]},
             )
@@ -77,7 +77,7 @@ def read_from_storage(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def rejected_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Copies that a load found damaged, or could not get, and passed over."""
+    """Copies that a load found damaged or could not fetch."""
     events = e.frames.events.filter((pl.col("operation") == "load") & (pl.col("phase") == COPY_REJECTED))
     if events.is_empty():
         return []

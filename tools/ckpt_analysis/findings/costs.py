@@ -1,4 +1,4 @@
-"""Rules on what an operation spends its time on: fsync, serializing, small files, imports, an earlier save."""
+"""Rules on the costs of an operation: fsync, serialization, small files, imports, an earlier save."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .rule import Observation, Thresholds
 
 
 def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Saves in which training waits for fsync most of the time that its ranks work."""
+    """Saves in which fsync takes most of the ranks' work while training waits."""
     return _worst_share(e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}")
 
 
 def serialization_bound(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Saves and loads that turn objects into bytes, or back, for most of the time that training waits."""
+    """Saves and loads in which (de)serialization takes most of the time that training waits."""
     where = [("save", "serialize", None), ("load", "load", "deserialize")]
     return _worst_share(e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage")
 
@@ -24,13 +24,13 @@ def serialization_bound(e: Evidence, limits: Thresholds) -> list[Observation]:
 def _worst_share(
     e: Evidence, limits: Thresholds, where: list[tuple[str, str, str | None]], title: str
 ) -> list[Observation]:
-    """For each kind the operation in which the phase is the largest share of the median rank's own work."""
+    """For each kind the operation in which the phase has the largest share of the median rank's own work."""
     found = []
     for kind, phase, detail in where:
         long = [
             (stats, part)
             for other, stats in e.operations
-            # What goes on in the background costs training nothing here.
+            # Work in the background does not block training.
             if other == kind and (part := phase_of(stats, phase, detail)) is not None and part.blocking != "none"
             if median_of(part.time) >= limits["least_s"]
         ]
@@ -55,14 +55,14 @@ def _worst_share(
 
 
 def _shares(e: Evidence, groups: list[int], phase: str, detail: str | None) -> dict[int, float]:
-    """group -> median over its ranks of the time in the phase over the rank's own time."""
+    """group -> median over its ranks of the time in the phase divided by the rank's own time."""
     ranks = e.tables.with_phase(pl.col("group").is_in(groups) & (pl.col("own_ns") > 0), phase, detail or "")
     share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
     return dict(ranks.group_by("group").agg(share.median().alias("share")).iter_rows())
 
 
 def small_files(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """The newest complete save, if it consists of many files most of which are small."""
+    """The newest complete save, if it has many files and most of them are small."""
     save = newest(e.saves)
     if save is None:
         return []
@@ -93,7 +93,7 @@ def _median(files: pl.DataFrame) -> int:
 
 
 def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """The newest start, if importing takes much of the time to its first step."""
+    """The newest start, if imports take a large part of the time to its first step."""
     for start in reversed(e.starts):
         first, imports = start.wall, phase_of(start, "imports")
         if first is None or imports is None or imports.time.at_critical_s is None:
@@ -114,7 +114,7 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def slow_name_lookup(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """The newest start in which a host took long to find the name or the address of the rendezvous."""
+    """The newest start in which looking up the host of the rendezvous took long."""
     for start in reversed(e.starts):
         lookup, meeting = phase_of(start, "name_lookup"), phase_of(start, "rendezvous")
         if start.wall is None or lookup is None:
@@ -134,7 +134,7 @@ def slow_name_lookup(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def wait_previous(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Saves whose begin waited for the save before. Waiting for a save at the end of a run is not meant."""
+    """Saves that had to wait for the save before. Waiting for a save at the end of a run does not count."""
     waited = e.frames.spans_of(what=pl.col("phase") == "wait_previous")
     if waited.is_empty():
         return []

@@ -1,4 +1,4 @@
-"""What the rules look at: the statistics, the ranks' own numbers and the spans of one run."""
+"""The data that rules check: statistics, numbers of each rank, and spans of one run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..model.frame import Frames
 
 @dataclass(frozen=True)
 class Evidence:
-    """`hosts` holds cycle, rank, host; `probes` is what `probe_values.read_probes` returns.
+    """`hosts` has the columns cycle, rank, host; `probes` is the result of `probe_values.read_probes`.
 
-    `oversubscribed` holds cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`:
-    this project's trainer ran, whose flags help.
+    `oversubscribed` has cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`: the
+    run used this project's trainer, so advice may name its flags.
     """
 
     saves: list[OperationStats]
@@ -31,7 +31,7 @@ class Evidence:
 
     @property
     def operations(self) -> list[tuple[str, OperationStats | StartStats]]:
-        """Every save, load and start that has a wall time, with its kind: "save", "load" or "start"."""
+        """All saves, loads and starts with a wall time, each with its kind: "save", "load" or "start"."""
         finished: list[tuple[str, OperationStats | StartStats]] = []
         finished += [("save", save) for save in self.saves if save.wall and save.outcome == "ok"]
         finished += [("load", load) for load in self.loads if load.wall and load.outcome == "ok"]
@@ -50,7 +50,7 @@ def phase_of(stats: OperationStats | StartStats, phase: str, detail: str | None 
 
 
 def name_of(kind: str, stats: OperationStats | StartStats) -> str:
-    """How a finding names an operation: "save global_step5 of cycle 0"."""
+    """The name of an operation in a finding: "save global_step5 of cycle 0"."""
     if isinstance(stats, StartStats):
         return f"{'restart' if stats.is_restart else 'launch'} of cycle {stats.cycle}"
     tag = f" {stats.tag}" if stats.tag else ""
@@ -58,6 +58,6 @@ def name_of(kind: str, stats: OperationStats | StartStats) -> str:
 
 
 def median_of(time: Spread) -> float:
-    """The median in s. A trace always has it; imported logs may not, and the rules do not see those."""
+    """The median in s. A trace always has it; imported logs, which may lack it, are not checked by rules."""
     assert time.median_s is not None
     return time.median_s

@@ -1,4 +1,4 @@
-"""Rules on saves to and loads from object storage: a store that slows down, objects that are small, one connection."""
+"""Rules on saves to and loads from object storage: throttling, small objects, a single connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rule import Observation, Thresholds
 
 
 def store_throttled(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Of each kind the operation in which the store told the largest share of the requests to slow down."""
+    """For each kind the operation with the largest share of throttled requests."""
     found = []
     for kind, stats, traffic in _worst(e, lambda traffic: traffic.throttled / traffic.requests):
         share = traffic.throttled / traffic.requests
@@ -32,7 +32,7 @@ def store_throttled(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def store_small_objects(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Of each kind the operation in which a rank spends the longest on objects of one request."""
+    """For each kind the operation in which a rank spends the most time on objects of one request."""
     found = []
     for kind, stats, traffic in _worst(e, lambda traffic: traffic.small_s):
         few = traffic.small_objects < limits["least_objects"] * traffic.ranks
@@ -54,7 +54,7 @@ def store_small_objects(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def store_one_connection(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Of each kind the operation of which a rank, for the longest, has hardly more than one request under way."""
+    """For each kind the operation in which a rank has hardly more than one request in flight for the longest time."""
     found = []
     for kind, stats, traffic in _worst(e, lambda traffic: -traffic.connections):
         if traffic.connections >= limits["connections"] or traffic.window_s < limits["least_s"]:
@@ -76,7 +76,7 @@ def store_one_connection(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def _worst(e: Evidence, badness: Callable[[StoreTraffic], float]) -> list[tuple[str, OperationStats, StoreTraffic]]:
-    """For each kind, save and load, the operation that is worst: (kind, operation, its traffic)."""
+    """For each kind, save and load, the worst operation: (kind, operation, its traffic)."""
     found = []
     for kind, operations in (("save", e.saves), ("load", e.loads)):
         known = [(kind, stats, stats.store_traffic) for stats in operations if stats.store_traffic is not None]

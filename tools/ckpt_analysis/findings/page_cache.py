@@ -1,4 +1,4 @@
-"""The rule on reads that never reached the storage."""
+"""The rule on reads that were served by the page cache instead of the storage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .rule import Observation, Thresholds
 
 
 def page_cache_reads(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """The newest load of which the kernel fetched only a part from storage, by its own count per process.
+    """The newest load of which the kernel read only a part from storage, by its counter per process.
 
-    Nothing is reported if the count was not sampled.
+    Nothing is reported if the counter was not sampled.
     """
     fetched = _fetched(e)
     loads = [load for load in e.loads if load.outcome == "ok" and load.group in fetched]
@@ -35,7 +35,7 @@ def page_cache_reads(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def _fetched(e: Evidence) -> dict[int, tuple[int, int]]:
-    """group of a load -> (bytes fetched from storage, bytes loaded), over the ranks for which both are known."""
+    """group of a load -> (bytes read from storage, bytes loaded), over the ranks for which both are known."""
     counter = pl.col("io_read_storage_bytes")
     rises = (
         e.probes.filter((pl.col("operation") == "load") & counter.is_not_null())

@@ -1,4 +1,4 @@
-"""Rules, their observations, and the findings that these become."""
+"""Rules, observations and findings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Thresholds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule saw. `cost_s`: seconds that it cost the operation that it was seen in; it orders the findings.
+    """A problem that a rule has found. `cost_s`: seconds that it cost its operation; findings are ordered by it.
 
-    `advice` replaces the rule's own where the evidence points to something more particular, `advice_for_hooks` what
-    the rule says to a job that is not this project's.
+    `advice` replaces the advice of the rule if the evidence allows a more specific one; `advice_for_hooks` does so for
+    a job that was traced by hooks.
     """
 
     title: str
@@ -29,10 +29,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can be wrong. `thresholds` are those that `check` is called with.
+    """A check for one kind of problem. `thresholds` are passed to `check`.
 
-    `advice` may name flags of this project, `advice_for_hooks` helps a job that was traced by hooks; None: `advice`
-    does, too.
+    `advice` may name flags of this project; `advice_for_hooks` is for a job that was traced by hooks (None: `advice`).
     """
 
     name: str
@@ -44,10 +43,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """Observations of one rule, for which one advice holds: the costliest, with the others named in its evidence.
+    """Observations of one rule with the same advice: the costliest, with the others named in its evidence.
 
-    `cost_s`: of each kind of operation the costliest, added up. `data` is of the costliest; its "others" are those of
-    the others.
+    `cost_s`: sum of the costliest observation of each kind of operation. `data` is that of the costliest; its key
+    "others" has the data of the others.
     """
 
     rule: str

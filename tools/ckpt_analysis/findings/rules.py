@@ -1,4 +1,4 @@
-"""All rules with their thresholds. docs/findings.md says why each threshold is what it is."""
+"""All rules with their thresholds. docs/findings.md gives the reasons for the thresholds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on ranks and hosts that are slower than the others, and on ranks that a barrier waited for."""
+"""Rules on ranks and hosts that are slower than the others, and on ranks that others wait for in a barrier."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 
 def barrier_skew(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Saves and loads in which most ranks spend much of their time waiting for others, while training waits."""
+    """Saves and loads in which most ranks spend much of their time waiting for others while training is blocked."""
     worst: dict[str, tuple[float, OperationStats]] = {}
     for kind, stats in e.operations:
         barrier = phase_of(stats, "barrier")
@@ -126,13 +126,13 @@ def rank_hosts(e: Evidence) -> pl.DataFrame:
 
 
 def _not_oversubscribed(e: Evidence, slow: pl.DataFrame) -> pl.DataFrame:
-    """Those on hosts with a core for each rank: on others it is chance which rank is slower."""
+    """The slow ranks on hosts with a core for each rank: on other hosts it is chance which rank is slower."""
     cycles = e.frames.operations.select("group", "cycle").unique()
     return slow.join(cycles, on="group").join(e.oversubscribed, on=["cycle", "host"], how="anti").drop("cycle")
 
 
 def _worst(slow: pl.DataFrame, unit: str) -> list[pl.DataFrame]:
-    """Rows of each (operation, `unit`), worst operation first; of each operation those with the largest excess."""
+    """Rows of each (operation, `unit`), the worst operation first; of each operation those with the largest excess."""
     ordered = slow.sort("excess_ns", "group", unit, descending=[True, False, False])
     parts = ordered.partition_by("operation", unit, maintain_order=True)
     taken: dict[str, list[pl.DataFrame]] = {}
@@ -155,7 +155,7 @@ def _how_often(e: Evidence, rows: pl.DataFrame, operation: str) -> str:
 
 
 def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
-    """Bytes that the rank moved over those of the median rank; None if unknown."""
+    """Ratio of the bytes that the rank moved to those of the median rank; None if unknown."""
     rows = e.frames.operations.filter(pl.col("group") == group).select("rank", "bytes")
     mine: Any = rows.filter(pl.col("rank") == rank)["bytes"][0]
     median: Any = rows["bytes"].median()
@@ -163,6 +163,6 @@ def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
 
 
 def _waited_for(e: Evidence, group: int) -> int:
-    """The rank that waited least in barriers: of equals the lowest."""
+    """The rank that waited least in barriers; the lowest of equals."""
     ranks = e.tables.with_phase(pl.col("group") == group, "barrier")
     return ranks.with_columns(pl.col("busy_ns").fill_null(0)).sort("busy_ns", "rank")["rank"][0]

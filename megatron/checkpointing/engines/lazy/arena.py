@@ -13,10 +13,10 @@ from megatron.fileio.pinned_memory import CudaPins, pinned_memory
 
 
 class Arena:
-    """The memory that loads read into, kept for the next one; pinned where there is a CUDA device.
+    """The memory that loads read into, reused by the next load; pinned if there is a CUDA device.
 
-    It is lent out as a numpy array. Every tensor that is a view of that array keeps it alive, so once it is gone, no
-    tensor of an earlier load is left and the memory may be overwritten.
+    `take` returns it as a numpy array. Every tensor that is a view of that array keeps the array alive, so once the
+    array is gone, no tensor of an earlier load is left and the memory may be overwritten.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Arena:
         lent = self._lent() if self._lent is not None else None
         memory = self._memory
         if lent is not None or memory is None or len(memory) < size:
-            self._memory = memory = None  # first: never two at once that nobody else needs
+            self._memory = memory = None  # freed first, so that there are never two allocations at once
             self._memory = memory = _host_memory(size)
         owner = np.frombuffer(memory.data, dtype=np.uint8)
         self._lent = weakref.ref(owner)
         return owner[:size]
 
     def clear(self) -> None:
-        """Give the memory back to the system as soon as no tensor needs it."""
+        """Free the memory as soon as no tensor needs it."""
         self._memory = self._lent = None
 
 

@@ -1,9 +1,8 @@
-"""The copy of a rank's save that another host holds, fetched while the process of the rank still starts.
+"""Fetches the copy of a rank's save from another host while the process of the rank still starts.
 
-A rank that begins on a host which has nothing of it, in the place of one that was lost, will load such a copy. Which
-save all ranks load is agreed later, once they know each other; here the newest one of a holder is fetched, into a slot
-of this rank. That takes the slot's memory, too, beside the rest of the start. A wrong guess costs what was fetched: the
-load then fetches the right one.
+A rank that starts on a host without its save, as a replacement of a lost one, will load such a copy. Which save all
+ranks load is agreed later, once they are connected; this module fetches the newest save of a holder, into a slot of
+this rank, concurrently with the rest of the start-up. After a wrong guess the load fetches the right save.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from megatron.processes.memory_slots import Slot, held_slots
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
-_DROP_S = 10.0  # for this host's process to end what it fetches
+_DROP_S = 10.0  # time for this host's process to end a fetch
 
 
 class EarlyCopy:
-    """Fetches from when it is made, on a thread of its own, from the first of `holders` that has a save.
+    """Fetches a save on a thread, from the first of `holders` that has one; starts when it is created.
 
-    `take` or `close` ends it. Until `take` has sealed the slot, that holds nothing.
+    `take` or `close` ends it. The slot counts as empty until `take` has sealed it.
     """
 
     def __init__(
         self, slot: Slot, key: Key, holders: Sequence[Peer], deadline_s: float, host: tuple[Peer, int] | None = None
     ) -> None:
-        """`host`: the process of this host, which may have fetched it already, and the local rank."""
+        """`host`: the process of this host, which may already have fetched the save, and the local rank."""
         self._slot = slot
         self._host = host
         self._key = key
         self._deadline_s = deadline_s
-        self._record: Mapping[str, Any] | None = None  # of what the slot holds
-        self._save: str | None = None  # that is being fetched
-        self._peer: Peer | None = None  # from there
+        self._record: Mapping[str, Any] | None = None  # record of the save in the slot
+        self._save: str | None = None  # name of the save that is fetched
+        self._peer: Peer | None = None  # its holder
         self._problem: str | None = None
-        self._chosen = threading.Event()  # it is known which save, or that there is none
-        self._lock = threading.Lock()  # of the two below
+        self._chosen = threading.Event()  # set once a save was chosen, or none was found
+        self._lock = threading.Lock()  # protects the two below
         self._closed = False
         self._channel: Channel | None = None
         self._began_ns = self._ended_ns = 0
@@ -52,10 +51,10 @@ class EarlyCopy:
         self._thread.start()
 
     def take(self, save: str, op: Operation) -> str | None:
-        """Where `save` came from, once it is in the slot, verified and sealed; None if another one was fetched.
+        """Wait until `save` is in the slot, verified and sealed. Returns its holder; None if another save was fetched.
 
-        Ends what is under way otherwise, and gives a save once only. `op`: the load that waits for it. Raises
-        CheckpointDamagedError naming the peer if that did not send it, unaltered.
+        Ends the fetch of another save. A save is returned only once. `op`: the load that waits for it. Raises
+        CheckpointDamagedError naming the peer if it did not send an undamaged copy.
         """
         if self._closed:
             return None
@@ -72,12 +71,13 @@ class EarlyCopy:
             assert record is not None and peer is not None
             self._slot.resize(record["file"]["num_bytes"])
             self._slot.seal(record)
-        told = {"file": record["file"]["name"], "num_bytes": record["file"]["num_bytes"], "thread": self._thread.name}
-        op.add("load", "download", self._began_ns, self._ended_ns, blocking=False, **told)
+        file = record["file"]
+        fields = {"file": file["name"], "num_bytes": file["num_bytes"], "thread": self._thread.name}
+        op.add("load", "download", self._began_ns, self._ended_ns, blocking=False, **fields)
         return str(peer)
 
     def close(self) -> None:
-        """End what is under way; nothing writes to the slot any more."""
+        """End the fetch. Nothing writes to the slot afterwards."""
         with self._lock:
             self._closed = True
             if self._channel is not None:
@@ -102,7 +102,7 @@ class EarlyCopy:
             self._chosen.set()
 
     def _was_fetched_ahead(self) -> bool:
-        """Whether this host has fetched a save of this rank while it was a spare, or still does: then wait for that."""
+        """Whether this host fetched a save of this rank while it was a spare. Waits for it if it is still fetched."""
         if self._host is None:
             return False
         own, local_rank = self._host
@@ -123,7 +123,7 @@ class EarlyCopy:
             try:
                 record = ask(peer, self._deadline_s, ask="newest", key=self._key).get("record")
             except PeerError:
-                continue  # whoever needs that host will say so
+                continue  # reported by the ranks that need that host
             if record is not None:
                 return peer, str(record["save"])
         return None, None
@@ -141,19 +141,19 @@ class EarlyCopy:
 
 
 def _drop(own: Peer, local_rank: int) -> None:
-    """Have the process of this host end what it fetches for a rank."""
-    with contextlib.suppress(PeerError):  # it has ended, and with it what it did
+    """Let the process of this host end what it fetches for a rank."""
+    with contextlib.suppress(PeerError):  # the process has ended, and its fetches with it
         ask(own, _DROP_S, ask="drop", rank=local_rank)
 
 
 def start_early_copy(key: Key | None, local_rank: int, deadline_s: float) -> EarlyCopy | None:
-    """Begin to fetch the save of the coordinates `key`, if this host has nothing of them and others may.
+    """Begin to fetch the save of the coordinates `key`, if this host has no save of them and others may have one.
 
-    Called once, before this rank knows the others. `key`: None if no save in memory will be loaded. `deadline_s`:
-    --peer-timeout.
+    Called once, before this rank is connected to the others. `key`: None if no save in memory will be loaded.
+    `deadline_s`: --peer-timeout.
     """
     members, own, held = take_members(), own_peer(), held_slots()
-    # In the first start of a launch nobody has anything.
+    # In the first start of a launch there are no saves in memory.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or own is None or held is None:
         return None
     records = [slot.record() for mine in held for slot in mine]

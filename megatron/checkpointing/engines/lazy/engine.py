@@ -49,7 +49,10 @@ _HEADER_THREADS = 8
 
 
 class LazyEngine(CheckpointEngine):
-    """Captures metadata when a save begins; copies and writes in the background, until the optimizer steps."""
+    """Captures metadata when a save begins, then copies and writes in the background while training computes.
+
+    What is not copied yet when the optimizer is about to step is copied then.
+    """
 
     name = "lazy"
     asynchronous: ClassVar[bool] = True
@@ -66,10 +69,10 @@ class LazyEngine(CheckpointEngine):
             options.io_block_bytes, self._io_threads, options.host_cache_bytes, options.local_world_size
         )
         self._arena = Arena()
-        self._not_pinned: str | None = None  # why, where it was to be
+        self._not_pinned: str | None = None  # why pinning the buffers of loads failed
 
     def prepare_memory(self, save_bytes: int, available: int, stream: CopyStream, op: Operation) -> None:
-        size = 2 * (self.options.io_threads or DIRECT_THREADS) * BLOCK  # two of each reading thread
+        size = 2 * (self.options.io_threads or DIRECT_THREADS) * BLOCK  # two blocks for each reading thread
         try:
             with op.span("host_memory", "pin") as span:
                 staging = pinned_memory(size, stream.pins)
@@ -106,13 +109,14 @@ class LazyEngine(CheckpointEngine):
         return self.options.verify_checksums
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
-        again once all are gone.
+        """As CheckpointEngine.load. Tensors are views of the page cache, or of an arena that a later load reuses.
+
+        The arena is reused only once no tensor refers to it.
         """
         return self.load_into([FileState(name, {}) for name in names], checkpoint, op)
 
     def load_into(self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
+        """As CheckpointEngine.load_into: live tensors are filled in place; others are as from `load`."""
         names = [file.name for file in live]
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}
@@ -121,7 +125,7 @@ class LazyEngine(CheckpointEngine):
             holder[name] = path
             if path not in opened:
                 opened[path] = self._open_checked(path, file, checkpoint.ranged, op)
-        with op.span("load", "deserialize", joined=True):  # which of its tensors go where
+        with op.span("load", "deserialize", joined=True):
             wanted = []
             for path, contents in opened.items():
                 mine = [name for name in names if holder[name] == path]
@@ -173,7 +177,7 @@ class LazyEngine(CheckpointEngine):
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return _join(name, contents, path, tensors)
 
-    def loads_are_over(self) -> None:
+    def end_loads(self) -> None:
         self._arena.clear()
 
     def close(self) -> None:

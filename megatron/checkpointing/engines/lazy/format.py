@@ -4,9 +4,9 @@
     JSON      name -> dtype, shape, data_offsets; padded with spaces so that the data begins at a multiple of 4096
     data      tensors without gaps, those of wide types first, so each is aligned to the size of its elements
 
-(Format: https://github.com/huggingface/safetensors, "Format".) Under `__metadata__`, whose values are strings by that
-format, lie as JSON: `states`, the state of each file name of DeepSpeed's layout with its tensors taken out
-(engines.codec); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
+(Format: https://github.com/huggingface/safetensors, "Format".) `__metadata__`, whose values must be strings in that
+format, has as JSON: `states`, the state of each file name of DeepSpeed's layout without its tensors (engines.codec);
+and `tensors`, the CRC-32 and placement (megatron.checkpointing.shard_metadata) of each tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
 FORMAT_VERSION = "1"
 ALGORITHM = "safetensors-header-crc32"
 _LENGTH = struct.Struct("<Q")
-_FIRST_REQUEST = 1 << 18  # bytes asked for before the header's length is known: most are shorter
+_FIRST_REQUEST = 1 << 18  # bytes requested before the header's length is known; most headers are shorter
 _MAX_HEADER = 100_000_000  # the safetensors library refuses more
 
 _DTYPE_NAMES = {
@@ -45,7 +45,7 @@ _DTYPE_NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-# Types without a name in safetensors are stored as bytes, with their type and shape beside their checksum.
+# Types without a name in safetensors are stored as bytes; `tensors` then also has their type and shape.
 _OTHER_DTYPES = {"complex128": torch.complex128, "complex32": torch.complex32}
 _OTHER_NAMES = {dtype: name for name, dtype in _OTHER_DTYPES.items()}
 
@@ -54,13 +54,13 @@ SUFFIX = ".safetensors"
 
 
 def file_name(rank: int) -> str:
-    """Name of the file of a rank."""
+    """Name of a rank's file."""
     return f"rank_{rank:05d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in the file: `start` and `stop` are bytes from the beginning of the data."""
+    """A tensor in the file; `start` and `stop` count bytes from the beginning of the data."""
 
     name: str
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds beside the bytes of its tensors."""
+    """The content of a file except the bytes of its tensors."""
 
     entries: dict[str, TensorEntry]  # in the order of the data
     states: dict[str, Any]  # file name of DeepSpeed's layout -> skeleton
@@ -99,17 +99,17 @@ class Contents:
 
 @dataclass(frozen=True)
 class Captured:
-    """A state taken apart: what the file will hold, and the live tensors by name."""
+    """A captured state: the content of the file to be written, and the live tensors by name."""
 
     contents: Contents
     tensors: dict[str, torch.Tensor]
 
 
 def capture(files: Sequence[FileState], checksums: bool) -> Captured:
-    """Take the states of `files` apart. No tensor is copied, unless its elements do not lie in order.
+    """Separate the states of `files` into tensors and the rest. No tensor is copied unless it is not contiguous.
 
-    The rest of the state is copied, so it may change from now on. `data_start` is left to `with_data_start`.
-    Works on meta tensors. Raises SkeletonError for a value that the format has no place for.
+    The rest is copied, so it may change from now on. `data_start` is set by `with_data_start`. Works on meta tensors.
+    Raises SkeletonError for a value that the format cannot hold.
     """
     skeletons: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -135,7 +135,7 @@ def capture(files: Sequence[FileState], checksums: bool) -> Captured:
 
 
 def with_data_start(contents: Contents) -> Contents:
-    """Compute where the data begins: the header is as long with the final checksums as without."""
+    """Set where the data begins: the final checksums do not change the length of the header."""
     return replace(contents, data_start=len(encode(contents)))
 
 
@@ -183,12 +183,12 @@ def _description(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _padded(length: int) -> int:
-    """`length` of the JSON with as much padding as makes the data begin at a multiple of ALIGNMENT."""
+    """`length` of the JSON plus the padding by which the data begins at a multiple of ALIGNMENT."""
     return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
 
 
 def header_checksum(header: bytes) -> str:
-    """ "safetensors-header-crc32:xxxxxxxx": over the checksums of all tensors, so through them over every byte."""
+    """ "safetensors-header-crc32:xxxxxxxx". The header has the checksums of all tensors, so this covers every byte."""
     return f"{ALGORITHM}:{crc32(header):08x}"
 
 
@@ -205,13 +205,13 @@ def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:
 
 
 def _header(path: Path, first_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
-    """`read`: at most so many bytes from a position on."""
+    """`read(position, size)` returns at most `size` bytes."""
     found = read(0, first_bytes)
     if len(found) < _LENGTH.size:
         raise CheckpointDamagedError(f"{path}: {len(found)} bytes, too few for a safetensors file")
     size = _LENGTH.unpack_from(found)[0] + _LENGTH.size
     if size > _MAX_HEADER:
-        raise CheckpointDamagedError(f"{path}: its header says that it is {size} bytes long: no safetensors file")
+        raise CheckpointDamagedError(f"{path}: not a safetensors file: its header says that it is {size} bytes long")
     while len(found) < size and (more := read(len(found), size - len(found))):
         found += more
     if len(found) < size:
@@ -232,14 +232,14 @@ def decode(header: bytes, path: Path) -> Contents:
         metadata = content.pop("__metadata__")
         if metadata["lazy_format_version"] != FORMAT_VERSION:
             raise CheckpointDamagedError(
-                f"{path}: format version {metadata['lazy_format_version']}, and only {FORMAT_VERSION} is known"
+                f"{path}: format version {metadata['lazy_format_version']}; only {FORMAT_VERSION} is known"
             )
         described = json.loads(metadata["tensors"])
         entries = {name: _entry(name, item, described[name]) for name, item in content.items()}
         _check_order(entries)
         states = json.loads(metadata["states"])
         if not isinstance(states, dict):
-            raise TypeError("its states are no object")
+            raise TypeError("its states are not an object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointDamagedError(
             f"{path}: its header is not one of engine lazy ({type(exc).__name__}: {exc})"
@@ -248,7 +248,7 @@ def decode(header: bytes, path: Path) -> Contents:
 
 
 def _entry(name: str, item: dict[str, Any], described: dict[str, Any]) -> TensorEntry:
-    """Raises ValueError, KeyError, TypeError or AttributeError if it is not as this program writes it."""
+    """Raises ValueError, KeyError, TypeError or AttributeError if the entry is not valid."""
     start, stop = item["data_offsets"]
     dtype, shape = _DTYPES[item["dtype"]], item["shape"]
     if "torch_dtype" in described:
@@ -266,12 +266,12 @@ def _entry(name: str, item: dict[str, Any], described: dict[str, Any]) -> Tensor
 
 
 def _check_order(entries: Mapping[str, TensorEntry]) -> None:
-    """Raises ValueError if the tensors do not lie one after the other, without gaps."""
+    """Raises ValueError if the tensors are not consecutive without gaps."""
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
         if entry.start != position:
             raise ValueError(
-                f"{ascii(entry.name)} begins at byte {entry.start}, and what is before it ends at {position}"
+                f"{ascii(entry.name)} begins at byte {entry.start}, but the tensor before it ends at {position}"
             )
         position = entry.stop
 

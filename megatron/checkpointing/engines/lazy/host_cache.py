@@ -1,9 +1,9 @@
 """The host memory through which engine `lazy` saves: a bounded pool of aligned buffers, each as large as one block, or
-as the largest save so far if that is less.
+as the largest save so far if that is smaller.
 
-On CUDA they are made and pinned while the process starts, in few large pieces; on the CPU when they are first needed.
-They are kept for the next save, so their pages are faulted in once. Their number never passes the limit; whoever would
-need more waits.
+On CUDA they are allocated and pinned while the process starts, in a few large pieces; on the CPU when they are first
+needed. They are kept for the next save, so their pages are faulted in only once. Their number never exceeds the limit;
+a thread that needs more waits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.fileio.pinned_memory import PIECE, PinnedAhead, PinningError, Pins
 from restart_trace.recorder import Operation
 
 DEFAULT_IO_THREADS = 4
-STREAMING_THREADS = 8  # one request each, most of which is waiting
+STREAMING_THREADS = 8  # each has one request in flight, and mostly waits
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [start, stop) of a tensor, which lie at `offset` within a block, and so in its buffer."""
+    """Bytes [start, stop) of a tensor, at `offset` within a block and its buffer."""
 
     tensor: str
     start: int
@@ -43,7 +43,7 @@ def gather(
 ) -> Copies | None:
     """Copy the pieces into `buffer`. `sources`: name -> bytes, a uint8 tensor.
 
-    With a stream the copies are queued on it, and returned; without one all is done on return.
+    With a stream the copies are queued on it and returned; without one they are done on return.
     """
     if stream is None:
         for piece, stop in _with_ends(pieces):
@@ -58,24 +58,24 @@ def gather(
 
 
 def _with_ends(pieces: Iterable[Piece]) -> Iterable[tuple[Piece, int]]:
-    """Each piece, and where it ends in the buffer."""
+    """Each piece with its end in the buffer."""
     return ((piece, piece.offset + piece.stop - piece.start) for piece in pieces)
 
 
 class HostCache:
     """The buffers of one engine.
 
-    `io_threads` of them are kept back for the I/O threads, which so never wait for one another's.
+    `io_threads` of them are reserved for the I/O threads, which therefore never wait for each other's.
     """
 
     def __init__(self, block_bytes: int, io_threads: int, limit_bytes: int | None, local_world_size: int) -> None:
-        """Raises ConfigError if `limit_bytes` is too little to work with."""
+        """Raises ConfigError if `limit_bytes` is too small."""
         self.block_bytes = block_bytes
         self.io_threads = io_threads
         self._limit_bytes = limit_bytes
         self._local_world_size = local_world_size
-        self._limit = io_threads + 1  # buffers
-        self._buffer_bytes = block_bytes  # of each that `_take` makes
+        self._limit = io_threads + 1  # number of buffers
+        self._buffer_bytes = block_bytes  # size of the buffers that `_take` allocates
         self._free: list[Buffer] = []
         self._made = 0
         self._ahead = 0  # buffers taken by `take_ahead`
@@ -94,10 +94,10 @@ class HostCache:
             )
 
     def prepare(self, save_bytes: int) -> None:
-        """Set the limit for a save of `save_bytes`: as asked, or the save's size within what memory is free.
+        """Set the limit for a save of `save_bytes`: as given by the flag, or its size as far as memory is free.
 
-        A small save gets small buffers: a huge page is zeroed whole, however little is copied into it. No buffer is in
-        use.
+        A small save gets small buffers, since the kernel zeroes a complete huge page even if little is copied into it.
+        No buffer may be in use.
         """
         if self._pinned_ahead is not None:
             return
@@ -108,10 +108,10 @@ class HostCache:
             self._buffer_bytes = buffer_bytes
 
     def pin_ahead(self, save_bytes: int, available: int, pins: Pins, op: Operation) -> None:
-        """Begin to pin, in the background, all buffers for saves of `save_bytes`; the limit of all saves from then on.
+        """Begin to pin all buffers for saves of `save_bytes` in the background; they are the limit of all later saves.
 
         `available`: bytes of host memory that were free before any rank of the host pinned some. Nothing is pinned if
-        the host cannot have as much memory for all its ranks: `wait_until_pinned` says so.
+        the host has not enough memory for all its ranks; `wait_until_pinned` then raises.
         """
         self._limit = self._blocks_for(save_bytes, available)
         self._pinned_bytes = self._limit * self.block_bytes
@@ -123,11 +123,11 @@ class HostCache:
                 f"{of_what} is {most / 2**30:.1f} GiB; lower the flag, or run fewer ranks on a host"
             )
             return
-        piece = max(PIECE // self.block_bytes, 1) * self.block_bytes  # no block lies in two
+        piece = max(PIECE // self.block_bytes, 1) * self.block_bytes  # no block crosses two pieces
         self._pinned_ahead = PinnedAhead(self._pinned_bytes, pins, self._add, op, piece_bytes=piece)
 
     def wait_until_pinned(self) -> None:
-        """Return when the buffers of `pin_ahead` are there. Raises ConfigError saying what is in the way."""
+        """Wait for the buffers of `pin_ahead`. Raises ConfigError saying why there are none."""
         if self._refused is not None:
             raise self._refused
         if self._pinned_ahead is None:
@@ -145,12 +145,12 @@ class HostCache:
     def _blocks_for(self, save_bytes: int, available: int) -> int:
         limit = self._limit_bytes
         if limit is None:
-            whole = save_bytes + (self.io_threads + 1) * self.block_bytes
-            limit = min(whole, available // 2 // self._local_world_size)
+            complete = save_bytes + (self.io_threads + 1) * self.block_bytes
+            limit = min(complete, available // 2 // self._local_world_size)
         return max(limit // self.block_bytes, self.io_threads + 1)
 
     def _add(self, memory: np.ndarray[Any, Any]) -> None:
-        """Buffers of memory that was pinned ahead."""
+        """Add buffers in memory that was pinned ahead."""
         buffers = cut(memory, self.block_bytes)
         with self._condition:
             self._free += buffers
@@ -161,7 +161,7 @@ class HostCache:
         return self._take(pins)
 
     def take_ahead(self, pins: Pins | None, given_up: Callable[[], bool]) -> Buffer | None:
-        """A buffer to gather into ahead of writing; waits while the cache is full. None once `given_up()` is true."""
+        """A buffer to gather a block into in advance; waits while the cache is full. None once `given_up()` is true."""
         with self._condition:
             self._condition.wait_for(lambda: given_up() or self._ahead < self._limit - self.io_threads)
             if given_up():
@@ -184,7 +184,7 @@ class HostCache:
             self._condition.notify_all()
 
     def abandon(self, buffer: Buffer, ahead: bool) -> None:
-        """Make do without a buffer that was taken: the device may still write into it, so its memory is kept."""
+        """Remove a buffer from the pool, but keep its memory, since the device may still write into it."""
         with self._condition:
             self._abandoned.append(buffer)
             self._made -= 1
@@ -192,17 +192,17 @@ class HostCache:
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Let those who wait look again whether the save was given up."""
+        """Let waiting threads check again whether the save has failed."""
         with self._condition:
             self._condition.notify_all()
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory held, used or free for the next save."""
+        """Size of all buffers, used and free."""
         return self._made * self._buffer_bytes
 
     def clear(self) -> None:
-        """Give the free buffers back to the system."""
+        """Free the unused buffers."""
         if self._pinned_ahead is not None:
             self._pinned_ahead.stop()
             self._pinned_ahead = None

@@ -1,7 +1,7 @@
-"""Engine `memory`: every save is kept in host memory that outlives the rank, and each so often written to storage, too.
+"""Engine `memory`: keeps every save in host memory that outlives the rank, and writes every N-th save to storage, too.
 
-A rank has two slots (megatron.processes.memory_slots). A save goes to the one that does not hold the newest save which
-all ranks have agreed on, so that at any instant one is whole. What goes to storage are files of engine `lazy`.
+A rank has two slots (megatron.processes.memory_slots). A save goes to the slot that does not hold the newest save which
+all ranks have agreed on, so that at any instant one save is complete. On storage the files are those of engine `lazy`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SlotCheckpoint(SavedCheckpoint):
-    """The file in a slot of this host. `called`: for messages."""
+    """A file in a slot of this host. `called`: its name in messages."""
 
     slot: Slot | None = None
     called: str = ""
@@ -55,7 +55,7 @@ class SlotCheckpoint(SavedCheckpoint):
 
 
 class MemoryEngine(LazyEngine):
-    """Saves into slots of host memory, and from there to storage; loads from both."""
+    """Saves into slots of host memory and from there to storage; loads from both."""
 
     name = "memory"
     keeps_in_memory: ClassVar[bool] = True
@@ -64,31 +64,31 @@ class MemoryEngine(LazyEngine):
         super().__init__(options)
         held = held_slots()
         self._held = held if held is not None and options.local_rank < len(held) else None
-        # Without a launcher that holds any, as in a replay, the memory is this process's own.
+        # Without a launcher that holds slots, as in a replay, this process makes its own.
         self._own = new_slots(1)[0] if self._held is None else []
         mine = self._own if self._held is None else self._held[options.local_rank]
         self._memories = [SlotMemory(slot) for slot in mine]
-        self._newest: Slot | None = None  # holds the newest save that all ranks have agreed on
-        self._filled: Slot | None = None  # was given to the last save
+        self._newest: Slot | None = None  # slot of the newest save that all ranks have agreed on
+        self._filled: Slot | None = None  # slot of the last save
         self._peers: Sequence[Peer] = ()
         self._has_warned = False
         self._step_times = own_step_times(options.local_rank) if options.copy_steps is not None else None
         if self._step_times is not None:
             self._step_times.reset()
-        # Slots are written anew while training goes on: nothing that is loaded may be a mapping of one.
+        # Slots are overwritten while training continues, so loaded tensors must not be mappings of a slot.
         self._slot_reader = LazyEngine(replace(options, direct_io="off", verify_checksums=True))
 
     def check_can_save(self) -> None:
         if self._held is None:
             raise EngineUnavailableError(
-                "--checkpoint-engine memory: keeps saves in memory that the launcher megatron.launch holds, and this "
+                "--checkpoint-engine memory: keeps saves in memory that the launcher megatron.launch holds, but this "
                 "rank was not started by it; start it with restart-launch (python -m megatron.launch), or use "
                 "--checkpoint-engine lazy"
             )
 
     @property
     def _slots_of_host(self) -> list[Slot]:
-        """All slots of this host, of whichever rank."""
+        """The slots of all ranks of this host."""
         return [slot for mine in self._held or [self._own] for slot in mine]
 
     @property
@@ -116,7 +116,7 @@ class MemoryEngine(LazyEngine):
         *,
         alone: bool = False,
     ) -> PendingSave:
-        """As CheckpointEngine.begin_memory_save. `alone`: nobody calls `settle`; the save counts once it is over."""
+        """As CheckpointEngine.begin_memory_save. `alone`: `settle` is not called; the save counts once it has ended."""
         with op.span("serialize", file=lazy_format.file_name(self.options.rank)):
             refuse_duplicates(files)
             captured = lazy_format.capture(files, self.options.checksum)
@@ -125,8 +125,8 @@ class MemoryEngine(LazyEngine):
             self._filled = memory.slot
             done = self.settle if alone else lambda: None
             copy = functools.partial(self._copy_to_peers, memory.slot) if self._peers else None
-            where, told = (self.options, self._cache, op), (done, copy, self._tell_waiting)
-            return SlotSave(captured, memory, record, stored, directory, *where, *told)
+            common, callbacks = (self.options, self._cache, op), (done, copy, self._set_waiting)
+            return SlotSave(captured, memory, record, stored, directory, *common, *callbacks)
 
     def share_with(self, peers: Sequence[Peer]) -> None:
         self._peers = tuple(peers)
@@ -135,9 +135,9 @@ class MemoryEngine(LazyEngine):
         if self._step_times is not None:
             self._step_times.begin(began_ns)
 
-    def _tell_waiting(self, waits: bool) -> None:
+    def _set_waiting(self, waits: bool) -> None:
         if self._step_times is not None:
-            self._step_times.tell_waiting(waits)
+            self._step_times.set_waiting(waits)
 
     def _copy_to_peers(self, slot: Slot) -> Sent:
         own, newest = own_peer(), None if self._newest is None else self._newest.record()
@@ -153,11 +153,11 @@ class MemoryEngine(LazyEngine):
         return sent
 
     def _warn_of_busy_network(self, sent: Sent) -> None:
-        """Once, on one rank of a host."""
-        told, steps = sent.interleaved, self.options.copy_steps
-        if self._has_warned or steps is None or self.options.local_rank or not told.get("at_once_bytes"):
+        """Warn once, on one rank of a host, if the network is not idle for long enough to send the copies."""
+        figures, steps = sent.interleaved, self.options.copy_steps
+        if self._has_warned or steps is None or self.options.local_rank or not figures.get("at_once_bytes"):
             return
-        idle, rate = told["idle_s"], told["bytes_per_s"]
+        idle, rate = figures["idle_s"], figures["bytes_per_s"]
         if idle is None or not rate:  # not known yet
             return
         needed = sent.num_bytes * self.options.local_world_size / rate
@@ -190,14 +190,14 @@ class MemoryEngine(LazyEngine):
         return MemorySave(record, _checkpoint(memory.slot, record, called))
 
     def _to_fetch_into(self, save: str) -> SlotMemory:
-        """A slot that holds nothing, or else a damaged one of that save, or else another one."""
+        """An empty slot; if there is none, the slot of that save, which is damaged; otherwise any slot."""
         free = [memory for memory in self._memories if not memory.abandoned]
         if not free:
-            raise CheckpointDamagedError("there is no slot of host memory to copy a save to; restart the job")
+            raise CheckpointDamagedError("no slot of host memory is free to copy a save to; restart the job")
         return min(free, key=lambda memory: (memory.slot.record() is not None, not _names(memory.slot, save)))
 
     def settle(self) -> None:
-        """All ranks have agreed that the last save is whole: its slot is the one that is kept."""
+        """As CheckpointEngine.settle: the slot of the last save is the one to keep."""
         self._newest = self._filled
 
     def memory_saves(self) -> list[MemorySave]:
@@ -222,7 +222,7 @@ class MemoryEngine(LazyEngine):
         free = [memory for memory in self._memories if memory.slot is not self._newest and not memory.abandoned]
         if not free:
             raise CheckpointSaveError(
-                "there is no slot of host memory to save to: a device that did not answer may still write into one; "
+                "no slot of host memory is free to save to: a device that did not answer may still write into one; "
                 "restart the job"
             )
         return next((memory for memory in free if memory.slot.record() is None), free[0])
@@ -236,7 +236,7 @@ class MemoryEngine(LazyEngine):
             path = str(checkpoint.path(""))
             raise CheckpointDamagedError(str(exc).replace(path, checkpoint.called)) from exc
         finally:
-            self._slot_reader.loads_are_over()
+            self._slot_reader.end_loads()
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
         if not isinstance(checkpoint, MemoryFiles):
@@ -245,7 +245,7 @@ class MemoryEngine(LazyEngine):
         for name, file in sorted(checkpoint.files.items()):
             alone = replace(checkpoint, files={name: file})
             tensors = _of_undamaged(name, alone, functools.partial(self._slot_reader.placed_tensors, alone, op))
-            # Other ranks have the file elsewhere: told is the path that is the same for all.
+            # The local path differs between ranks; the path below the checkpoint's directory is the same for all.
             found += [replace(tensor, path=checkpoint.directory / name) for tensor in tensors]
         return found
 
@@ -274,7 +274,7 @@ class MemoryEngine(LazyEngine):
 
 
 def _of_undamaged(name: str, checkpoint: MemoryFiles, read: Callable[[], _T]) -> _T:
-    """What `read` makes of the first copy of the file `name` that is not damaged. Raises CheckpointDamagedError."""
+    """The result of `read` with the first undamaged copy of the file `name`. Raises CheckpointDamagedError."""
     while True:
         path = checkpoint.path(name)
         try:
@@ -289,6 +289,6 @@ def _names(slot: Slot, save: str) -> bool:
 
 
 def _checkpoint(slot: Slot, record: Mapping[str, Any], called: str) -> SlotCheckpoint:
-    told = record["file"]
-    file = SavedFile(told["name"], told["num_bytes"], told["checksum"], tuple(told["states"]))
+    stored = record["file"]
+    file = SavedFile(stored["name"], stored["num_bytes"], stored["checksum"], tuple(stored["states"]))
     return SlotCheckpoint(Path(called), {file.name: file}, slot=slot, called=called)

@@ -1,4 +1,4 @@
-"""What a placement (checkpointing.shard_metadata) may say of a tensor. Loads onto another layout compute with it."""
+"""Validates placements (checkpointing.shard_metadata), by which loads onto another layout compute offsets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MOST = 1 << 56  # elements of a parameter: products with sizes of elements stay
 def check_placement(placement: Any, numel: int) -> None:
     """Raises ValueError if `placement` does not fit a tensor of `numel` elements."""
     if type(placement) is not dict:
-        raise ValueError(f"a placement that is no object: {ascii(placement)[:80]}")
+        raise ValueError(f"a placement that is not an object: {ascii(placement)[:80]}")
     if "fragments" not in placement:
         if _check_part(placement) != numel:
-            raise ValueError(f"a placement of other elements than the {numel} that there are")
+            raise ValueError(f"a placement with another number of elements than the tensor's {numel}")
         return
     if type(placement.get("kind")) is not str or type(placement["fragments"]) is not list:
-        raise ValueError("a placement whose `kind` or `fragments` are not what they must be")
+        raise ValueError("a placement with an invalid `kind` or invalid `fragments`")
     end = 0
     for fragment in placement["fragments"]:
         if type(fragment) is not dict:
-            raise ValueError("a fragment that is no object")
+            raise ValueError("a fragment that is not an object")
         held = _check_part(fragment)
         offset, start, count = (_integer(fragment.get(key)) for key in ("offset", "start", "numel"))
         if math.prod(_integers(fragment.get("local_shape"))) != held or start + count > held:

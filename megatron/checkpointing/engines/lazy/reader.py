@@ -1,8 +1,8 @@
-"""Loading for engine `lazy`: which bytes of its files go where.
+"""Loading for engine `lazy`: decides which bytes of its files are read into which memory.
 
-Live tensors are filled in place. Parameters and moments (what has a placement) that have no live tensor get one on
-the device where the others are. The small rest gets memory of its own on the host: where it lies in the page cache
-(`--direct-io auto`), that is its memory; else an aligned arena, which is read into around the page cache.
+Live tensors are filled in place. Parameters and moments (tensors with a placement) that have no live tensor get a new
+one on the device of the others. The remaining small tensors are put into host memory: they stay in the page cache if
+they are there (`--direct-io auto`); otherwise they are read into an aligned arena, bypassing the page cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LABEL = Label(copy=("load", "host_to_device"), threads="lazy-io")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Tensors to read from one file, by their place in it."""
+    """Tensors to read from one file."""
 
     path: Path
     contents: Contents
@@ -50,9 +50,9 @@ class Wanted:
 
 @dataclass
 class _Range:
-    """Bytes [start, stop) of a file, aligned at both ends, in which `entries` lie whole; and their memory.
+    """Bytes [start, stop) of a file, aligned at both ends, which contain `entries` completely; and their memory.
 
-    That is `memory` from its byte `at` on: of `mapping`, if they are used in the page cache.
+    They go to `memory` from its byte `at` on; it belongs to `mapping` if they are used in the page cache.
     """
 
     item: Wanted
@@ -65,7 +65,7 @@ class _Range:
 
     @property
     def end(self) -> int:
-        """`stop`, or the end of the file, if that lies before."""
+        """`stop`, or the end of the file if that is before it."""
         return min(self.stop, self.item.contents.file_bytes)
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
@@ -83,12 +83,12 @@ def read_tensors(
     ranged: RangedFiles | None,
     op: Operation,
 ) -> dict[Key, torch.Tensor]:
-    """The tensors by (file, name): those of `live` that fit, filled; others anew. `ranged`: as in SavedCheckpoint.
+    """The tensors by (file, name): those of `live` that fit are filled, others new. `ranged`: as in SavedCheckpoint.
 
     Raises CheckpointDamagedError naming file and tensor, or OSError.
     """
     with ExitStack() as stack, damaged_files():
-        with op.span("load", "deserialize", joined=True):  # opening, planning, and memory for what has none
+        with op.span("load", "deserialize", joined=True):  # opening, planning and allocating
             sizes = {item.path: item.contents.file_bytes for item in wanted}
             files = open_all(sizes, options.direct_io, stack, ranged)
             tensors = _tensors_to_fill(wanted, live, files)
@@ -112,7 +112,7 @@ def read_tensors(
 def _tensors_to_fill(
     wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], files: Mapping[Path, RangedFile]
 ) -> dict[Key, torch.Tensor]:
-    """Live tensors, and new ones beside them: of what has a placement, and of what has no elements."""
+    """The live tensors that fit, and new tensors for the other entries that have a placement or no elements."""
     entries = [(item, entry) for item in wanted for entry in item.entries]
     found: dict[Key, torch.Tensor] = {}
     for item, entry in entries:
@@ -129,10 +129,11 @@ def _tensors_to_fill(
 
 
 def _new_tensor(entry: TensorEntry, start: int, file: RangedFile, device: torch.device) -> torch.Tensor:
-    """A tensor for the bytes from `start` of the file on.
+    """A tensor for the bytes of the file from `start` on.
 
-    A large one on the CPU that is read around the page cache is in huge pages, and lies as the file does, so that
-    almost all of it is read to it directly. To copy to huge pages that are touched for the first time is slow.
+    A large tensor on the CPU that is read directly gets huge pages, and the alignment that it has in the file, so that
+    almost all of it is read into it without a copy. (Copying to huge pages that are touched for the first time is
+    slow.)
     """
     direct = file.is_read_directly(start, start + entry.num_bytes)
     if device.type != "cpu" or entry.num_bytes < _LARGE or not direct:
@@ -143,7 +144,7 @@ def _new_tensor(entry: TensorEntry, start: int, file: RangedFile, device: torch.
 
 
 def _fits(tensor: torch.Tensor | None, entry: TensorEntry) -> bool:
-    """Whether `entry` can be read into `tensor`: of its type and shape, and its elements in order."""
+    """Whether `entry` can be read into `tensor`: same type and shape, and contiguous."""
     if tensor is None or tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         return False
     return tensor.is_contiguous()
@@ -226,7 +227,7 @@ def _checks(item: Wanted, entries: Iterable[TensorEntry], options: EngineOptions
 
 
 def _grain(file: RangedFile, options: EngineOptions) -> tuple[int, int]:
-    """How the file is cut into extents, see megatron.fileio.extents: (block, gap)."""
+    """(block, gap) by which the file is divided into extents; see megatron.fileio.extents."""
     # A range of a large object is several blocks long.
     return min(file.block, options.io_block_bytes * max(1, file.block // PART_BYTES)), file.gap
 

@@ -1,7 +1,7 @@
-"""One save of engine `memory`: as one of engine `lazy`, but blocks are gathered into a slot of host memory at once.
+"""One save of engine `memory`: as a save of engine `lazy`, but blocks are gathered directly into a slot of host memory.
 
-The slot then holds, byte for byte, what a file of engine `lazy` holds, and is sealed. A save that is to go to storage,
-too, is written there from the sealed slot, in the background: live tensors are needed no longer.
+The slot then holds the same bytes as a file of engine `lazy`, and is sealed. A save that also goes to storage is
+written there from the sealed slot, in the background, without the live tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
 
-_EXTENT = 4 << 20  # bytes of a file with one checksum; a tensor that is larger has one, too
+_EXTENT = 4 << 20  # largest number of bytes that share one checksum; a larger tensor has one of its own
 
 
 class SlotMemory:
-    """A slot, mapped into this process. The mapping is kept from save to save, so its pages are faulted in once."""
+    """A slot, mapped into this process. The mapping is kept between saves, so its pages are faulted in only once."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -44,42 +44,44 @@ class SlotMemory:
         self.array: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
 
     def reserve(self, num_bytes: int) -> None:
-        """Give the slot that many bytes, if it has less. It must not be sealed. Raises OSError if there are no more."""
+        """Grow the slot to at least `num_bytes`. It must not be sealed.
+
+        Raises OSError if there is not enough memory.
+        """
         growth = num_bytes - self.slot.num_bytes
         if growth <= 0:
             return
-        free = available_memory()  # the kernel would not refuse, but kill a process
+        free = available_memory()  # checked here, since the kernel would not refuse but kill a process later
         if growth > free:
-            raise OSError(errno.ENOMEM, f"{growth / 2**30:.2f} GiB more are wanted and {free / 2**30:.2f} GiB are free")
+            raise OSError(errno.ENOMEM, f"{growth / 2**30:.2f} GiB more are needed and {free / 2**30:.2f} GiB are free")
         self.slot.resize(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
-        """Unseal the slot, and give it that many bytes. Raises CheckpointSaveError if there is not so much memory."""
+        """Unseal the slot and resize it to `num_bytes`. Raises CheckpointSaveError if there is not enough memory."""
         self.slot.unseal()
         try:
             self.reserve(align_up(num_bytes))
         except OSError as exc:
-            raise CheckpointSaveError(f"host memory for a save could not be had: {exc.strerror}") from exc
+            raise CheckpointSaveError(f"host memory for a save could not be allocated: {exc.strerror}") from exc
         self.slot.resize(align_up(num_bytes))
         if len(self.array) < align_up(num_bytes):
             self._mapping = mmap.mmap(self.slot.data, align_up(num_bytes))
             self.array = np.frombuffer(self._mapping, dtype=np.uint8)
 
     def view(self, num_bytes: int) -> memoryview:
-        """Its first bytes."""
+        """The first `num_bytes` bytes of the slot."""
         return self.array.data[:num_bytes]
 
     def tensor(self, entry: lazy_format.TensorEntry, data_start: int) -> torch.Tensor:
-        """The tensor that an entry tells of, as it lies in the slot."""
+        """The tensor of an entry, as a view of the slot."""
         part = self.array[data_start + entry.start : data_start + entry.stop]
         return torch.from_numpy(part).view(entry.dtype).reshape(entry.shape)
 
 
 class SlotSave(LazySave):
-    """A save into a slot, and from there, given a `directory`, to storage.
+    """A save into a slot and from there, if a `directory` is given, to storage.
 
-    `record` is what the slot is sealed with, apart from what it says of its content. `files`: all states that the slot
-    is to hold. `sealed` is called once it does.
+    `record` is the record that the slot is sealed with, to which a description of its file is added.
     """
 
     _WRITES: ClassVar[bool] = False
@@ -96,11 +98,12 @@ class SlotSave(LazySave):
         op: Operation,
         done: Callable[[], None],
         copy_to_peers: Callable[[], Sent] | None = None,
-        tell_waiting: Callable[[bool], None] = lambda _: None,
+        set_waiting: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`stored`: the part that goes to storage, None for everything; its tensors are read from the slot.
+        """`stored`: the part that goes to storage, None for all of it; its tensors are read from the slot.
 
-        `copy_to_peers` copies the sealed slot to other hosts; `tell_waiting` tells whoever does so for it.
+        `done` is called once the save is complete. `copy_to_peers` copies the sealed slot to other hosts. `set_waiting`
+        is called when training begins or stops waiting for the save.
         """
         self._memory = memory
         self._seal_with = dict(record)
@@ -108,17 +111,17 @@ class SlotSave(LazySave):
         self._directory = directory
         self._done = done
         self._copy_to_peers = copy_to_peers
-        self._tell_waiting = tell_waiting
+        self._set_waiting = set_waiting
         super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
 
-    def tell_waiting(self, waits: bool) -> None:
-        self._tell_waiting(waits)
+    def set_waiting(self, waits: bool) -> None:
+        self._set_waiting(waits)
 
     def wait(self) -> list[SavedFile]:
-        """As PendingSave.wait: the files on storage, of which there are none without a directory.
+        """As PendingSave.wait. Returns the files on storage, none without a directory.
 
-        Raises CheckpointSaveError if neither peers nor storage have it: what the memory of this host alone holds must
-        not take the place of the save before it, of which there are copies.
+        Raises CheckpointSaveError if neither peers nor storage have the save: a save that only the memory of this host
+        holds must not replace the one before it, of which there are copies.
         """
         kept = super().wait()
         self._op.durable = False
@@ -137,24 +140,25 @@ class SlotSave(LazySave):
         return written
 
     def _replicate(self) -> list[str]:
-        """Have the slot copied to peers; what went wrong."""
+        """Copy the slot to peers. Returns the errors."""
         if self._copy_to_peers is None:
             return []
         with self._op.span("replicate", file=self._path.name, blocking=False) as span:
             sent = self._copy_to_peers()
             span.bytes = sent.num_bytes
         if sent.interleaved:
-            self._tell_of_interleaving(sent)
+            self._record_interleaving(sent)
         return sent.errors
 
-    def _tell_of_interleaving(self, sent: Sent) -> None:
-        told = sent.interleaved
-        self._op.measure(**{f"replicate_{name}": told[name] for name in ("waited_s", "at_once_bytes")})
-        text = f"interleave: waited {told['waited_s']:.3f} s; {told['at_once_bytes']} of {sent.num_bytes} bytes at once"
-        if told["stalled_bytes"]:
-            text += f", {told['stalled_bytes']} of them since no step ended, and none had been profiled"
-        if told["idle_s"] is not None:
-            text += f"; steps leave {told['bytes_per_s'] / 1e6:.0f} MB/s idle for {told['idle_s']:.3f} s"
+    def _record_interleaving(self, sent: Sent) -> None:
+        figures = sent.interleaved
+        waited, at_once = figures["waited_s"], figures["at_once_bytes"]
+        self._op.measure(replicate_waited_s=waited, replicate_at_once_bytes=at_once)
+        text = f"interleave: waited {waited:.3f} s; {at_once} of {sent.num_bytes} bytes at once"
+        if figures["stalled_bytes"]:
+            text += f", {figures['stalled_bytes']} of them since no step ended, and none had been profiled"
+        if figures["idle_s"] is not None:
+            text += f"; steps leave {figures['bytes_per_s'] / 1e6:.0f} MB/s idle for {figures['idle_s']:.3f} s"
         self._op.event("replicate", text)
 
     def _write_to_storage(self, directory: Path, kept: Sequence[SavedFile]) -> list[SavedFile]:
@@ -167,11 +171,11 @@ class SlotSave(LazySave):
         for name, crc in saved.crc32s().items():
             if crc != contents.entries[name].crc32:
                 raise CheckpointSaveError(
-                    f"the slot in host memory was altered after it had been sealed: tensor {name} has another checksum"
+                    f"the slot in host memory was altered after it was sealed: tensor {name} has another checksum"
                 )
         return files
 
-    # A slot, not a file on storage
+    # A slot instead of a file on storage
 
     def _open(self) -> SaveTarget:
         self._memory.make_room(self._contents.file_bytes)
@@ -195,16 +199,16 @@ class SlotSave(LazySave):
             self._memory.array[: len(header)] = np.frombuffer(header, dtype=np.uint8)
             checksum = lazy_format.header_checksum(header)
             size = self._contents.file_bytes
-            self._memory.slot.resize(size)  # as a file of engine lazy; it lay in whole pages until now
+            self._memory.slot.resize(size)  # to the size of a file of engine lazy; until now it was a multiple of pages
             content = {"name": name, "num_bytes": size, "checksum": checksum, "states": list(self._state_names)}
-            if self._options.checksum:  # without, no peer takes a copy
+            if self._options.checksum:  # without checksums peers do not accept copies
                 content["extents"] = _extents(header, self._contents)
             self._memory.slot.seal(self._seal_with | {"file": content})
         self._result = [SavedFile(name, size, checksum, self._state_names)]
 
 
 def _extents(header: bytes, contents: lazy_format.Contents) -> list[tuple[int, str]]:
-    """(bytes, CRC-32) of stretches that the file consists of: its header, and tensors, small ones together."""
+    """(bytes, CRC-32) of consecutive ranges of the file: its header, and its tensors, with small ones merged."""
     parts = [RangeChecksum("", 0, len(header), crc32(header))]
     for entry in contents.entries.values():  # one after the other, without gaps
         if not entry.num_bytes:
@@ -219,17 +223,17 @@ def _extents(header: bytes, contents: lazy_format.Contents) -> list[tuple[int, s
 
 
 class StoredSave(LazySave):
-    """A save out of a sealed slot. Its data no longer changes, so that no snapshot is needed."""
+    """A save from a sealed slot, whose data no longer changes, so that no snapshot is needed."""
 
     _GATHERED_AS: ClassVar[str] = "serialize"
 
     def crc32s(self) -> dict[str, str | None]:
-        """Of each tensor that was written."""
+        """CRC-32 by name of each tensor that was written."""
         return {name: entry.crc32 for name, entry in self._contents.entries.items()}
 
 
 class _Nothing:
-    """In the place of a file: blocks are where they belong as soon as they are gathered."""
+    """A target that ignores writes: blocks are in the slot as soon as they are gathered."""
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         return None
@@ -245,7 +249,7 @@ class _Nothing:
 
 
 def captured_for_storage(files: Sequence[FileState], checksums: bool) -> lazy_format.Captured | None:
-    """The files that this rank writes to storage, None if it writes all; another replica writes the others."""
+    """The files that this rank writes to storage; None if it writes all. Another replica writes the others."""
     stored = [file for file in files if file.on_storage]
     return None if len(stored) == len(files) else lazy_format.capture(stored, checksums)
 

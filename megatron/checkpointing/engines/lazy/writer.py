@@ -1,11 +1,11 @@
-"""One save of engine `lazy`: the live tensors become a file, block by block, while training goes on.
+"""One save of engine `lazy`: writes the live tensors to a file, block by block, while training continues.
 
-The data of the file is cut into blocks. A block is *gathered* (copied out of the live tensors into an aligned buffer
-of the host cache), then checksummed and written from there. On the CPU the I/O threads gather each block just before
-they write it, so only a few buffers are in use; when the optimizer is about to step, what is not yet gathered is
-gathered into further buffers, and training waits only where the cache is full. On CUDA a copying thread gathers on a
-side stream from the beginning, as fast as the cache has room. (Lazy copies, a reusable pinned cache and streamed
-flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models", HPDC'24.)
+The data of the file is divided into blocks. A block is *gathered*, that is copied from the live tensors into an aligned
+buffer of the host cache, and then checksummed and written from there. On the CPU the I/O threads gather each block just
+before they write it, so only a few buffers are in use; when the optimizer is about to step, the training thread gathers
+the remaining blocks into further buffers, and waits only if the cache is full. On CUDA a copying thread gathers on a
+side stream from the beginning, as long as the cache has free buffers. (Lazy copies, a reusable pinned cache and
+streamed flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models", HPDC'24.)
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from restart_trace.recorder import Operation
 
 @dataclass
 class Block:
-    """A stretch of the file: `length` bytes at `position`, and once it is gathered, the buffer that holds them."""
+    """`length` bytes of the file at `position` and, once they are gathered, the buffer that holds them."""
 
     position: int
     length: int
     pieces: list[Piece] = field(default_factory=list)
     buffer: Buffer | None = None
-    ahead: bool = False  # whether the buffer was gathered into before an I/O thread wanted it
-    copied: Copies | None = None  # into the buffer, by a device
+    ahead: bool = False  # whether it was gathered before an I/O thread needed it
+    copied: Copies | None = None  # the device's copies into the buffer
 
 
 def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Block]:
@@ -81,13 +81,13 @@ class _Clock:
 
 
 class LazySave(PendingSave):
-    """A save under way. The threads start at once; see the module for what they do.
+    """A save in progress. Its threads start at once; the module's docstring describes what they do.
 
-    What is between the marks below is about a file on storage; engine `memory` saves otherwise.
+    The methods under "A file on storage" are those that engine `memory` overrides.
     """
 
-    _GATHERED_AS: ClassVar[str] = "device_to_host"  # the phase of copying blocks out of the tensors
-    _WRITES: ClassVar[bool] = True  # blocks have yet to be written, once they are gathered
+    _GATHERED_AS: ClassVar[str] = "device_to_host"  # phase of copying blocks from the tensors
+    _WRITES: ClassVar[bool] = True  # whether gathered blocks must still be written
 
     def __init__(
         self, captured: lazy_format.Captured, path: Path, options: EngineOptions, cache: HostCache, op: Operation
@@ -102,19 +102,19 @@ class LazySave(PendingSave):
         self._state_names = tuple(captured.contents.states)
         self._sources: dict[str, Any] = {}
         self._condition = threading.Condition()
-        self._waiting: deque[Block] = deque()  # not gathered yet
-        self._gathering = 0
+        self._waiting: deque[Block] = deque()  # blocks that are not gathered yet
+        self._gathering = 0  # number of blocks that are being gathered
         self._planned = False
         self._gathered: deque[Block] = deque()
         self._released = False
         self._error: BaseException | None = None
         self._checksums: list[RangeChecksum] = []  # of the pieces of all tensors
-        self._checked_bytes = 0  # of the data, in blocks with whose checksums the header can be made
-        self._written_bytes = 0  # of the data, in blocks that are where they belong
+        self._checked_bytes = 0  # bytes of the data whose checksums are known
+        self._written_bytes = 0  # bytes of the data that are written
         self._io_threads_left = 0
         self._result: list[SavedFile] = []
         self._stream = device_copies.side_stream(captured.tensors.values())  # None on the CPU
-        self._copied: list[Block] = []  # by the device, or to be, in that order
+        self._copied: list[Block] = []  # blocks whose copies are queued on the device, in order
         self._copied_before_release: int | None = None  # bytes
         self._device_ns = 0
         self._last_copied_ns = 0
@@ -125,7 +125,7 @@ class LazySave(PendingSave):
     # The training thread
 
     def release_state(self) -> None:
-        """Gather what the I/O threads have not come to; waits while the cache is full."""
+        """Gather the blocks that the I/O threads have not taken yet; waits while the cache is full."""
         if self._released:
             return
         self._released = True
@@ -137,7 +137,7 @@ class LazySave(PendingSave):
                 self._gather_ahead(clock)
             else:
                 self._copied_before_release = self._copied_by_now()
-        except BaseException as exc:  # `wait` tells it
+        except BaseException as exc:  # raised by `wait`
             self._fail(exc)
         with self._condition:
             self._condition.wait_for(self._all_gathered)
@@ -150,14 +150,14 @@ class LazySave(PendingSave):
 
     def wait(self) -> list[SavedFile]:
         self._main.join()
-        self._captured = replace(self._captured, tensors={})  # let go of the live tensors
+        self._captured = replace(self._captured, tensors={})  # drops the references to the live tensors
         self._sources = {}
         if self._error is not None:
             raise self._error
         return note_saved(self._result, self._options, self._op)
 
     def _copied_by_now(self) -> int:
-        """Bytes that the device has copied. It does so in order: a few events answer for thousands."""
+        """Bytes that the device has copied. Copies complete in order, so a few queries suffice (bisection)."""
         with self._condition:
             blocks = list(self._copied)
         done = bisect.bisect_left(blocks, True, key=lambda block: not (block.copied and block.copied.query()))
@@ -189,7 +189,7 @@ class LazySave(PendingSave):
             if self._error is None:
                 self._check_complete()
                 self._finish(file)
-        except BaseException as exc:  # whatever it is, `wait` tells it
+        except BaseException as exc:  # raised by `wait`
             self._fail(exc)
         finally:
             if file is not None:
@@ -197,12 +197,12 @@ class LazySave(PendingSave):
             self._give_back_all(blocks)
 
     def _check_complete(self) -> None:
-        """Raises RuntimeError if a block was left out: an error of this program, which must not become a checkpoint."""
+        """Raises RuntimeError if a block is missing, so that a bug cannot lead to an incomplete checkpoint."""
         if self._written_bytes != self._contents.data_bytes:
             raise RuntimeError(f"{self._written_bytes} of {self._contents.data_bytes} bytes of {self._path} were saved")
 
     def _give_back_all(self, blocks: list[Block]) -> None:
-        """After a failure: the buffers of blocks that were gathered and are not written, once nothing fills them."""
+        """After a failure: give back the buffers of gathered blocks, once nothing is copied into them any more."""
         with self._condition:
             self._condition.wait_for(lambda: self._gathering == 0)
         for block in blocks:
@@ -212,11 +212,11 @@ class LazySave(PendingSave):
             self._give_back(block)
 
     def _still_copied_into(self, block: Block) -> bool:
-        """Whether the device may yet write into the buffer of `block`, which the next save must not get then."""
+        """Whether the device may still write into the buffer of `block`, which the next save must then not use."""
         if block.copied is None or block.copied.query():
             return False
         if isinstance(self._error, DeviceStalledError):
-            return True  # waited for long enough
+            return True  # the deadline has already passed
         try:
             self._wait_for_copy(block)
         except DeviceStalledError:
@@ -253,11 +253,11 @@ class LazySave(PendingSave):
             self._record_copies()
 
     def _while_written(self, file: SaveTarget) -> None:
-        """What to do while the I/O threads write. Must not raise."""
+        """Called while the I/O threads write. Must not raise."""
         return None
 
     def _record_copies(self) -> None:
-        """A span from the first copy's queueing until the last was seen done; its duration is the device's time."""
+        """Record a span from the first queued copy to the end of the last; its duration is the device's time."""
         clock, started = self._clock_of_copies, self._copying_since_ns
         ended = max(self._last_copied_ns, started)
         self._op.add(
@@ -273,7 +273,7 @@ class LazySave(PendingSave):
         )
 
     def _copy_ahead(self) -> None:
-        """The copying thread of CUDA. What the device took is recorded when all is written, and so copied."""
+        """The copying thread on CUDA. The device's time is recorded when all blocks are written, and so copied."""
         started, clock = now_ns(), _Clock()
         try:
             self._gather_ahead(clock)
@@ -282,7 +282,7 @@ class LazySave(PendingSave):
         self._clock_of_copies, self._copying_since_ns = clock, started
 
     def _gather_ahead(self, clock: _Clock) -> None:
-        """Gather blocks for the I/O threads to write, until none is left."""
+        """Gather blocks for the I/O threads until none is left."""
         while True:
             with self._condition:
                 block = self._take_waiting()
@@ -290,17 +290,17 @@ class LazySave(PendingSave):
                 return
 
     def _take_waiting(self) -> Block | None:
-        """The next block that nobody gathers yet; under the condition. `_gather` must follow."""
+        """The next block to gather. The caller holds the condition and must call `_gather` afterwards."""
         if self._error is not None or not self._waiting:
             return None
         self._gathering += 1
         return self._waiting.popleft()
 
     def _gather(self, block: Block, clock: _Clock, ahead: bool) -> bool:
-        """Copy the pieces of `block` into a buffer of the cache; False if the save was given up meanwhile.
+        """Copy the pieces of `block` into a buffer of the cache; False if the save has failed meanwhile.
 
-        With `ahead` the block is for the I/O threads to write. They learn of it in the same moment in which it is no
-        longer being gathered: those that find nothing waiting, nothing gathered and nothing being gathered end.
+        With `ahead` the block is left for the I/O threads to write. It is appended to the gathered blocks and removed
+        from the count of blocks being gathered under one lock, since an I/O thread ends once it finds none of either.
         """
         gathered = False
         try:
@@ -330,7 +330,7 @@ class LazySave(PendingSave):
             block.buffer = None
 
     def _write_blocks(self, file: SaveTarget) -> None:
-        """An I/O thread: write what is gathered; on the CPU also gather what nobody has."""
+        """An I/O thread: writes gathered blocks; on the CPU it also gathers blocks itself."""
         started, clock = now_ns(), _Clock()
         try:
             while (block := self._next_block()) is not None:
@@ -350,7 +350,7 @@ class LazySave(PendingSave):
             self._record("flush", "write", started, clock.write, clock.written_bytes)
 
     def _next_block(self) -> Block | None:
-        """A gathered block if there is one; else, on the CPU, one to gather. None when all are taken."""
+        """A gathered block or, on the CPU, a block to gather. None when all are taken."""
         with self._condition:
             while self._error is None:
                 if self._gathered:
@@ -395,7 +395,7 @@ class LazySave(PendingSave):
         return _Descriptor(fd, direct, self._path, self._options.direct_io)
 
     def _take(self, block: Block, ahead: bool) -> Buffer | None:
-        """Memory to gather a block into; waits for it if `ahead`. None if the save was given up meanwhile."""
+        """Memory to gather a block into; waits for it if `ahead`. None if the save has failed meanwhile."""
         pins = self._stream.pins if self._stream is not None else None
         if ahead:
             return self._cache.take_ahead(pins, lambda: self._error is not None)
@@ -405,11 +405,11 @@ class LazySave(PendingSave):
         self._cache.give_back(buffer, ahead)
 
     def _abandon(self, buffer: Buffer, ahead: bool) -> None:
-        """As `_put_back`, of a buffer that the device may still write into."""
+        """As `_put_back`, for a buffer that the device may still write into."""
         self._cache.abandon(buffer, ahead)
 
     def _finish(self, file: SaveTarget) -> None:
-        """Write the header, which has the checksums, cut off the padding of the last block, synchronise."""
+        """Write the header, which has the checksums, truncate the padding of the last block, synchronise."""
         header = self._sealed_header()
         with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
             file.write(header, len(header), 0)
@@ -418,7 +418,7 @@ class LazySave(PendingSave):
         self._synchronise(file)
 
     def _sealed_header(self) -> memoryview:
-        """The header, in aligned memory; with it the result of the save is known."""
+        """The header, in aligned memory. Sets the result of the save."""
         name = self._path.name
         with self._op.span("serialize", file=name, blocking=False):
             header = self._header()
@@ -434,10 +434,10 @@ class LazySave(PendingSave):
                 file.sync()
                 span.bytes = self._contents.file_bytes
 
-    # Everything again
+    # All kinds of saves
 
     def _header(self) -> bytes:
-        """What stands before the data, with the checksums of all tensors."""
+        """The bytes before the data, with the checksums of all tensors."""
         if self._options.checksum:
             self._contents = lazy_format.with_checksums(self._contents, self._crcs())
         return lazy_format.encode(self._contents)
@@ -468,10 +468,10 @@ class LazySave(PendingSave):
 
 
 class StreamedSave(LazySave):
-    """A save whose blocks are sent as soon as they are gathered, to a store of objects.
+    """A save that sends its blocks to an object store as soon as they are gathered.
 
-    The header, with which the first block goes, is sent as soon as all checksums are known, beside the last blocks:
-    after them it would be alone, for as long as a part takes.
+    The part with the header is sent as soon as all checksums are known, concurrently with the last blocks: sent after
+    them it would add the time of one part.
     """
 
     def __init__(
@@ -499,7 +499,7 @@ class StreamedSave(LazySave):
             with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
                 file.write(header, len(header), 0)
                 span.bytes = len(header)
-        except BaseException as exc:  # `wait` tells it
+        except BaseException as exc:  # raised by `wait`
             self._fail(exc)
 
     def _all_checked(self) -> bool:
@@ -513,7 +513,7 @@ class StreamedSave(LazySave):
 
 @dataclass
 class _Descriptor:
-    """The file being written. Direct transfers are padded to whole sectors: `_finish` cuts the last one off."""
+    """The file being written. Direct transfers are padded to complete sectors; `_finish` truncates the last one."""
 
     fd: int
     direct: bool
@@ -527,7 +527,7 @@ class _Descriptor:
                 direct_files.write_all(self.fd, buffer[: direct_files.align_up(length)], position)
                 return
             except OSError as exc:
-                # Some file systems let O_DIRECT be opened and refuse the transfer.
+                # Some file systems accept O_DIRECT in open and refuse the transfer.
                 if exc.errno != errno.EINVAL:
                     raise
             direct_files.refuse_direct(self.path, self.mode)

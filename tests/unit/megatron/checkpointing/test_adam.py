@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.adam import as_here
+from megatron.checkpointing.adam import convert_adam_state
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -31,7 +31,7 @@ def adam(**options: Any) -> torch.optim.Adam:
 @pytest.mark.parametrize("step_in_state", [False, True])
 def test_fused_adam_goes_on_in_torchs(step_in_state: bool) -> None:
     ours, base = adam(), fused(step_in_state)
-    ours.load_state_dict(dict(as_here(base, ours.param_groups)))
+    ours.load_state_dict(dict(convert_adam_state(base, ours.param_groups)))
     (group,) = ours.param_groups
     assert group["decoupled_weight_decay"] is True and group["fused"] is True and group["lr"] == 5e-4
     assert "bias_correction" not in group and "step" not in group
@@ -52,7 +52,7 @@ def test_torchs_goes_on_in_fused_adam() -> None:
     for _ in range(3):
         saved.step()
     own = [OPTIONS | {"name": "wd_no_scale_lr", "bias_correction": True, "params": []}]
-    found = as_here(saved.state_dict(), own)
+    found = convert_adam_state(saved.state_dict(), own)
     (group,) = found["param_groups"]
     assert group["step"] == 3 and group["bias_correction"] is True
     assert group["params"] == [0] and "decoupled_weight_decay" not in group
@@ -62,9 +62,9 @@ def test_what_is_of_the_same_kind_is_left_alone() -> None:
     """Off CUDA upstream's is torch's, with L2: a resume goes on with it."""
     ours = adam()
     base = adam(decoupled_weight_decay=False, fused=None).state_dict()
-    assert as_here(base, ours.param_groups) == base
+    assert convert_adam_state(base, ours.param_groups) == base
     begun = adam().state_dict()
-    assert as_here(begun, ours.param_groups)["state"] == {}
+    assert convert_adam_state(begun, ours.param_groups)["state"] == {}
 
 
 def test_moments_and_steps_go_to_the_other_adam_and_back_bit_for_bit(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,9 +76,9 @@ def test_moments_and_steps_go_to_the_other_adam_and_back_bit_for_bit(caplog: pyt
     before = saved.state_dict()
     own = [OPTIONS | {"name": "wd_no_scale_lr", "bias_correction": True, "params": []}]
     with caplog.at_level(logging.INFO):
-        there = as_here(before, own)
+        there = convert_adam_state(before, own)
         back = adam()
-        back.load_state_dict(dict(as_here(there, back.param_groups)))
+        back.load_state_dict(dict(convert_adam_state(there, back.param_groups)))
     for name in ("exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(back.state_dict()["state"][0][name], before["state"][0][name]), name
     told = [message.split(":")[0] for message in caplog.messages]
@@ -93,5 +93,5 @@ def test_l2_weight_decay_is_not_taken_for_decoupled() -> None:
     with pytest.raises(
         CheckpointMismatchError, match=r"L2 weight decay .*resume without apex, or with --no-load-optim"
     ):
-        as_here(adam(decoupled_weight_decay=False).state_dict(), own)
-    assert as_here(adam(decoupled_weight_decay=False, weight_decay=0.0).state_dict(), own)
+        convert_adam_state(adam(decoupled_weight_decay=False).state_dict(), own)
+    assert convert_adam_state(adam(decoupled_weight_decay=False, weight_decay=0.0).state_dict(), own)

@@ -28,7 +28,7 @@ class Pending(PendingSave):
         self.released: list[str] = []
         self.waiting: list[bool] = []
 
-    def tell_waiting(self, waits: bool) -> None:
+    def set_waiting(self, waits: bool) -> None:
         self.waiting.append(waits)
 
     def release_state(self) -> None:

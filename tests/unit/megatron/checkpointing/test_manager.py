@@ -14,7 +14,7 @@ from megatron.checkpointing import loading as checkpoint_loading
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.state import settings_kept
+from megatron.checkpointing.state import preserving_settings
 
 
 def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_the_flags_count_again_after_a_load_that_failed_half_way() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     adam = torch.optim.Adam([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     optimizer: Any = SimpleNamespace(param_groups=adam.param_groups, clip_grad=1.0)
-    with pytest.raises(ValueError, match="damaged"), settings_kept(optimizer):
+    with pytest.raises(ValueError, match="damaged"), preserving_settings(optimizer):
         optimizer.clip_grad = 7.0
         optimizer.param_groups[0] |= {"lr": 1.0, "betas": (0.1, 0.2), "eps": 1.0}
         raise ValueError("damaged")

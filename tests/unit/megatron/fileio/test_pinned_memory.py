@@ -108,5 +108,5 @@ def test_memory_that_is_not_free_is_not_taken(monkeypatch: pytest.MonkeyPatch, l
 
     monkeypatch.setattr(module, "available_memory", lambda: MIB)
     ahead = PinnedAhead(2 * MIB, CudaPins(DEVICE, str(library)), lambda _: None, untraced_operation())
-    with pytest.raises(PinningError, match=r"^0\.00 GiB of host memory are free, and 0\.00 GiB more are wanted$"):
+    with pytest.raises(PinningError, match=r"^0\.00 GiB of host memory are free, and 0\.00 GiB more are needed$"):
         ahead.wait()

@@ -282,7 +282,7 @@ def test_what_is_refused(two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
     fill(one.slots[0], content(1000), "s1")
     reserve(other, 500)
     assert "has 500 bytes for a copy of" in send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)[1][0]
-    with pytest.raises(PeerError, match="GiB more are wanted and"):
+    with pytest.raises(PeerError, match="GiB more are needed and"):
         reserve(other, 1 << 50)
     with pytest.raises(PeerError, match="slot 1, which holds nothing"):
         send_copies(one.peer, 1, [other.peer], None, DEADLINE_S)

@@ -96,7 +96,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepTimes]:
     mine = own_step_times(1)
     assert mine is not None
     mine.begin(123)
-    mine.tell_waiting(True)
+    mine.set_waiting(True)
     one = shared[1]
     assert (one.steps, one.began_ns, one.waits) == (1, 123, True)
     assert (shared[0].steps, shared[0].waits) == (0, False), "ranks do not share what they tell"
@@ -129,7 +129,7 @@ def test_steps_are_observed_without_what_training_waits_for(times: StepTimes) ->
         if at % (20 * MS) == 0:
             times.begin(at)
         since, step = at % (20 * MS), at // (20 * MS)
-        times.tell_waiting(step == 3 and 10 * MS < since <= 14 * MS)
+        times.set_waiting(step == 3 and 10 * MS < since <= 14 * MS)
         traffic = 100_000 * (step * 3 + min(3, max(0, since // MS - 5)))
         copies = 100_000 * (4 if step > 3 else min(4, max(0, since // MS - 10)) if step == 3 else 0)
         return Counters(at, 0, traffic + copies)
@@ -152,9 +152,9 @@ def test_copies_keep_to_the_profile_unless_training_waits(times: StepTimes) -> N
     assert traffic.ask(copy, 4096, began + 450 * MS) == (4096, 0)
     assert copy.at_once_bytes == 0
     assert traffic.ask(copy, 4096, began + 2001 * MS) == (4096, 0), "no step is under way"
-    times.tell_waiting(True)
+    times.set_waiting(True)
     assert traffic.ask(copy, 4096, began + 350 * MS) == (4096, 0)
-    times.tell_waiting(False)
+    times.set_waiting(False)
     assert traffic.ask(copy, 4096, began + 350 * MS)[0] == 0
     times.begin(began + HELD_NS)
     assert traffic.ask(copy, 4096, began + 2 * HELD_NS) == (4096, 0), "held for long enough"
@@ -250,14 +250,14 @@ def test_a_copy_is_held_until_steps_are_profiled_or_training_waits(host: Host) -
     assert taker.asked.wait(DEADLINE_S)
     thread.join(0.5)  # a sender that does not wait would have begun; one that does cannot have
     waits_from = now_ns()
-    times.tell_waiting(True)
+    times.set_waiting(True)
     thread.join(DEADLINE_S)
     assert taker.taken == saved and taker.first_ns > waits_from
     ((num_bytes, errors, told),) = found
     assert (num_bytes, errors, told["at_once_bytes"], told["idle_s"]) == (len(saved), [], len(saved), None)
     assert told["waited_s"] > 0
 
-    times.tell_waiting(False)
+    times.set_waiting(False)
     taker = Taker(len(saved))
     thread, found = sent_by(host, taker)
     while thread.is_alive():

@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from megatron.startup.watch import Watch
-from megatron.training.lost_ranks import ACTIVITIES, explain, has_waited_in_vain
+from megatron.training.lost_ranks import ACTIVITIES, explain, has_timed_out
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAGS = (
@@ -55,7 +55,7 @@ def test_gloo(config: Config, watch: Watch, text: str, part: str) -> None:
     found = explain(error, config, watch)
     assert found is not None and "\n" not in found
     assert part in found and "--distributed-timeout-minutes 0.5" in found
-    assert has_waited_in_vain(error) == (part == "waited longer than")
+    assert has_timed_out(error) == (part == "waited longer than")
 
 
 def test_store(config: Config, watch: Watch) -> None:
@@ -74,7 +74,7 @@ def test_an_agreement_that_passed_its_deadline(config: Config, watch: Watch) -> 
     error = AgreementTimeoutError("rank 1 on a has waited 30 s for rank 2 on b, or for ranks behind it")
     found = explain(error, config, watch)
     assert found is not None and "the agreement of all ranks between the ranks waited longer than --distrib" in found
-    assert has_waited_in_vain(error) and not has_waited_in_vain(AgreementLostError("timed out"))
+    assert has_timed_out(error) and not has_timed_out(AgreementLostError("timed out"))
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_an_agreement_that_passed_its_deadline(config: Config, watch: Watch) -> 
     ],
 )
 def test_other_errors_keep_their_traceback(config: Config, watch: Watch, error: Exception) -> None:
-    assert explain(error, config, watch) is None and not has_waited_in_vain(error)
+    assert explain(error, config, watch) is None and not has_timed_out(error)

@@ -21,12 +21,14 @@ def test_ranks_of_one_host_together_must_fit() -> None:
     assert lack_of_memory([need("a", 5), need("a", 5), need("b", 10)]) is None
     lack = lack_of_memory([need("a", 5), need("b", 5.1), need("b", 5)])
     assert lack is not None and lack.startswith("--checkpoint-engine memory: b keeps 2 ranks' saves in 8.00 GiB")
-    assert "10.10 GiB are yet to be had and 10.00 GiB are free" in lack and lack.endswith("--checkpoint-engine lazy")
+    assert "10.10 GiB must still be allocated and 10.00 GiB are free" in lack and lack.endswith(
+        "--checkpoint-engine lazy"
+    )
 
 
 def test_what_training_is_yet_to_take_counts_on_the_cpu() -> None:
     lack = lack_of_memory([need("a", 6, state=5)])
-    assert lack is not None and "beside 5.00 GiB that training is yet to take" in lack
+    assert lack is not None and "in addition to 5.00 GiB for training itself" in lack
 
 
 def test_a_restart_in_place_asks_for_no_more() -> None:
@@ -79,7 +81,7 @@ def test_copies_of_other_hosts_must_fit_beside_a_hosts_own() -> None:
     assert lack_of_memory(needs, [6 * GIB, 6 * GIB]) is None
     lack = lack_of_memory(needs, [0, 7 * GIB])
     assert lack is not None and "b keeps 1 ranks' saves in 4.00 GiB of host memory (two slots each), and copies" in lack
-    assert "11.00 GiB are yet to be had" in lack and "or lower --replicas," in lack
+    assert "11.00 GiB must still be allocated" in lack and "or lower --replicas," in lack
     assert lack_of_memory([needs[0], needs[1]._replace(held=7 * GIB)], [0, 7 * GIB]) is None, "it has that already"
 
 

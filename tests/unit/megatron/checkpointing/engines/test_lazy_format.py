@@ -135,12 +135,12 @@ def header_with(content: Any) -> bytes:
     ("content", "says"),
     [
         (b"", "too few for a safetensors file"),
-        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", "no safetensors file"),
+        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", "not a safetensors file"),
         (struct.pack("<Q", 5000) + b"{}", "ends within its header of 5008 bytes"),
-        (struct.pack("<Q", 2**63) + b"{}", "no safetensors file"),
+        (struct.pack("<Q", 2**63) + b"{}", "not a safetensors file"),
         (header_with([]), "not one of engine lazy"),
         (header_with({}), "not one of engine lazy (KeyError"),
-        (header_with({"__metadata__": {"lazy_format_version": "9"}}), "format version 9, and only 1 is known"),
+        (header_with({"__metadata__": {"lazy_format_version": "9"}}), "format version 9; only 1 is known"),
         (header_with({"__metadata__": {"lazy_format_version": "1", "states": "{", "tensors": ""}}), "not one of"),
     ],
 )  # fmt: skip

@@ -155,9 +155,9 @@ def test_memory_that_is_not_free_is_not_taken(launcher: None, monkeypatch: pytes
     save(mine, 1)
     mine.settle()
     monkeypatch.setattr("megatron.checkpointing.engines.lazy.slot_save.available_memory", lambda: 4096)
-    with pytest.raises(CheckpointSaveError, match=r"host memory for a save could not be had: .* GiB are free"):
+    with pytest.raises(CheckpointSaveError, match=r"host memory for a save could not be allocated: .* GiB are free"):
         save(mine, 2)
-    with pytest.raises(OSError, match="more are wanted"):
+    with pytest.raises(OSError, match="more are needed"):
         mine.reserve(1 << 40)
     assert steps(mine) == [1]
     load(mine, kept(mine, 1).checkpoint)

@@ -99,7 +99,7 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
     for command, name in (("report", "page.html"), ("export", "out.csv"), ("timeline", "out.json")):
         status, _, said = refused_like_anyone(command, str(directory), "-o", str(place / name))
         assert status == 2 and said.splitlines() == [
-            f"ckpt-analysis: {place / name}: cannot be written: Permission denied; give another place with -o"
+            f"ckpt-analysis: {place / name}: cannot be written: Permission denied; give another path with -o"
         ]
     assert list(place.iterdir()) == []
 
@@ -210,7 +210,7 @@ def test_no_space_for_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([name, str(directory), "-o", str(place), *flags]) == 2
     said = capsys.readouterr().err
     assert said == (
-        f"ckpt-analysis: {place}: cannot be written: {os.strerror(errno.ENOSPC)}; give another place with -o\n"
+        f"ckpt-analysis: {place}: cannot be written: {os.strerror(errno.ENOSPC)}; give another path with -o\n"
     )
 
 

@@ -200,7 +200,7 @@ def test_timeline_writes_any_text_as_json(tmp_path: Path) -> None:
 def test_timeline_of_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     assert main(["timeline", str(run), "-o", str(path), "--ranks", "99", "--cycle", "3"]) == 2
-    assert "nothing of --ranks 99-99 --cycle 3" in capsys.readouterr().err and not path.exists()
+    assert "no records of --ranks 99-99 --cycle 3" in capsys.readouterr().err and not path.exists()
 
 
 def test_list_of_ranks() -> None:
