@@ -5,9 +5,9 @@
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
 #   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
 #   SEQUENCE_PARALLEL=1|0                          with --sequence-parallel, or without; 70b has it
-#   DTYPE=bf16|fp16|fp32                           of the weights while training
+#   DTYPE=bf16|fp16|fp32                           data type of the weights in training
 #   DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE
-#                                                  the data; random tokens are made where DATA_PATH is unset
+#                                                  the data; random tokens are generated if DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
 #   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
@@ -15,7 +15,7 @@
 #   STANDBY=1|load                                 with MAX_RESTARTS on one node, without CUDA: the ranks of the next start
 #                                                  are set up ahead of a failure; load: and load each checkpoint ahead
 #   HOST_GRACE=SECONDS                             for LAUNCHER=deepspeed over HOSTFILE: how long after the launch on one
-#                                                  host has ended those of the others are ended, too (30)
+#                                                  host has ended the launches on other hosts are ended, too (30)
 #   EXPORT="NAME ..."                              variables for the ranks of all nodes, in addition to those that
 #                                                  are always exported: NCCL_* GLOO_* FI_* UCX_* OMP_* CUDA_* TORCH_* HF_*
 #                                                  AWS_* LD_LIBRARY_PATH PYTHONPATH
@@ -23,13 +23,13 @@
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
 #   DRY_RUN=1                                      print the command of each node, one per line, with *** in place of
 #                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing.
-#                                                  ENGINE=memory: also say, on stderr, what saves take of a host's memory
-#   DRY_RUN=plan                                   then also show, on stderr, the configuration, the checkpoint's files, the
-#                                                  memory of devices and hosts, free space, and how fast the storage must be
-#   BLOCKED_TARGET DURABLE_TARGET                  with it: seconds for which a save may block training, and in which it must
-#                                                  be durable
-#   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word ended by a
-#                                                  NUL, and launch nothing: how tools/restart_drill runs a preset
+#                                                  ENGINE=memory: also print, on stderr, the host memory that saves take
+#   DRY_RUN=plan                                   also print, on stderr, the configuration, the checkpoint's files, the
+#                                                  memory of devices and hosts, free space, and the storage throughput
+#   BLOCKED_TARGET DURABLE_TARGET                  with DRY_RUN=plan: seconds for which a save may block training, and
+#                                                  within which it must be durable
+#   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word terminated
+#                                                  by NUL, and launch nothing; tools/restart_drill runs presets so
 # Defaults are in docs/cluster.md.
 #
 # examples:
@@ -37,12 +37,12 @@
 #   HOSTFILE=hosts DP=2 ENGINE=lazy SAVE_DIR=/scratch/70b bash run_70b_tp8_pp8.sh
 #   ITERS=20 DEVICE=cpu bash run_tiny_tp2_pp2_dp2.sh
 #
-# exit status: that of the training; 1 environment or data could not be made, 2 wrong settings or arguments
+# exit status: that of the training; 1 environment or data could not be created, 2 wrong settings or arguments
 
 BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$BENCH_DIR/../.." && pwd)
 RUNS=$ROOT/runs
-if [[ ! -f $ROOT/setup.py ]]; then # installed: there is nothing to set up, and site-packages is no place for runs
+if [[ ! -f $ROOT/setup.py ]]; then # installed: nothing to set up, and runs do not belong in site-packages
     RUNS=$PWD/runs SKIP_SETUP=1
 fi
 source "$BENCH_DIR/usage.sh"
@@ -93,7 +93,7 @@ load_settings() {
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
-        die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: say what DRY_RUN=plan shows; give it, or leave them out"
+        die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: are used by DRY_RUN=plan only; set it, or leave them out"
     [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
     [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
@@ -105,7 +105,7 @@ load_settings() {
     : "${WORK_DIR:=$RUNS/$RUN_NAME}"
     SAVE_DIR_GIVEN=${SAVE_DIR:-}
     : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
-    # A trace is files, which go to no object storage.
+    # Trace files cannot be written to object storage.
     [[ $SAVE_DIR != *://* ]] || : "${TRACE_DIR:=$WORK_DIR/restart_trace}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
     settle_python
@@ -123,8 +123,8 @@ settle_python() {
     fi
 }
 
-# Refuses an ENGINE that there is not: in a replay any of those with commas between them. Engines of other packages are
-# known to the interpreter that has these, and if that is an image's, to the job alone.
+# Refuses an unknown ENGINE; a replay takes several, separated by commas. Only the interpreter with the packages of plugin
+# engines knows these, and if it is in an image, only the job can ask it.
 check_engine() {
     local known asked name
     known=$(sed -n 's/^    "\(.*\)": EngineEntry(.*/\1/p' "$ROOT/megatron/checkpointing/engines/registry.py")
@@ -158,7 +158,7 @@ build_training_args() {
     [[ $DEVICE == cuda ]] || backend=gloo
     [[ $SEQUENCE_PARALLEL == 0 ]] || sequence=(--sequence-parallel)
     [[ $DTYPE == fp32 ]] || dtype=("--$DTYPE")
-    # read returns non-zero at the end of its input, which is where it is meant to stop
+    # read returns non-zero at the end of its input, which is expected here
     read -r -d '' -a extra <<<"${EXTRA_ARGS:-}" || true
     read -r -d '' -a data <<<"$DATA_PATH" || true
     TRAINING_ARGS=(
@@ -184,7 +184,7 @@ build_training_args() {
     )
 }
 
-# Sets LAUNCH_ENV: what every rank needs in its environment, as NAME=VALUE.
+# Sets LAUNCH_ENV: variables that every rank needs in its environment, as NAME=VALUE.
 build_launch_env() {
     LAUNCH_ENV=(PYTHONUNBUFFERED=1)
     [[ -z $LABEL ]] || LAUNCH_ENV+=(RESTART_TRACE_LABEL="$LABEL")
@@ -196,8 +196,8 @@ build_launch_env() {
     fi
 }
 
-# Same on all nodes of a launch and new in each: the trace numbers its cycles by it. Left to the trace's own
-# rule where each node's command is started by hand, as no common value can be made up there.
+# The same on all nodes of a launch, and new for each launch: the trace numbers its cycles by it. Not set if the command
+# of each node is started by hand, since there is no common value then; the trace's own rule applies.
 set_launch_id() {
     local id=${RESTART_TRACE_LAUNCH_ID:-}
     if [[ -z $id && -z ${NODE_RANK:-} ]]; then
@@ -226,25 +226,25 @@ print_commands() {
     done
 }
 
-# What tools.ckpt_plan knows of the run. Relative paths keep their meaning: it is run from here.
+# Prints the plan of tools.ckpt_plan for the run. It runs in the current directory, so relative paths stay valid.
 show_plan() {
     run_tool megatron_restart_tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" \
         --run --ranks-per-host "$GPUS_PER_NODE" ${BLOCKED_TARGET:+--blocked-target "$BLOCKED_TARGET"} \
         ${DURABLE_TARGET:+--durable-target "$DURABLE_TARGET"} -- "${TRAINING_ARGS[@]}"
 }
 
-# What saves of ENGINE=memory take of a host's memory; by arithmetic, which needs no torch.
+# Prints the host memory that saves of ENGINE=memory take; computed without torch.
 show_host_memory() {
     if ! has_environment; then
-        say "what saves take of host memory is not told: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
+        say "cannot print the host memory that saves take: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
         return
     fi
     run_tool megatron_restart_tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" \
         --host-memory --ranks-per-host "$GPUS_PER_NODE" -- "${TRAINING_ARGS[@]}"
 }
 
-# The one command that starts all ranks, for a program that launches it itself, repeatedly.
-tell_command() {
+# Writes the single command that starts all ranks to COMMAND_TO, for a program that launches it repeatedly.
+write_command() {
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then
         COMMAND=(bash "$(realpath "$0")" "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}") # see run_preset
         printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
@@ -261,17 +261,17 @@ tell_command() {
     printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
 }
 
-# Refuses a WORK_DIR that nothing can be written to.
+# Refuses a WORK_DIR that cannot be written to.
 check_work_dir() {
     mkdir -p "$WORK_DIR" 2>/dev/null && [[ -w $WORK_DIR ]] || die "WORK_DIR=$WORK_DIR: cannot be written to; set another"
 }
 
-# What every rank checks before it imports anything, asked once, before any is started. Arguments: further flags.
+# Runs the checks of every rank once, before any rank starts. Arguments: further flags.
 check_run() {
     WORLD_SIZE=$WORLD_SIZE RANK=0 LOCAL_RANK=0 run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" >&2 || exit 2
 }
 
-# Starts all ranks of preset $1 on TP $2 x PP $3, or shows or writes the command that does. Further arguments are flags of
+# Starts all ranks of preset $1 on TP $2 x PP $3, or prints or writes the command that does. Further arguments are flags of
 # pretrain_gpt.py, in place of the preset's.
 train() {
     [[ $MODE != train || ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=train injects no fault; use MODE=restart"
@@ -297,10 +297,9 @@ train() {
     (($# > 3)) || check_hosts # those of a launch of the drill's were compared when it asked for the command
     prepare_data
     if [[ -n ${COMMAND_TO:-} ]]; then
-        tell_command
-        return
+        write_command        return
     fi
-    if (($# > 3)); then # a launch of the drill's, which has checked its command and measures how long this takes
+    if (($# > 3)); then # launched by the drill, which has checked its command and measures the time of this launch
         "${LAUNCHER}_launch"
         return
     fi

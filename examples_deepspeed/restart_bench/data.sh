@@ -33,7 +33,7 @@ settle_tokenizer() {
     [[ -z ${VOCAB_FILE:-} ]] || TOKENIZER_ARGS+=(--vocab-file "$VOCAB_FILE")
     [[ -z ${MERGE_FILE:-} ]] || TOKENIZER_ARGS+=(--merge-file "$MERGE_FILE")
     if [[ $TOKENIZER_TYPE == NullTokenizer ]]; then
-        # One more id ends documents: together the 50257 of GPT-2's vocabulary.
+        # One more id ends documents: with it, the vocabulary has the 50257 tokens of GPT-2's.
         : "${VOCAB_SIZE:=$([[ $MODE == scaled ]] && echo 1023 || echo 50256)}"
     fi
     [[ -z ${VOCAB_SIZE:-} ]] || TOKENIZER_ARGS+=(--vocab-size "$VOCAB_SIZE")
@@ -46,7 +46,7 @@ prepare_data() {
     esac
 }
 
-# Runs a tool of this repository in the current directory, so that relative paths keep their meaning.
+# Runs a tool of this repository in the current directory, so that relative paths stay valid.
 run_tool() { PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$(python_path)" -m "$@"; }
 
 prepare_corpus() {

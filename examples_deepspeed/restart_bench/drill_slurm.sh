@@ -10,10 +10,10 @@
 # that all nodes share.
 #   DRY_RUN=1   print the allocation, the command of the drill and that of the preset; touch nothing
 #   MASTER_ADDR MASTER_PORT   where rank 0 listens (default: first node, 29500)
-# exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
+# exit status: 0 every cycle verified, 1 a cycle was not verified, 2 the drill could not run
 set -euo pipefail
 
-# sbatch runs a copy of this file; the repository is where it was submitted from, then.
+# sbatch runs a copy of this file; the repository is then the directory it was submitted from.
 SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [[ -f $SCRIPTS/kill_resume.sh ]] || SCRIPTS=${SLURM_SUBMIT_DIR:-$PWD}
 [[ -f $SCRIPTS/kill_resume.sh ]] || SCRIPTS=$SCRIPTS/examples_deepspeed/restart_bench
@@ -35,7 +35,7 @@ if [[ -z ${MASTER_ADDR:-} ]]; then
         MASTER_ADDR=$(first_allocated_host)
     fi
 fi
-# 8(x4) or 8: what Slurm says of the tasks of its nodes; presets fill their nodes evenly.
+# Slurm's form is 8(x4) or 8; presets have the same number of tasks on every node.
 if [[ -z ${GPUS_PER_NODE:-} && -n ${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-}} ]]; then
     GPUS_PER_NODE=${SLURM_NTASKS_PER_NODE:-$SLURM_TASKS_PER_NODE}
     GPUS_PER_NODE=${GPUS_PER_NODE%%[(,]*}

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The performance targets of engine lazy, measured on one machine beside every other engine and the storage itself:
-# 1 and 2 ranks of 2 GiB, training steps beside a flush, 2,000 small tensors. About an hour on a disk of 2 GB/s.
-# Prints a table per measurement and the verdicts of all of them at the end. Nothing else should run meanwhile.
+# Measures the performance targets of engine lazy on one machine, with every other engine and the storage for comparison:
+# 1 and 2 ranks of 2 GiB, training steps during a flush, 2,000 small tensors. About an hour on a disk of 2 GB/s.
+# Prints a table per measurement, and all verdicts at the end. Nothing else should run on the machine meanwhile.
 #
 # Settings, all from the environment:
 #   TARGET_DIR       where checkpoints are written, and removed again (default: runs/engine_targets in the repository)
 #   OUT_DIR          where the JSON of each measurement goes (default: TARGET_DIR)
-#   BYTES            of a rank's state (default: 2GiB)
-#   REPEAT           (default: 5)
-#   ENGINES          (default: all that can run here)
+#   BYTES            size of a rank's state (default: 2GiB)
+#   REPEAT           repeats of each measurement (default: 5)
+#   ENGINES          engines to measure (default: all that can run here)
 #   STEP_SECONDS     length of a training step; must cover the flush of two ranks (default: 4)
-#   PYTHON           (default: the one of .venv, which setup_env.sh makes)
+#   PYTHON           interpreter (default: that of .venv, which setup_env.sh creates)
 #
 # examples:
 #   TARGET_DIR=/scratch/targets REPEAT=10 bash engine_targets.sh
@@ -43,7 +43,7 @@ measure() {
 }
 
 share=(--model 70b --tp 8 --pp 8 --limit-bytes "$BYTES")
-# While a GPU computes, the processors are nearly idle: these steps wait. Those of the next measurement but one compute.
+# While a GPU computes, the processors are nearly idle: these steps sleep. The steps of `busy_steps` compute.
 steps=(--steps-between "$STEP_SECONDS" --step-seconds "$STEP_SECONDS")
 measure one_rank "${share[@]}" --ranks 0 --engine "$ENGINES" "${steps[@]}" --step-work idle
 measure two_ranks "${share[@]}" --ranks 0-1 --engine "$ENGINES" "${steps[@]}" --step-work idle

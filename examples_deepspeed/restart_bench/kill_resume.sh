@@ -7,13 +7,13 @@
 #   bash kill_resume.sh --cycles 3 -- 7b_tp4_pp2                      another preset, or any training command after --
 #
 # All arguments are passed on: `restart-drill --help` and docs/restart_drill.md explain them.
-#   OUT_DIR     what --out is (default: runs/kill_resume-DATE in the repository)
+#   OUT_DIR     the default of --out (default: runs/kill_resume-DATE in the repository)
 #   DRY_RUN=1   print the command of the drill and that of the preset; touch nothing
-# exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
+# exit status: 0 every cycle verified, 1 a cycle was not verified, 2 the drill could not run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-settle_python # that of the presets
+settle_python # the interpreter of the presets
 : "${OUT_DIR:=$RUNS/kill_resume-$(date +%Y%m%d-%H%M%S)}"
 drill=(-m megatron_restart_tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out "$OUT_DIR" "$@")
 [[ " $* " == *" -- "* ]] || drill+=(-- tiny_tp2_pp2_dp2)

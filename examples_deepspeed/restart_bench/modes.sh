@@ -2,8 +2,8 @@
 
 : "${MODE:=train}"
 
-# run_preset MODEL TP PP [ARGUMENT ...]: the arguments are those of the script. Users give none; of a launch over several
-# nodes COMMAND_TO tells `bash SCRIPT .../pretrain_gpt.py FLAG ...`, which trains with these flags.
+# run_preset MODEL TP PP [ARGUMENT ...]: the arguments are those of the script. Users give none; for a launch over several
+# nodes COMMAND_TO contains `bash SCRIPT .../pretrain_gpt.py FLAG ...`, which trains with these flags.
 run_preset() {
     if [[ ${4:-} == "$ROOT/pretrain_gpt.py" ]]; then
         train "${@:1:3}" "${@:5}"
@@ -30,7 +30,7 @@ run_preset() {
 
 check_mode() { [[ $MODE =~ ^(train|restart|replay|scaled)$ ]] || die "MODE=$MODE: use train, restart, replay or scaled"; }
 
-# MODE=scaled: the preset's layers, and its layout as real processes on CPUs, with tensors that are small enough for them.
+# MODE=scaled: the preset's layers, and its layout as real processes on CPUs, with tensors small enough for CPUs.
 scale_model() {
     local given=$HIDDEN_SIZE
     RUNS_ON_CPU=1
@@ -38,7 +38,7 @@ scale_model() {
     : "${SEQ_LENGTH:=32}" "${MICRO_BATCH:=1}" "${ITERS:=4}" "${SAVE_INTERVAL:=2}"
     : "${KILL_AT:=$((SAVE_INTERVAL + 1))}"
     : "${WORK_DIR:=$RUNS/scaled_${MODEL}_tp${TP}_pp${PP}_dp${DP}}"
-    local heads=$((TP > 4 ? TP : 4)) # what tensor parallelism divides them by
+    local heads=$((TP > 4 ? TP : 4)) # must be divisible by TP
     NUM_KEY_VALUE_HEADS=$((NUM_KEY_VALUE_HEADS < NUM_ATTENTION_HEADS ? TP : heads))
     NUM_ATTENTION_HEADS=$heads
     HIDDEN_SIZE=$((16 * heads))
@@ -46,7 +46,7 @@ scale_model() {
     LABEL="Scaled: layers and layout of $MODEL, on CPUs, with hidden size $HIDDEN_SIZE in place of $given. Times and sizes are not those of $MODEL."
 }
 
-# Refuses ranks that this machine's memory does not hold. Where the kernel does not say what is free, nothing is refused.
+# Refuses more ranks than fit into this machine's memory. If the kernel does not report free memory, none are refused.
 check_memory_of_scaled() {
     local available needed=$((WORLD_SIZE * SCALED_RANK_MIB))
     available=$(awk '/^MemAvailable:/ {print int($2 / 1024)}' /proc/meminfo 2>/dev/null) || return 0
@@ -56,7 +56,7 @@ check_memory_of_scaled() {
 }
 SCALED_RANK_MIB=180 # of a forked rank on CPUs, measured: 10.7 GB with 64
 
-# largest_preset N: a sentence for an error that names the preset with the most ranks, at most N; nothing if none has so few.
+# largest_preset N: prints a sentence that names the largest preset with at most N ranks; nothing if there is none.
 largest_preset() {
     local script words best=0 found
     for script in "$BENCH_DIR"/run_*.sh; do
@@ -70,7 +70,7 @@ largest_preset() {
 
 # MODE=restart and scaled: train, kill, resume, analyse.
 kill_and_resume() {
-    [[ -z ${TRACE_DIR:-} ]] || die "TRACE_DIR=$TRACE_DIR: MODE=$MODE has a directory of its own for its trace;" \
+    [[ -z ${TRACE_DIR:-} ]] || die "TRACE_DIR=$TRACE_DIR: MODE=$MODE writes its trace to a new directory;" \
         "leave it out, or train without a fault: KILL_AT=none"
     local run_dir
     load_settings "$@"
@@ -105,10 +105,10 @@ kill_and_resume() {
     return "$exact"
 }
 
-# check_run for a drill, which wants a new directory: what is made for the check is removed.
+# check_run for a drill, which needs a new directory: what the check creates is removed.
 check_drill() {
     local place=$SAVE_DIR
-    if [[ $place == *://* ]]; then # nothing is made there
+    if [[ $place == *://* ]]; then # the check creates nothing there
         check_run --save "$place" --load "$place" --restart-trace-dir "$WORK_DIR/.check"
         rm -rf "${WORK_DIR:?}/.check"
         return
@@ -118,12 +118,12 @@ check_drill() {
     rm -r "$place"
 }
 
-# Exit code 1: a loss of an iteration that both launches trained, or a restored tensor, differs.
+# Returns 1 if the loss of an iteration that both launches trained, or a restored tensor, differs.
 drill() {
     build_launch_env
     settle_port
     node_command 0
-    # Both launches do the iterations after the checkpoint, so their losses can be compared without a third run.
+    # Both launches train the iterations after the checkpoint, so their losses can be compared without a third run.
     run_tool megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \
         --time-limit "${TIME_LIMIT:-300}" --out "$1" --checkpoints "$SAVE_DIR" -- "${COMMAND[@]}"
 }
@@ -160,7 +160,7 @@ Next, try
 TEXT
 }
 
-# MODE=replay: the I/O of this layout's checkpoints by the real engines, as many ranks and bytes of each as this machine holds.
+# MODE=replay: the real engines save and load this layout's checkpoints, with as many ranks and bytes as this machine holds.
 replay() {
     [[ -z ${COMMAND_TO:-} ]] || die "COMMAND_TO: MODE=replay trains nothing; leave it out"
     [[ ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=replay injects no fault; use MODE=restart or scaled"
@@ -168,7 +168,7 @@ replay() {
     load_settings "$@"
     local run_dir=$WORK_DIR/replay-$(date +%Y%m%d-%H%M%S) ranks limit command status=0
     : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${REPEAT:=4}"
-    [[ $SAVE_DIR != *://* ]] || : "${LIMIT_BYTES:=1GiB}" # nobody tells what fits into a bucket
+    [[ $SAVE_DIR != *://* ]] || : "${LIMIT_BYTES:=1GiB}" # the capacity of a bucket is unknown
     : "${LIMIT_BYTES:=fit}"
     command=(
         megatron_restart_tools.ckpt_replay --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --ranks "$RANKS"
@@ -183,13 +183,13 @@ replay() {
     check_work_dir
     ensure_environment
     mkdir -p "$run_dir"
-    if [[ $SAVE_DIR != *://* ]]; then # the replay asks a store itself
+    if [[ $SAVE_DIR != *://* ]]; then # ckpt_replay checks object storage itself
         mkdir -p "$SAVE_DIR" 2>/dev/null && [[ -w $SAVE_DIR ]] || die "SAVE_DIR=$SAVE_DIR: cannot be written to; set another"
     fi
     say "replaying ranks $RANKS of $WORLD_SIZE (TP $TP x PP $PP x DP $DP) into $SAVE_DIR"
-    RESTART_TRACE_LABEL=${LABEL:-"Replay: ranks $RANKS of $MODEL on TP$TP x PP$PP x DP$DP, state made up; no training."} \
+    RESTART_TRACE_LABEL=${LABEL:-"Replay: ranks $RANKS of $MODEL on TP$TP x PP$PP x DP$DP, synthetic state; no training."} \
         run_tool "${command[@]}" | tee "$run_dir/replay.txt" || status=$?
-    ((status < 2)) || exit 2 # it has said why
+    ((status < 2)) || exit 2 # it has printed the reason
     run_tool megatron_restart_tools.ckpt_analysis "$run_dir/trace" --output "$run_dir" >"$run_dir/report.txt" ||
         (($? < 2)) || die "the analysis of $run_dir/trace could not run"
     say "left in $run_dir: replay.txt and .json, ckpt_report.html and report.txt, trace"

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Create or update the virtual environment; returns at once when it is up to date.
+# Creates or updates the virtual environment; returns at once if it is up to date.
 #
-#   VENV_DIR         where it goes (default: .venv in the repository)
+#   VENV_DIR         its directory (default: .venv in the repository)
 #   PYTHON           the interpreter to create it with, 3.10 to 3.12 (default: the first that is found)
-#   TORCH_VARIANT    cpu | cuda (default: cuda where an NVIDIA GPU answers, else cpu)
-#   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is already
-#                    told of a package source; an empty value adds none)
+#   TORCH_VARIANT    cpu | cuda (default: cuda if there is an NVIDIA GPU, else cpu)
+#   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is
+#                    configured with a package source; an empty value adds none)
 #   EXTRAS           extras of setup.py to install (default: dev,engines)
 #
 # examples:
 #   bash setup_env.sh
 #   VENV_DIR=/opt/restart TORCH_VARIANT=cuda EXTRAS=train,engines bash setup_env.sh
 #
-# exit status: 0 it is up to date, 1 it could not be made, 2 wrong arguments
+# exit status: 0 up to date, 1 it could not be created, 2 wrong arguments
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 answer_help "" "$@"
@@ -24,7 +24,7 @@ EXTRAS=${EXTRAS:-dev,engines}
 STAMP=$VENV_DIR/.setup_stamp
 LOG=$VENV_DIR/setup.log
 
-# Everything whose change makes an installed environment stale.
+# A checksum of everything whose change makes an installed environment stale.
 fingerprint() {
     { cat "$ROOT/setup.py" "$ROOT/constraints.txt" && echo "$EXTRAS $ROOT"; } | cksum
 }
@@ -44,7 +44,7 @@ die() {
     exit 1
 }
 
-# Some launchers put commands on PATH that exist but do not run, so each candidate is asked for its version.
+# A command on PATH may exist without working, so each candidate is run to check its version.
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.10 python3 python; do
@@ -59,7 +59,7 @@ find_python() {
 
 create_venv() {
     if [[ -d $VENV_DIR && -n $(ls -A "$VENV_DIR") && ! -f $VENV_DIR/pyvenv.cfg ]]; then
-        die "VENV_DIR=$VENV_DIR is not empty and no virtual environment; name another directory"
+        die "VENV_DIR=$VENV_DIR is not empty and not a virtual environment; name another directory"
     fi
     local python
     python=$(find_python)
@@ -67,14 +67,14 @@ create_venv() {
     if "$python" -c 'import ensurepip' 2>/dev/null; then
         "$python" -m venv --clear "$VENV_DIR"
     else
-        # Distributions that keep ensurepip in a package of its own: let the system's pip install one.
+        # Some distributions have ensurepip in a separate package: let the system's pip install pip.
         "$python" -m venv --clear --without-pip "$VENV_DIR"
         "$python" -m pip --python "$VENV_DIR/bin/python" install --quiet pip ||
             die "$python has neither ensurepip nor a pip of version 22.3 or later; install its venv package"
     fi
 }
 
-# Run pip, showing what it downloads and builds; the whole output is in the log. `byte_compile` does what it leaves out.
+# Runs pip and prints what it downloads and builds; the complete output is in the log. `byte_compile` compiles afterwards.
 pip_install() {
     local status=0
     "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile \
@@ -83,12 +83,12 @@ pip_install() {
         cut -c1-110 >&2 || status=${PIPESTATUS[0]}
     if ((status != 0)); then
         tail -n 25 "$LOG" >&2
-        die "pip failed with status $status; the whole log is $LOG${HINT:+. $HINT}"
+        die "pip failed with status $status; the complete log is $LOG${HINT:+. $HINT}"
     fi
 }
 
-# byte_compile DIRECTORY CORES: compile what is not compiled yet; 0: on all cores, where pip would use one. That a file
-# cannot be compiled (a template, a test of another version's syntax) is no error, as it is none for pip.
+# byte_compile DIRECTORY CORES: compiles what is not compiled yet; 0: on all cores, while pip would use one. A file that
+# cannot be compiled (a template, a test of another version's syntax) is not an error, as for pip.
 byte_compile() {
     "$VENV_DIR/bin/python" -m compileall -q -j "$2" "$1" >>"$LOG" 2>&1 9>&- || true
 }
@@ -97,14 +97,14 @@ byte_compile() {
 cpu_torch_index() {
     local default_url=https://download.pytorch.org/whl/cpu pip_settings
     pip_settings=$("$VENV_DIR/bin/python" -m pip config list)
-    # Whoever configured a mirror or local wheels wants those asked, and only those.
+    # If the user has configured a mirror or local wheels, only those are used.
     if [[ $pip_settings =~ (find-links|index-url)= ]]; then
         default_url=
     fi
     echo "${TORCH_INDEX_URL-$default_url}"
 }
 
-# Torch goes first and alone, so that only torch is looked for on its own index.
+# Torch is installed first and alone, so that only torch is searched for on its index.
 install_torch() {
     local variant=$1 index=
     if [[ $variant == cpu ]]; then

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Submits a preset as a job of Slurm or PBS: writes the job's script into WORK_DIR and hands it to sbatch or qsub. The
+# Submits a preset as a job of Slurm or PBS: writes the job script to WORK_DIR and passes it to sbatch or qsub. The
 # repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be s3://BUCKET/PREFIX.
 #
 #   submit.sh PRESET [--scheduler slurm|pbs|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
 #
 #   PRESET        the name in run_PRESET.sh
-#   --scheduler   none: run the preset now, without a job (default: the scheduler whose command is here)
+#   --scheduler   none: run the preset now, without a job (default: the scheduler whose command is on PATH)
 #   --nodes       nodes of the job (default: what the layout takes). With more nodes each gets fewer ranks, unless
 #                 GPUS_PER_NODE says how many; with LAUNCHER=fork and MAX_RESTARTS the others are spares
 #   --time        when the scheduler ends the job (default: 4:00:00)
-#   --            what follows are further options of sbatch or qsub: --account, --partition, -A, -q
+#   --            followed by further options of sbatch or qsub: --account, --partition, -A, -q
 #
-# The job starts again after a node failure, and then resumes. It gets the settings of the preset's script, which are
-# environment variables (run_PRESET.sh --help), as they are when it is submitted. Further ones:
+# The job is requeued after a node failure, and then resumes. It gets the settings of the preset's script, which are
+# environment variables (run_PRESET.sh --help), with their values at submission. Further settings:
 #   IMAGE      Apptainer image whose Python the ranks run with (default: the .venv of the repository)
 #   DRY_RUN=1  print the job, and the command that submits it, with *** in place of secrets; touch nothing
 #
@@ -23,20 +23,20 @@
 #   MODE=replay bash submit.sh 70b_tp8_pp8
 #
 # exit status: 0 submitted, 2 wrong arguments or settings, or the scheduler refused the job; with --scheduler none, or
-# where sbatch is told to --wait, that of the preset
+# with sbatch's option --wait, that of the preset
 set -euo pipefail
 SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$SCRIPTS/usage.sh"
 answer_help "" "$@"
 
-# Settings of a preset's script that the job gets as they are here.
+# Settings of a preset's script that are passed on to the job.
 SETTINGS=(
     MODE ENGINE SAVE_DIR SAVE_INTERVAL TRACE_DIR DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH SEQUENCE_PARALLEL DTYPE
     DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE EXTRA_ARGS WORK_DIR MAX_RESTARTS SPARES
     STANDBY ALLOW_SHRINK HEARTBEAT_TIMEOUT HOST_GRACE COORDINATOR_ADDR COORDINATOR_PORT EXPORT MASTER_ADDR MASTER_PORT KILL_AT TIME_LIMIT
     RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN RESTART_TRACE_LABEL SKIP_SETUP PYTHON VENV_DIR TORCH_VARIANT TORCH_INDEX_URL
 )
-OF_A_LAUNCH=(HOSTFILE NNODES NODE_RANK COMMAND_TO) # which a job decides by itself
+OF_A_LAUNCH=(HOSTFILE NNODES NODE_RANK COMMAND_TO) # which are set in the job
 
 refuse() {
     printf 'submit.sh: error: %s\n' "$*" >&2
@@ -63,7 +63,7 @@ parse_command_line() {
             ;;
         -*) refuse "$1: unknown option; options of sbatch or qsub come after --" ;;
         *)
-            [[ -z $PRESET ]] || refuse "$1: a job runs one preset, and $PRESET is given already"
+            [[ -z $PRESET ]] || refuse "$1: a job runs one preset, and $PRESET is already given"
             PRESET=$1
             shift
             ;;
@@ -87,7 +87,7 @@ check_command_line() {
     fi
     local name
     for name in "${OF_A_LAUNCH[@]}"; do
-        [[ -z ${!name:-} ]] || refuse "$name=${!name}: the job's nodes are those that $SCHEDULER gives it; leave it out"
+        [[ -z ${!name:-} ]] || refuse "$name=${!name}: $SCHEDULER assigns the job's nodes; leave it out"
     done
 }
 
@@ -109,23 +109,23 @@ settle_scheduler() {
     *) refuse "--scheduler $SCHEDULER: use slurm, pbs or none" ;;
     esac
     [[ -n ${DRY_RUN:-} ]] || command -v "${SUBMIT[0]}" >/dev/null ||
-        refuse "--scheduler $SCHEDULER: ${SUBMIT[0]} is not on PATH; submit where it is, as on a login node"
+        refuse "--scheduler $SCHEDULER: ${SUBMIT[0]} is not on PATH; submit where it is, such as on a login node"
 }
 
-# Called by the preset's script in place of what it does itself, with MODEL TP PP.
+# Called by the preset's script with MODEL TP PP, in place of running the preset.
 submit_preset() {
     local given=() name
     for name in "${SETTINGS[@]}"; do
         [[ -z ${!name+set} ]] || given+=("$name=${!name}")
     done
     local ranks_given=${GPUS_PER_NODE:-}
-    unset SLURM_JOB_ID PBS_JOBID # of the job that this shell may be in
+    unset SLURM_JOB_ID PBS_JOBID # set if this shell is in a job
     MASTER_ADDR=${MASTER_ADDR:-of_the_job}
     settle_launcher
     load_settings "$@"
     settle_job_nodes "$ranks_given"
     [[ $WORK_DIR == /* ]] || WORK_DIR=$PWD/$WORK_DIR
-    [[ ! $WORK_DIR =~ [[:space:]] ]] || refuse "WORK_DIR=$WORK_DIR: $SCHEDULER reads no path with white space; use another"
+    [[ ! $WORK_DIR =~ [[:space:]] ]] || refuse "WORK_DIR=$WORK_DIR: $SCHEDULER does not accept a path with white space; use another"
     [[ -z $LAUNCHER_GIVEN ]] || given+=("LAUNCHER=$LAUNCHER")
     given+=("DEVICE=$DEVICE" "GPUS_PER_NODE=$GPUS_PER_NODE")
     settle_image
@@ -150,11 +150,11 @@ settle_launcher() {
         [[ ${LAUNCHER:-srun} == srun ]] || refuse "LAUNCHER=$LAUNCHER: in a Slurm job srun starts the ranks; leave it out"
         LAUNCHER=srun LAUNCHER_GIVEN=srun
     else
-        [[ ${LAUNCHER:-} != srun ]] || refuse "LAUNCHER=srun: is Slurm's, and this is a job of PBS; leave it out"
+        [[ ${LAUNCHER:-} != srun ]] || refuse "LAUNCHER=srun: is Slurm's, and this is a PBS job; leave it out"
     fi
 }
 
-# Sets JOB_NODES and TASKS, the tasks of each of them, and with --nodes how many ranks a node gets. $1: GPUS_PER_NODE as given.
+# Sets JOB_NODES, TASKS per node, and with --nodes the ranks per node. $1: the user's GPUS_PER_NODE.
 settle_job_nodes() {
     if [[ $MODE == replay || $MODE == scaled ]]; then
         [[ ${NODES:-1} == 1 ]] || refuse "--nodes $NODES: MODE=$MODE runs on one node; leave it out"
@@ -164,7 +164,7 @@ settle_job_nodes() {
     local layout="$WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP)"
     if ((${NODES:-NNODES} < NNODES)); then
         refuse "--nodes $NODES: $layout with $GPUS_PER_NODE per node take $NNODES nodes; give --nodes $NNODES, or" \
-            "GPUS_PER_NODE=$(((WORLD_SIZE + NODES - 1) / NODES)) where a node has so many"
+            "GPUS_PER_NODE=$(((WORLD_SIZE + NODES - 1) / NODES)) if a node has that many"
     fi
     JOB_NODES=${NODES:-$NNODES}
     if ((JOB_NODES > NNODES)) && [[ $LAUNCHER != fork || ${MAX_RESTARTS:-0} == 0 ]]; then
@@ -179,7 +179,7 @@ settle_job_nodes() {
         refuse "MODE=$MODE: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use MODE=train, or one node"
 }
 
-# A program by which the ranks run the image's Python: the presets take one word for the interpreter.
+# Sets PYTHON to a script that runs the image's Python: the presets take a single word as interpreter.
 settle_image() {
     [[ -n ${IMAGE:-} ]] || return 0
     [[ $IMAGE == *://* || -f $IMAGE ]] || refuse "IMAGE=$IMAGE: there is no such file"
@@ -189,7 +189,7 @@ settle_image() {
 write_image_python() {
     local bound=("$ROOT" "$WORK_DIR")
     if [[ $SAVE_DIR != *://* ]]; then
-        mkdir -p "$SAVE_DIR" # what is bound must be there
+        mkdir -p "$SAVE_DIR" # bind mounts need existing directories
         bound+=("$SAVE_DIR")
     fi
     printf '#!/usr/bin/env bash\nexec apptainer exec --nv%s %q python "$@"\n' \
@@ -203,14 +203,14 @@ slurm_directives() {
     [[ $DEVICE != cuda ]] || printf '#SBATCH --gpus-per-node=%s\n' "$TASKS"
 }
 
-# Names a host in PBS_NODEFILE once for each of its tasks.
+# With these directives PBS_NODEFILE names a host once for each of its tasks.
 pbs_directives() {
     local chunk=ncpus=$TASKS:mpiprocs=$TASKS
     [[ $DEVICE != cuda ]] || chunk+=:ngpus=$TASKS
     printf '#PBS -%s\n' "N $PRESET" "l select=$JOB_NODES:$chunk" 'l place=scatter' "l walltime=$TIME" 'r y' 'j oe' "o $WORK_DIR/"
 }
 
-# write_job NAME=VALUE ...: the job's script, with these variables.
+# write_job NAME=VALUE ...: prints the job script, which exports these variables.
 write_job() {
     local variable
     printf '#!/usr/bin/env bash\n'
@@ -224,7 +224,7 @@ write_job() {
     printf 'exec bash %q\n' "$SCRIPTS/run_$PRESET.sh"
 }
 
-# Prints the job's number. With --wait sbatch ends as the job does.
+# Prints the job's number. With --wait the exit status of sbatch is that of the job.
 submit_job() {
     local status=0 errors
     errors=$(mktemp)
@@ -235,7 +235,7 @@ submit_job() {
     cat "$errors" >&2
     rm -f "$errors"
     cat "$JOB.id"
-    say "submitted $JOB; its output comes to $WORK_DIR, and afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
+    say "submitted $JOB; its output goes to $WORK_DIR. Afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
     return "$status"
 }
 

@@ -1,14 +1,14 @@
-# The command line of the scripts, sourced by each before it does anything: --help and --version come first.
+# The command line of the scripts, sourced by each of them first: --help and --version.
 
 USAGE_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# Prints the comment at the top of file $1; from its line "Settings" on if $2 is given.
+# Prints the comment at the top of file $1; if $2 is given, from its line "Settings" on.
 print_comment() {
     sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$1" | if [[ -n ${2:-} ]]; then sed -n '/^Settings/,$p'; else cat; fi
 }
 
-# answer_help FILE "$@": --help prints the comment of the script, and with FILE the settings of that, too. What comes
-# after -- belongs to another command.
+# answer_help FILE "$@": --help prints the comment of the script and, if FILE is not empty, the settings of FILE. Words
+# after -- belong to another command.
 answer_help() {
     local settings=$1 word
     shift
@@ -28,7 +28,7 @@ answer_help() {
     done
 }
 
-# no_arguments "$@": refuses any argument, with what was probably meant.
+# no_arguments "$@": refuses any argument, and suggests what was probably meant.
 no_arguments() {
     (($# > 0)) || return 0
     local meant="see --help"

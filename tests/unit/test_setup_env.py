@@ -18,7 +18,7 @@ def test_setup_refuses_to_empty_a_directory(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("")
     done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path), TORCH_VARIANT="cpu")
     assert done.returncode == 1
-    assert "is not empty and no virtual environment" in done.stderr
+    assert "is not empty and not a virtual environment" in done.stderr
     assert (tmp_path / "thesis.txt").exists()
 
 

@@ -138,7 +138,7 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
     [
         ((), {}, "PRESET is missing; give one of 13b_tp4_pp4 "),
         (("9b",), {}, "PRESET 9b: there is no such preset; give one of 13b_tp4_pp4 "),
-        (("3b_tp4_pp1", "7b_tp4_pp2"), {}, "7b_tp4_pp2: a job runs one preset, and 3b_tp4_pp1 is given already"),
+        (("3b_tp4_pp1", "7b_tp4_pp2"), {}, "7b_tp4_pp2: a job runs one preset, and 3b_tp4_pp1 is already given"),
         (("3b_tp4_pp1", "--account", "me"), {}, "--account: unknown option; options of sbatch or qsub come after --"),
         (("3b_tp4_pp1", "--nodes"), {}, "--nodes: give its value"),
         (("3b_tp4_pp1", "--nodes", "0"), {}, "--nodes 0: give a whole number, at least 1"),
@@ -151,12 +151,12 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         (("70b_tp8_pp8", "--nodes", "2"), {"DRY_RUN": "1"}, "--nodes 2: 64 ranks (TP 8 x PP 8 x DP 1) with 8 per node"),
         (("70b_tp8_pp8", "--nodes", "9"), {"DRY_RUN": "1"}, "take 8 nodes, and the others would idle"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "GPUS_PER_NODE": "6"}, "do not fill nodes of 6 GPUs"),
-        (("70b_tp8_pp8",), {"DRY_RUN": "1", "HOSTFILE": "/h"}, "HOSTFILE=/h: the job's nodes are those that slurm"),
+        (("70b_tp8_pp8",), {"DRY_RUN": "1", "HOSTFILE": "/h"}, "HOSTFILE=/h: slurm assigns the job's nodes"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "LAUNCHER": "fork"}, "LAUNCHER=fork: in a Slurm job srun starts"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "MODE": "simulate"}, "MODE=simulate: use train, restart, replay or scaled"),
         (("70b_tp8_pp8", "--nodes", "2"), {"DRY_RUN": "1", "MODE": "scaled"}, "--nodes 2: MODE=scaled runs on one"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "DP": "x"}, "DP=x: give a whole number"),
-        (("70b_tp8_pp8",), {"DRY_RUN": "1", "WORK_DIR": "/a b"}, "WORK_DIR=/a b: slurm reads no path with white space"),
+        (("70b_tp8_pp8",), {"DRY_RUN": "1", "WORK_DIR": "/a b"}, "WORK_DIR=/a b: slurm does not accept a path with white space"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_job_is_named(

@@ -1,1 +1,1 @@
-"""Every file of a checkpoint, with its exact size, before anything is run: of any model and layout, without a GPU."""
+"""Plans a checkpoint: every file with its exact size, for any model and layout, without a GPU and without a run."""

@@ -1,11 +1,11 @@
-"""Memory of activations: what autograd keeps of a forward pass for the backward pass.
+"""Memory of activations: what autograd saves in the forward pass for the backward pass.
 
 The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv:2205.05198), section 4: count what each operation saves. Their layer needs 34 sbh bytes without the attention
 matrix (equation 1), sbh (10 + 24/t) over t tensor-parallel ranks (equation 2), and 34 sbh / t with sequence parallelism
-(equation 4). The formulas here are for the layer of megatron/model/transformer.py: attention by a kernel that keeps no
-matrix, SwiGLU or GELU, grouped key/value heads, normalisation in fp32. For their layer they give the same, and
-statistics beside it.
+(equation 4). The formulas here are for the layer of megatron/model/transformer.py: attention by a kernel that stores no
+matrix, SwiGLU or GELU, grouped key/value heads, normalisation in fp32. For the layer of the paper they give the
+same result, plus the statistics of the normalisations.
 
 All are bytes per token; s tokens per sample, b samples in a micro batch.
 """
@@ -19,23 +19,23 @@ ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> int:
-    """Of one transformer layer on a rank, per token."""
+    """Bytes of one transformer layer on a rank, per token."""
     size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key = model.num_key_value_heads * model.kv_channels
     # The values are a view of the projection, so all of it is kept; rotated queries and keys are new tensors.
     projected = query + 2 * key + (query + key if model.use_rotary_position_embeddings else 0)
-    attention = size * (projected + query) + _FP32 * model.num_attention_heads  # and the logarithms of the sums
+    attention = size * (projected + query) + _FP32 * model.num_attention_heads  # plus the log-sum-exp of the softmax
     mlp = size * model.ffn_hidden_size * (4 if model.swiglu else 2)
-    inputs = 2 * size * hidden  # of the two column-parallel layers
-    masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel keeps them
+    inputs = 2 * size * hidden  # inputs of the two column-parallel layers
+    masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel stores them
     # The same on every rank, or each rank's part of the sequence.
     between = (inputs + 2 * norm_bytes(model) + masks) // (tp if sequence_parallel else 1)
     return between + (attention + mlp) // tp
 
 
 def norm_bytes(model: ModelConfig) -> int:
-    """Of a normalisation, per token: its input, and statistics in fp32."""
+    """Bytes of a normalisation, per token: its input, and statistics in fp32."""
     size = ELEMENT_SIZE[model.params_dtype]
     if model.normalization == "rmsnorm":  # input in fp32, one statistic, and its result before the weight
         return (_FP32 + size) * model.hidden_size + _FP32
@@ -43,9 +43,9 @@ def norm_bytes(model: ModelConfig) -> int:
 
 
 def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool = False) -> int:
-    """Of the last normalisation, the head and the cross entropy, per token, at the most: while the loss is computed.
+    """Peak bytes of the last normalisation, the head and the cross entropy, per token: while the loss is computed.
 
-    Then there are the logits, in the training type and in fp32, less their maximum, and their exponentials
+    At that point memory holds the logits in the training type, in fp32 with their maximum subtracted, and exponentiated
     (megatron/parallel/cross_entropy.py).
     """
     size = ELEMENT_SIZE[model.params_dtype]
@@ -61,7 +61,7 @@ def in_flight(config: Config, stage: int) -> int:
 
 
 def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage: int) -> int:
-    """Bytes that a rank of pipeline stage `stage`, which has `layers` transformer layers, holds at the most.
+    """Bytes that a rank of pipeline stage `stage`, which has `layers` transformer layers, holds at its peak.
 
     With --checkpoint-activations: the input of each chunk of every micro batch in flight, and all of one chunk.
     """
@@ -77,7 +77,7 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
         saved = boundary // tp if parallel.partition_activations else boundary
         kept = 0 if parallel.checkpoint_in_cpu else -(-layers // max(chunk, 1)) * saved
         once = chunk * of_layer
-    kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's buffers of what is received and sent
+    kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's receive and send buffers
     if stage == stages - 1:
         once += head_bytes(model, padded_vocab_size, tp, split)
     return tokens * (in_flight(config, stage) * kept + once)

@@ -1,4 +1,4 @@
-"""Command line of the plan. Exit status: 0 planned, 1 a listing differs from the plan, 2 could not be planned."""
+"""Command line of ckpt-plan. Exit status: 0 planned, 1 a listing differs from the plan, 2 could not be planned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ _RUN_NUMBERS = (
     ("blocked-target", 10, "seconds for which a save may block training"),
     ("durable-target", 60, "seconds in which a save must be durable"),
 )
-_DESCRIPTION = "Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run."
+_DESCRIPTION = (
+    "List every file of a checkpoint with its exact size, and the memory it needs, without a GPU and without a run."
+)
 _EPILOG = """\
 examples:
   %(prog)s --model 70b --tp 8 --pp 8
@@ -43,11 +45,11 @@ examples:
   %(prog)s --model 7b --tp 4 --pp 2 --dp 4 --engine lazy --summary
       totals and ranks only, for another engine
   %(prog)s --model 70b --tp 8 --pp 8 --engine lazy --summary --run -- --save /scratch/70b --keep-last 2
-      with the room and the speed that the storage needs
+      with the space and the throughput that the storage must have
   %(prog)s --model 3b --tp 4 --pp 1 -- --save /scratch/run --no-save-optim
-      flags of pretrain_gpt.py after -- overrule the preset's
+      flags of pretrain_gpt.py after -- override the preset's
   %(prog)s --dp 2 -- --num-layers 4 --hidden-size 64 ...
-      no preset: all flags that a run would be started with
+      without a preset: all flags of the run
   %(prog)s --model 3b --tp 4 --pp 1 --upstream --compare-listing listing.txt
       compare with `ls -lh` of a checkpoint of upstream Megatron-DeepSpeed
 
@@ -66,20 +68,25 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
-    parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; 1 is the only one there is")
-    parser.add_argument("--engine", metavar="NAME", help="engine that writes it (default: torch)")
+    parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; only 1 is supported")
+    parser.add_argument("--engine", metavar="NAME", help="checkpoint engine (default: torch)")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer, before padding (default: the preset's)"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="vocabulary size of the tokenizer, before padding (default: the preset's)",
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="iteration of the save (default: the first save)")
-    parser.add_argument("--upstream", action="store_true", help="as upstream Megatron-DeepSpeed would write it")
-    parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
-    parser.add_argument("--summary", action="store_true", help="table without the list of files")
     parser.add_argument(
-        "--run", action="store_true", help="also what a run of it needs: configuration, memory of a host, storage"
+        "--upstream", action="store_true", help="plan the files that upstream Megatron-DeepSpeed would write"
+    )
+    parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
+    parser.add_argument("--summary", action="store_true", help="print the table without the list of files")
+    parser.add_argument(
+        "--run", action="store_true", help="also print what a run needs: configuration, host memory, storage"
     )
     parser.add_argument(
-        "--host-memory", action="store_true", help="only what saves of engine memory take of a host's memory"
+        "--host-memory", action="store_true", help="only print the host memory that saves of engine memory take"
     )
     for name, default, what in _RUN_NUMBERS:
         parser.add_argument(
@@ -89,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
             help=f"with --run{', --host-memory' if name == 'ranks-per-host' else ''}: {what} (default: {default})",
         )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
-    parser.add_argument("--verbose", action="store_true", help="tell time and memory of the planning on stderr")
+    parser.add_argument("--verbose", action="store_true", help="print time and memory of the planning to stderr")
     return parser.parse_args(own), flags
 
 
@@ -107,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             listing = _read_listing(arguments.compare_listing)
             status = _answer(_plan(arguments, planned), listing, arguments)
-    except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
+    except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and errors of engines are ValueErrors
         print(f"ckpt-plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
         return COULD_NOT_RUN
     if arguments.verbose:
@@ -117,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
-    """Raises ConfigError, before torch is imported, for a model or a layout that there cannot be."""
+    """Raises ConfigError, before torch is imported, for an impossible model or layout."""
     from .presets import config_for, config_from_flags, preset_names
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
@@ -125,14 +132,14 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     for name, _, _ in _RUN_NUMBERS:
         value = getattr(arguments, name.replace("-", "_"))
         if value is not None and not arguments.run and not (arguments.host_memory and name == "ranks-per-host"):
-            raise ConfigError(f"--{name} {value:g}: tells what a run needs; give --run, too, or drop it")
+            raise ConfigError(f"--{name} {value:g}: is about what a run needs; add --run, or drop it")
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     given = bool(flags)
     if arguments.engine is not None:
-        flags = [*flags, "--checkpoint-engine", arguments.engine]  # some flags fit some engines alone
+        flags = [*flags, "--checkpoint-engine", arguments.engine]  # some flags are valid only for some engines
     if arguments.model is not None:
         sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
         flags = ["--zero-stage", str(arguments.zero), *flags]
@@ -149,7 +156,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
-    """Raises ConfigError for more ranks than can be planned in minutes: the files of each are worked out separately."""
+    """Raises ConfigError for more ranks than can be planned in minutes: each rank is planned separately."""
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"{layout} has {ranks} ranks; at most {MOST_RANKS} are planned, as the files of each are worked out by "
@@ -160,7 +167,7 @@ def _check_ranks(ranks: int, layout: str) -> None:
 def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     if arguments.iteration is not None and arguments.iteration < 1:
         raise ConfigError(f"--iteration {arguments.iteration}: must be at least 1")
-    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever the ranks will have: planning touches no GPU
+    os.environ["DS_ACCELERATOR"] = "cpu"  # even if the ranks will have GPUs: planning uses none
     from megatron.startup.initialize import import_heavy
 
     import_heavy()
@@ -173,7 +180,7 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
 
 
 class _Progress:
-    """Reports on stderr every few seconds how far the planning is."""
+    """Reports the progress of the planning on stderr every few seconds."""
 
     def __init__(self) -> None:
         self._began = self._reported = time.monotonic()
@@ -187,14 +194,14 @@ class _Progress:
 
 
 def _own_flags(message: str) -> str:
-    """The message with the names that this tool gives to the trainer's flags."""
+    """The message with the trainer's flags replaced by this tool's names for them."""
     for theirs, ours in _LAYOUT_FLAGS.items():
         message = message.replace(theirs, ours)
     return message
 
 
 def _read_listing(path: Path | None) -> dict[str, str] | None:
-    """Name -> size; None without a listing. Raises ConfigError if there is none in the file."""
+    """Name -> size; None without a listing. Raises ConfigError if the file contains none."""
     if path is None:
         return None
     from .listing import parse_listing
@@ -206,7 +213,7 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
 
 
 def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> int:
-    """Write the bytes of the tensors. Raises ConfigError for a flag whose answer needs the files."""
+    """Print the bytes of the tensors. Raises ConfigError for a flag that needs the sizes of files."""
     from .tensors import NOTE, plan_tensors, render, to_json
 
     for name in ("engine", "iteration", "upstream", "compare_listing", "summary", "run"):
@@ -218,7 +225,7 @@ def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> in
 
 
 def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
-    """Write what engine `memory` takes. Raises ConfigError for another one, or with a flag that asks for more."""
+    """Print the memory that engine `memory` takes. Raises ConfigError for another engine, or for a flag it excludes."""
     from .slots import host_memory, render, to_json
 
     engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
@@ -226,7 +233,7 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--host-memory: engine {engine} keeps no saves in memory; give --engine memory")
     for name in ("iteration", "upstream", "compare_listing", "summary", "run"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')}: not told with --host-memory; drop one of the two")
+            raise ConfigError(f"--{name.replace('_', '-')}: not printed with --host-memory; drop one of the two")
     ranks = next(default for name, default, _ in _RUN_NUMBERS if name == "ranks-per-host")
     found = host_memory(planned, int(arguments.ranks_per_host or ranks))
     write_stdout(to_json(found) if arguments.format == "json" else render(found))
@@ -244,7 +251,7 @@ def _needs(plan: Plan, arguments: argparse.Namespace) -> RunNeeds:
 
 
 def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Namespace) -> int:
-    """Write the plan, or how a listing differs from it; returns the exit status. Raises OSError."""
+    """Print the plan, or how a listing differs from it; returns the exit status. Raises OSError."""
     from .listing import compare
     from .output import render, render_comparison, to_json
 

@@ -15,7 +15,7 @@ _UNITS = "KMGTPE"
 
 @dataclass(frozen=True)
 class Comparison:
-    """`sizes`: name -> (size as planned, size as listed) of files whose sizes differ."""
+    """`sizes`: name -> (planned size, listed size) of files whose sizes differ."""
 
     agreeing: int
     missing: tuple[str, ...]  # planned, not in the listing
@@ -28,7 +28,9 @@ class Comparison:
 
 
 def human_size(num_bytes: int) -> str:
-    """As `ls -h` writes it: units of 1024, two digits at least, always rounded up (GNU coreutils, human_ceiling)."""
+    """A size as `ls -h` prints it: units of 1024, at least two digits, always rounded up (GNU coreutils,
+    human_ceiling).
+    """
     if num_bytes < 1024:
         return str(num_bytes)
     power = 1
@@ -42,18 +44,18 @@ def human_size(num_bytes: int) -> str:
 
 
 def parse_listing(text: str) -> dict[str, str]:
-    """Name -> size of every file in a line of `ls -lh`; other lines are skipped.
+    """Name -> size of the files that the output of `ls -lh` lists; lines of another form are skipped.
 
-    Raises ValueError if there is none.
+    Raises ValueError if no line lists a file.
     """
     found = {match["name"]: match["size"] for match in map(_LINE.match, text.splitlines()) if match}
     if not found:
-        raise ValueError("no line of it is one of `ls -lh`")
+        raise ValueError("contains no line of `ls -lh`")
     return found
 
 
 def compare(planned: Mapping[str, int], listed: Mapping[str, str]) -> Comparison:
-    """Compare name -> bytes with name -> size as listed."""
+    """Compare planned sizes (name -> bytes) with listed ones (name -> size as printed)."""
     both = [name for name in planned if name in listed]
     sizes = {name: (human_size(planned[name]), listed[name]) for name in both}
     different = {name: pair for name, pair in sizes.items() if pair[0] != pair[1]}

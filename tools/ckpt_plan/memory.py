@@ -1,18 +1,18 @@
-"""Memory that a rank needs for what it saves: on its device while it trains, on its host while it saves.
+"""Memory that a rank needs: on its device while it trains, on its host while it saves.
 
 Device, by the arithmetic of DeepSpeed 0.19's ZeRO-1 optimizers:
 
     weights         parameters of the stage in the training type
-    gradients       bf16: one flat fp32 buffer of all parameters, and the parameters' own .grad in bf16, the largest
-                    there can be, when the backward pass ends; fp16 and fp32: .grad in the training type
+    gradients       bf16: one flat fp32 buffer of all parameters, and the parameters' own .grad in bf16 (their peak, at
+                    the end of the backward pass); fp16 and fp32: .grad in the training type
     master_weights  fp32 partition of this DP rank
     moments         of the same size, two with Adam
     activations     of the micro batches in flight (tools/ckpt_plan/activations.py)
 
-An estimate of the least that a rank needs: communication buckets, workspaces of kernels and what the allocator cannot
-use are not counted, since they depend on the libraries.
+This is a lower bound: communication buckets, workspaces of kernels and fragmentation of the allocator are not counted,
+since they depend on the libraries.
 
-Host: what the engine holds beside the state itself while it saves, an estimate as well; HOST_NOTES says what it is.
+Host: what the engine holds in addition to the state while it saves, also an estimate; HOST_NOTES describes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .activations import ELEMENT_SIZE, activation_bytes
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
 from .stage import StageOnMeta
 
-# Sizes that devices are sold in, bytes. They report some gigabytes more, which CUDA, NCCL and the allocator use.
+# Nominal memory sizes of devices, bytes. They report some gigabytes more, which CUDA, NCCL and the allocator use.
 DEVICE_SIZES = (80 * 10**9, 40 * 10**9)
 _FAST_WRITER_BYTES = 64 * MIB  # page-locked buffers of DeepSpeed's FastFileWriter
 
@@ -45,11 +45,11 @@ HOST_NOTES = {
 def device_bytes(
     config: Config, stage: StageOnMeta, pp: int, padded_vocab_size: int, kinds: dict[str, int]
 ) -> dict[str, int]:
-    """Bytes on the device of a rank of stage `pp` by what they are for. `kinds`: what is saved."""
+    """Bytes on the device of a rank of stage `pp`, by purpose. `kinds`: bytes that are saved, by kind."""
     model, optimizer = config.model, config.optimizer
     element_size = ELEMENT_SIZE[model.params_dtype]
     parameters = sum(parameter.numel() for parameter in stage.parameters())
-    # Without a saved optimizer (--no-save-optim) its size is that of the formula, alignment left out.
+    # If the optimizer is not saved (--no-save-optim), its size is computed by the formula, without alignment.
     master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.data_parallel_size)
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
     return {
@@ -62,7 +62,7 @@ def device_bytes(
 
 
 def host_bytes(engine: str, config: Config, files: Sequence[FileState], stage: StageOnMeta) -> int:
-    """Bytes on the host, as HOST_NOTES says."""
+    """Bytes on the host, as HOST_NOTES describes."""
     if engine == "memory":
         parameters = sum(parameter.numel() for parameter in stage.parameters())
         return SLOTS_PER_RANK * slot_bytes(config, parameters, config.parallel.data_parallel_size)

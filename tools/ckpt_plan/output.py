@@ -45,10 +45,11 @@ def to_json(plan: Plan, needs: RunNeeds | None = None) -> str:
 
 
 def requests(plan: Plan) -> dict[str, int] | None:
-    """Requests of a save to object storage and of a load from it; None of an engine that does not go there.
+    """Requests of a save to object storage and of a load from it; None for an engine that cannot use object storage.
 
-    `save_put`: PutObject, UploadPart, and what begins and finishes an upload; `save_list`: the listing by which rank 0
-    compares; `load_get`: GetObject, where one node needs each file. docs/object_storage.md has what else there is.
+    `save_put`: PutObject, UploadPart, and the requests that begin and complete an upload; `save_list`: the listing with
+    which rank 0 compares; `load_get`: GetObject, if each file is needed by one node. docs/object_storage.md describes
+    the other requests.
     """
     if plan.engine not in ENGINES_OF_OBJECT_STORAGE:
         return None
@@ -127,7 +128,7 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool) -> str:
 
 
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
-    """A line a rank; of many, one for each amount that ranks have."""
+    """One line per rank; if there are many ranks, one line per distinct amount."""
     groups: dict[tuple[Any, ...], list[RankPlan]] = {}
     for rank in ranks:
         key = (rank.rank,) if len(ranks) <= _MANY_RANKS else (rank.at.pp, rank.at.dp == 0, len(rank.files))
@@ -153,7 +154,7 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
 
 
 def _device_lines(ranks: Sequence[RankPlan]) -> list[str]:
-    """What the fullest device holds, and which devices that fits."""
+    """What the fullest device holds, and the device sizes that it fits."""
     most = max(ranks, key=lambda rank: rank.device_bytes)
     parts = ", ".join(f"{name.replace('_', ' ')} {size(value, 2)}" for name, value in most.device.items())
     fits = [f"{'fits' if most.device_bytes <= each else 'does not fit'} {size(each, 0)}" for each in DEVICE_SIZES]
@@ -171,7 +172,7 @@ def _file_lines(files: Sequence[PlannedFile], heading: bool = True) -> list[str]
 
 
 def render_comparison(found: Comparison, listed: int, path: str) -> str:
-    """What a comparison with a listing says."""
+    """The result of a comparison with a listing."""
     lines = [f"{path}: {found.agreeing} of {listed} listed files agree with the plan in name and size as listed"]
     lines += [f"  {name}: planned, not listed" for name in found.missing]
     lines += [f"  {name}: listed, not planned" for name in found.unplanned]

@@ -1,4 +1,4 @@
-"""The plan of a whole checkpoint: every file of every rank, and what rank 0 adds when it commits."""
+"""The plan of a checkpoint: every file of every rank, and what rank 0 adds when it commits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlannedFile:
 
     name: str
     num_bytes: int
-    rank: int  # that writes it
+    rank: int  # the rank that writes it
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a checkpoint of `planned` written by `engine`, or by upstream if that is its name.
 
-    `progress`: at the save; None: of the first save. `report` is called after each rank with how many are done, and
-    of how many. Raises ConfigError for what cannot be planned.
+    `progress`: at the save; None: at the first save. `report` is called after each rank with the number of ranks done
+    and the number of all ranks. Raises ConfigError for what cannot be planned.
     """
     config, layout, vocab_sizes = planned
     if engine != UPSTREAM:
@@ -98,12 +98,12 @@ def make_plan(
             "--verify-restored-state: the files of hashes that it adds are not planned; leave it out, and add "
             "tensor_hashes_rank_*.json to what the plan says"
         )
-    # The name of the engine is among the arguments that are saved.
+    # The engine's name is one of the saved arguments.
     checkpoint = replace(config.checkpoint, checkpoint_engine="torch" if engine == UPSTREAM else engine)
     config = replace(config, checkpoint=checkpoint)
     planned = (config, layout, vocab_sizes)
     progress = progress or first_save(config)
-    # Ranks of one stage one after the other, as their model is made once.
+    # Ranks of a stage follow each other, since their model is built once.
     made = {}
     for at in sorted(map(layout.coordinates, range(layout.world_size)), key=lambda at: (at.pp, at.tp, at.dp)):
         rank = layout.rank(*at)

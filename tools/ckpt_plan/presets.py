@@ -1,7 +1,7 @@
-"""Configurations of the presets of examples_deepspeed/restart_bench, as the launchers there would start them.
+"""Configurations of the presets of examples_deepspeed/restart_bench, as the scripts there would start them.
 
-The shell scripts are the one source of their flags: they are asked for the command line of pretrain_gpt.py, which the
-trainer's own parser then reads. Imports nothing heavy.
+The shell scripts are the only source of the flags: they print the command line of pretrain_gpt.py, which the trainer's
+own parser then reads. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.startup.preflight import check_tokenizer
 from ..common.presets import SCRIPTS
 
 _TIMEOUT_S = 30.0
-# Prints the flags of pretrain_gpt.py, each ended by a zero byte. Whether this machine has GPUs does not matter.
+# Prints the flags of pretrain_gpt.py, each terminated by a zero byte. Whether this machine has GPUs does not matter.
 _ASK = """
 set -euo pipefail
 source "$1/common.sh"
@@ -43,7 +43,7 @@ def preset_names() -> list[str]:
 
 
 def preset_layout(model: str) -> tuple[int, int]:
-    """(TP, PP) of the preset's own script, run_MODEL_tpT_ppP*.sh; of several the one with the fewest ranks.
+    """(TP, PP) of the preset's own script, run_MODEL_tpT_ppP*.sh; of several, the one with the fewest ranks.
 
     Raises ConfigError if there is no such preset.
     """
@@ -67,10 +67,10 @@ def config_for(
     *,
     flags: Sequence[str] = (),
 ) -> Planned:
-    """(configuration of rank 0, layout, (vocabulary size, that padded for TP)) of a preset.
+    """(configuration of rank 0, layout, (vocabulary size, vocabulary size padded for TP)) of a preset.
 
-    `vocab_size`: tokens of the tokenizer, before padding; None: those of the preset's own. `flags` come after those
-    of the preset and overrule them, as EXTRA_ARGS does. Raises ConfigError naming flag, value and fix.
+    `vocab_size`: of the tokenizer, before padding; None: of the preset's own tokenizer. `flags` follow the preset's
+    flags and override them, as EXTRA_ARGS does. Raises ConfigError naming flag, value and fix.
     """
     _check_preset(model)
     for flag, value in (("--tp", tp), ("--pp", pp), ("--dp", dp), ("--vocab-size", vocab_size)):
@@ -83,7 +83,7 @@ def config_for(
 
 
 def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> Planned:
-    """As config_for, of flags of pretrain_gpt.py; `vocab_size` None: asks the tokenizer that they name.
+    """As config_for, from flags of pretrain_gpt.py; `vocab_size` None: of the tokenizer that they name.
 
     Raises ConfigError, or TokenizerError if the tokenizer's files are not there.
     """
@@ -104,13 +104,15 @@ def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> P
 
 
 def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
-    """Flags of pretrain_gpt.py; in an environment of its own, so that settings of this shell do not change the plan."""
+    """Flags of pretrain_gpt.py; in a clean environment, so that settings of this shell do not change the plan."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "DP": str(dp), "SKIP_SETUP": "1"}
     command = ["bash", "-c", _ASK, "ckpt_plan", str(SCRIPTS), model, str(tp), str(pp)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
-        raise ConfigError(f"--model {model}: presets are shell scripts, and bash is not here; install it") from None
+        raise ConfigError(
+            f"--model {model}: presets are shell scripts, and bash is not installed; install it"
+        ) from None
     if done.returncode != 0:
         raise ConfigError(f"--model {model}: {SCRIPTS / 'common.sh'} failed: {done.stderr.strip()}")
     return done.stdout.split("\0")[:-1]
@@ -124,7 +126,7 @@ def _vocab_size_of(argv: Sequence[str]) -> int | None:
 
 
 def _corpus_vocab_size() -> int:
-    """Of the tokenizer that the tiny preset trains on its corpus."""
+    """Vocabulary size of the tokenizer that the tiny preset trains on its corpus."""
     from ..build_corpus import parse_arguments
 
     return parse_arguments(["--output-dir", "."])[1].vocab_size

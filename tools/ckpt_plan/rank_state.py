@@ -1,8 +1,8 @@
 """What a rank would save: the same FileStates as megatron.checkpointing.state.collect_state, with meta tensors.
 
-It is collect_state itself that makes them, and DeepSpeed's own methods below it; what stands in for the engine is a
-model without memory (stage.py) and the ZeRO-1 shard laid out by arithmetic (shard.py). No process group is needed, no
-device, and no more memory than the names and shapes take.
+collect_state itself and DeepSpeed's own methods make them. In place of DeepSpeed's engine there are a model on the meta
+device (stage.py) and a ZeRO-1 shard laid out by arithmetic (shard.py). This needs no process group, no device, and no
+more memory than the names and shapes take.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def planned_files(
     *,
     with_placements: bool = False,
 ) -> list[FileState]:
-    """The files of the rank at `coordinates` with the state they are to hold; its weights, master weights and moments
+    """The files of the rank at `coordinates` with the state that they will hold; weights, master weights and moments
     are meta tensors.
 
-    `vocab_sizes`: the tokenizer's, and that padded for TP. `progress`: at the save; None: of the first save of the
-    run. `with_placements`: as collect_state. Raises ConfigError for a model that cannot be laid out so.
+    `vocab_sizes`: the tokenizer's, and the size padded for TP. `progress`: at the save; None: at the first save of the
+    run. `with_placements`: as collect_state. Raises ConfigError for a model that does not fit the layout.
     """
     progress = progress or first_save(config)
     rank = layout.rank(*coordinates)
     parallel = dataclasses.replace(config.parallel, rank=rank, world_size=layout.world_size)
     config = dataclasses.replace(config, parallel=parallel)
-    # The ranks of a TP group have the same shapes, and only placements tell which part each of them holds.
+    # The ranks of a TP group have the same shapes, and only placements say which part each of them holds.
     tp_rank = coordinates.tp if with_placements else 0
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, tp_rank, coordinates.pp)
     engine = _Engine(config, layout, coordinates, stage, progress)
@@ -85,7 +85,7 @@ def progress_at(config: Config, iteration: int) -> Progress:
 
 
 def planned_device(config: Config) -> str:
-    """ "cpu" or "cuda": what the ranks of this configuration compute on, as their trainer would decide."""
+    """ "cpu" or "cuda": the device type that the trainer of this configuration would choose."""
     backend = config.parallel.distributed_backend
     if backend is None:
         return accelerator().device_name()
@@ -106,7 +106,7 @@ class _Grid:
 
 
 class _Engine:
-    """Stands for the PipelineEngine of one rank, as far as a save asks it."""
+    """Stands in for the PipelineEngine of one rank, with what a save uses of it."""
 
     _common_checkpoint_state = DeepSpeedEngine._common_checkpoint_state
     _get_buffer_names = DeepSpeedEngine._get_buffer_names
@@ -137,13 +137,13 @@ class _Engine:
         return False
 
     def _get_shared_params(self) -> dict[str, str]:
-        """Tied weights are one parameter on a stage; DeepSpeed's method compares addresses, which meta tensors lack."""
+        """Tied weights are one parameter of a stage; DeepSpeed's method compares addresses, which meta tensors lack."""
         return {}
 
 
 @contextmanager
 def _random_state_of(config: Config, at: Coordinates) -> Iterator[None]:
-    """Within it, this process has the random state with which the rank at `at` starts."""
+    """Within the context, this process has the random state with which the rank at `at` starts."""
     before = get_rng_state()
     offset = 10 * at.dp if config.training.data_parallel_random_init else 0
     try:
@@ -154,7 +154,7 @@ def _random_state_of(config: Config, at: Coordinates) -> Iterator[None]:
 
 
 def _as_on_device(files: list[FileState], device: str) -> None:
-    """Give the random states of `files` the form that they have on `device`, if this process is on another."""
+    """Give the random states of `files` the form that they have on `device`, if this process uses another device."""
     if accelerator().device_name() == device:
         return
     form = torch.zeros(_CUDA_RNG_BYTES, dtype=torch.uint8) if device == "cuda" else torch.get_rng_state()

@@ -1,11 +1,11 @@
-"""What a run needs for the checkpoints of a plan: its configuration, host memory, room and speed of the storage.
+"""What a run needs for the checkpoints of a plan: its configuration, host memory, space and throughput of the storage.
 
-Throughputs, in GB/s (1 GB is 1e9 bytes), are what it takes at least; docs/metrics.md defines blocked_s and durable_s:
+Throughputs, in GB/s (1 GB is 1e9 bytes), are minima; docs/metrics.md defines blocked_s and durable_s:
 
-    durable   bytes of a checkpoint / the target; of a host and of a rank, those of the one that writes most
-    blocked   of an engine that writes while training waits: as durable, with the blocked target. Of one that writes in
-              the background nothing of the storage, as long as the host's memory takes the state: what must come off
-              a device within the target are the bytes of the rank that writes most
+    durable   bytes of a checkpoint / the target; per host and per rank: the bytes of the one that writes most
+    blocked   an engine that writes while training waits: as durable, with the blocked target. An engine that writes in
+              the background needs no storage throughput for it while the host's memory takes the state; instead the
+              bytes of the rank that writes most must be copied from its device within the target
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .plan import UPSTREAM, Plan, RankPlan
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds that a save may block training, and in which it must be durable."""
+    """Seconds for which a save may block training, and within which it must be durable."""
 
     blocked_s: float
     durable_s: float
@@ -56,7 +56,7 @@ class RunNeeds:
 
 
 def run_needs(plan: Plan, ranks_per_host: int, targets: Targets) -> RunNeeds:
-    """What a run of the plan's configuration needs; asks the file system that --save is on how much is free."""
+    """What a run of the plan's configuration needs; queries the free space of the file system of --save."""
     config = plan.config
     hosts = [plan.ranks[first : first + ranks_per_host] for first in range(0, len(plan.ranks), ranks_per_host)]
     one = plan.total_bytes + sum(file.num_bytes for file in plan.commit_files)
@@ -88,7 +88,7 @@ def _writes(host: Sequence[RankPlan]) -> int:
 
 
 def configuration(config: Config) -> dict[str, Any]:
-    """The settings that are not at their default, by the names that pretrain_gpt.py has for them."""
+    """The settings that differ from their default, by their names in pretrain_gpt.py."""
     found: dict[str, Any] = {}
     for values in filter(dataclasses.is_dataclass, vars(config).values()):
         for field in dataclasses.fields(values):
@@ -99,9 +99,9 @@ def configuration(config: Config) -> dict[str, Any]:
 
 
 def _free(save: str | None) -> tuple[str | None, int | None]:
-    """(the directory that was asked, bytes that are free there): `save`, or what there is of its path yet.
+    """(the directory that was queried, bytes that are free there): `save`, or its nearest existing parent.
 
-    Object storage has no limit that it tells: (None, None).
+    Object storage reports no limit: (None, None).
     """
     if save is None or is_uri(save):
         return None, None
@@ -113,7 +113,7 @@ def _free(save: str | None) -> tuple[str | None, int | None]:
 
 
 def to_dict(needs: RunNeeds) -> dict[str, Any]:
-    """Fields of the JSON, as docs/ckpt_plan.md has them."""
+    """Fields of the JSON, as docs/ckpt_plan.md defines them."""
     return {
         "configuration": needs.configuration,
         "ranks_per_host": needs.ranks_per_host,

@@ -1,8 +1,8 @@
 """The ZeRO-1 shard of one rank on the meta device: what DeepSpeed's optimizers hold when they are saved.
 
-`Bf16Shard` and `ZeroShard` stand for BF16_Optimizer (bf16) and DeepSpeedZeroOptimizer (fp16, fp32) of DeepSpeed 0.19.
-They save with the methods of those classes; what they do themselves is what the constructors do with process groups
-and memory: flatten each parameter group, pad it to a multiple of 2 x DP elements, keep partition `dp_rank` of DP equal
+`Bf16Shard` and `ZeroShard` stand in for BF16_Optimizer (bf16) and DeepSpeedZeroOptimizer (fp16, fp32) of DeepSpeed
+0.19. They save with the methods of those classes, and implement only what the constructors do with process groups and
+memory: flatten each parameter group, pad it to a multiple of 2 x DP elements, keep partition `dp_rank` of DP equal
 ones (runtime/bf16_optimizer.py, _setup_for_real_optimizer; runtime/zero/stage_1_and_2.py, __init__).
 """
 
@@ -30,7 +30,7 @@ _CHANGES_SHARDS = ("round_robin_gradients", "parameter_alignment", "elastic_chec
 
 
 class _Shard:
-    """What both classes have in common; attributes have the names under which their methods look for them."""
+    """What both classes share; attributes have the names that DeepSpeed's methods expect."""
 
     def __init__(self, model: torch.nn.Module, config: Config, layout: Layout, at: Coordinates) -> None:
         self.optimizer: Any = build_optimizer(model, config.optimizer)
@@ -80,7 +80,7 @@ class _Shard:
 
 
 class Bf16Shard(_Shard):
-    """Stands for BF16_Optimizer."""
+    """Stands in for BF16_Optimizer."""
 
     state_dict = BF16_Optimizer.state_dict
     _create_param_mapping = BF16_Optimizer._create_param_mapping
@@ -97,12 +97,12 @@ class Bf16Shard(_Shard):
 
     @staticmethod
     def _padding(num_elements: int, size: int, dp_size: int, dp_rank: int) -> int:
-        """Elements at the end of the whole group that belong to no parameter; counted on its last rank."""
+        """Padding elements at the end of the parameter group; counted on its last rank."""
         return size * dp_size - num_elements if dp_rank == dp_size - 1 else 0
 
 
 class ZeroShard(_Shard):
-    """Stands for DeepSpeedZeroOptimizer, stage 1."""
+    """Stands in for DeepSpeedZeroOptimizer, stage 1."""
 
     state_dict = DeepSpeedZeroOptimizer.state_dict
     _create_param_mapping = DeepSpeedZeroOptimizer._create_param_mapping
@@ -130,7 +130,7 @@ class ZeroShard(_Shard):
 
     @staticmethod
     def _padding(num_elements: int, size: int, dp_size: int, dp_rank: int) -> int:
-        """Elements of this partition that belong to no parameter."""
+        """Padding elements in this partition."""
         return min(size, max(0, (dp_rank + 1) * size - num_elements))
 
 
@@ -139,7 +139,7 @@ def build_shard(
 ) -> Bf16Shard | ZeroShard:
     """The shard of the rank at `at` after `steps` iterations.
 
-    Raises ConfigError for DeepSpeed options that lay it out in another way.
+    Raises ConfigError for DeepSpeed options that change its layout.
     """
     zero = ds_config["zero_optimization"]
     changed = [key for key in _CHANGES_SHARDS if zero.get(key)]
@@ -154,7 +154,7 @@ def build_shard(
 
 
 def _state_after_a_step(config: OptimizerConfig, master: torch.Tensor) -> dict[str, Any]:
-    """The optimizer's state of `master`."""
+    """The optimizer's state for `master`."""
 
     def of_master(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -168,7 +168,7 @@ def _state_after_a_step(config: OptimizerConfig, master: torch.Tensor) -> dict[s
 
 @functools.lru_cache(maxsize=1)
 def _trial_state(config: OptimizerConfig) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter, found by one step of it on a single element."""
+    """The optimizer's state for a parameter, found by one step on a single element."""
     trial = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1))])
     trial[0].grad = torch.zeros(1)
     optimizer = build_optimizer(trial, config)

@@ -1,7 +1,7 @@
-"""How many bytes each engine writes for planned states: by the code that writes them, with the data left out.
+"""How many bytes each engine writes for planned states, found by running its own code without the data.
 
 torch.save itself writes the files of the torch format, under its own `skip_data`, which leaves a hole for each tensor:
-holes take no space on disk. An engine whose sizes cannot be computed exactly is refused: nothing is estimated.
+holes take no space on disk. An engine whose sizes cannot be computed exactly is refused; none is estimated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Sizer = Callable[[Sequence[FileState], int, Config], list[SavedFile]]
 
 
 def sizer(engine: str) -> Sizer:
-    """What says what `engine` writes for the states of a rank; checksums are made up.
+    """The function that returns the files that `engine` writes for the states of a rank; checksums are placeholders.
 
-    Raises ConfigError for an engine that is unknown or cannot be planned.
+    Raises ConfigError if the engine is unknown or cannot be planned.
     """
     from megatron.checkpointing.engines.registry import engine_names
 
@@ -57,9 +57,9 @@ def with_placements(engine: str) -> bool:
 
 
 def torch_file_size(state: Any) -> int:
-    """Bytes that torch.save writes for `state`, of which tensors on the meta device have no data, into a file object.
+    """Bytes that torch.save writes to a file object for `state`, whose tensors may be on the meta device.
 
-    The tensors are saved as tensors on the CPU that own their storage, which is what `stage_on_host` makes of them.
+    Tensors are saved as CPU tensors that own their storage, as `stage_on_host` returns them.
     """
     with TemporaryFile(prefix="ckpt_plan_") as file, skip_data():
         torch.save(_staged(state), file)
@@ -67,7 +67,7 @@ def torch_file_size(state: Any) -> int:
 
 
 def torch_named_file_size(state: Any, name: str) -> int:
-    """As torch_file_size, of torch.save into a file called `name`, as upstream writes: the name is in each record."""
+    """As torch_file_size, for torch.save to a file called `name`, as upstream does: each record contains the name."""
     with TemporaryDirectory(prefix="ckpt_plan_") as directory, skip_data():
         path = Path(directory) / name
         torch.save(_staged(state), path)
@@ -79,7 +79,7 @@ def _staged(state: Any) -> Any:
 
 
 def without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU like `tensor`, which is on the meta device: with address space, but no memory."""
+    """A CPU tensor like `tensor`, which is on the meta device: it has address space, but no memory."""
     if not tensor.is_meta:
         return tensor
     num_bytes = tensor.numel() * tensor.element_size()
@@ -88,7 +88,7 @@ def without_data(tensor: torch.Tensor) -> torch.Tensor:
     # Read-only, so that the kernel reserves nothing: a shard may be larger than this machine's memory.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # nobody is going to write into it
+        warnings.simplefilter("ignore", UserWarning)  # nothing will write to it
         return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
@@ -98,7 +98,7 @@ def _torch_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[
 
 
 def _torch_size(file: FileState) -> int:
-    """torch_file_size; blocks of a transformer are alike, and one of them is enough."""
+    """torch_file_size, cached: the blocks of a transformer have equal sizes."""
     if not file.name.startswith("layer_"):
         return torch_file_size(file.state)
     alike = tuple((key, tensor.dtype, tensor.shape) for key, tensor in file.state.items())
@@ -108,9 +108,9 @@ def _torch_size(file: FileState) -> int:
 
 
 def _decoupled_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
-    """The writing process has made the state out of a pickle, in which equal strings can be other objects than before.
+    """The writing process unpickles the state, after which equal strings may be different objects than before.
 
-    torch.save writes an object once, however often it occurs, so that its file is some bytes larger or smaller.
+    torch.save writes each object once, so the size of its file changes by some bytes.
     """
     return _torch_sizes([replace(file, state=_pickled_and_back(file.state)) for file in files], rank, config)
 

@@ -1,6 +1,6 @@
-"""Host memory that saves of engine `memory` take: its own ranks' slots and copies of other hosts', by arithmetic.
+"""Host memory that saves of engine `memory` take, by arithmetic: slots of the host's own ranks and copies for others.
 
-The sizes are those by which a run takes its memory, and refuses to start without (docs/peers.md). No torch.
+A run allocates exactly these sizes, and refuses to start if they are not available (docs/peers.md). No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from .tensors import plan_tensors
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Of the fullest host, bytes. `copies`: of each save, on so many hosts. `limit`, `available`: of this machine."""
+    """Bytes on the fullest host. `copies`: on how many hosts each save is copied.
+
+    `limit`, `available`: of this machine.
+    """
 
     hosts: int
     ranks_per_host: int
@@ -39,7 +42,7 @@ class HostMemory:
 
     @property
     def lack(self) -> str | None:
-        """What to warn of, if hosts are as this machine is."""
+        """A warning, assuming that the hosts are like this machine; None if the memory is sufficient."""
         if self.num_bytes <= self.limit:
             return None
         fewer = ", lower --replicas" if self.copies > 1 else ""
@@ -51,10 +54,10 @@ class HostMemory:
 
 
 def host_memory(planned: Planned, ranks_per_host: int) -> HostMemory:
-    """What a run takes, and what this machine has. Raises ConfigError for more --replicas than hosts.
+    """What a run takes, and what this machine has. Raises ConfigError if --replicas exceeds the number of hosts.
 
-    The hosts are assumed to have a coordinator, by which they hold each other's copies, and to be of failure domains
-    that leave the groups as they are.
+    Assumes that the hosts have a coordinator, which they need to hold copies for each other, and that failure domains
+    do not change the replica groups.
     """
     config, layout, _ = planned
     ranks = plan_tensors(planned).ranks
@@ -79,7 +82,7 @@ def host_memory(planned: Planned, ranks_per_host: int) -> HostMemory:
 
 
 def to_dict(memory: HostMemory) -> dict[str, Any]:
-    """Fields of the JSON, as docs/ckpt_plan.md has them."""
+    """Fields of the JSON, as docs/ckpt_plan.md defines them."""
     return {
         "hosts": memory.hosts,
         "ranks_per_host": memory.ranks_per_host,

@@ -1,7 +1,7 @@
 """The model of one pipeline stage on the meta device: parameters with names and shapes, and no memory behind them.
 
-It is GPTModelPipe itself. Only what DeepSpeed's PipelineModule does with process groups is left out; the spreading of
-layers over stages and the building of layers are DeepSpeed's own methods.
+The class derives from GPTModelPipe and leaves out only what DeepSpeed's PipelineModule does with process groups;
+DeepSpeed's own methods assign layers to stages and build them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import Coordinates, Layout, TensorParallelGroup
 
-_PARTITION_METHOD = "type:transformer"  # as GPTModelPipe gives it
-# (model, padded vocabulary, stages) -> first layer of each stage, and the end: it takes DeepSpeed 40 ms to find them
+_PARTITION_METHOD = "type:transformer"  # the value that GPTModelPipe passes
+# (model, padded vocabulary, stages) -> first layer of each stage, and the end; cached, since DeepSpeed takes 40 ms
 _PARTS: dict[tuple[ModelConfig, int, int], list[int]] = {}
 
 
 class StageOnMeta(GPTModelPipe):
-    """The layers of the stage `at.pp`, as tensor-parallel rank `at.tp` holds them.
+    """The layers of stage `at.pp` that tensor-parallel rank `at.tp` holds.
 
     Raises ConfigError if a stage would have no layer, or TP does not divide a parameter.
     """
@@ -49,7 +49,7 @@ class StageOnMeta(GPTModelPipe):
         self._spread_layers((config, padded_vocab_size, layout.pp), at.pp)
         try:
             self._build()
-        except ValueError as exc:  # of ParameterSlice
+        except ValueError as exc:  # raised by ParameterSlice
             raise ConfigError(str(exc)) from exc
 
     @property
@@ -70,5 +70,5 @@ class StageOnMeta(GPTModelPipe):
 def stage_on_meta(
     config: ModelConfig, padded_vocab_size: int, layout: Layout, tp_rank: int, pp_rank: int
 ) -> StageOnMeta:
-    """The stage as all DP replicas hold it; kept until another one is asked for."""
+    """The stage as all DP replicas hold it; the last one is cached."""
     return StageOnMeta(config, padded_vocab_size, layout, Coordinates(tp_rank, pp_rank, 0))

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint by arithmetic, for where torch is not installed: exact bytes, without the files' headers.
+"""The tensors of a checkpoint by arithmetic, without torch: exact bytes of the tensors, without the files' headers.
 
-The same layout as plan.py finds by running the trainer's code; a test compares the two over models, layouts and types.
-Standard library only.
+The layout equals the one that plan.py finds with the trainer's code; a test compares them for models, layouts and
+types. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NOTE = (
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FP32 = 4
 _ALIGNMENT = 2  # elements, times DP: as in shard.py
-_AROUND_BLOCKS = 4  # pipeline layers beside the blocks: nothing, embedding; final norm, head
+_AROUND_BLOCKS = 4  # pipeline layers other than blocks: (none), embedding; final norm, head
 
 
 @dataclass(frozen=True)
 class RankTensors:
-    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS; how many parameters it has."""
+    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS, and its number of parameters."""
 
     rank: int
     at: Coordinates
@@ -57,18 +57,21 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Elements of the parameters of a pipeline layer on one rank: those with weight decay, and biases and norms."""
+    """Elements of a pipeline layer's parameters on one rank: with weight decay, and without (biases and norms)."""
 
     decayed: int = 0
     plain: int = 0
 
 
 def plan_tensors(planned: Planned) -> TensorPlan:
-    """The tensors of `planned`. Raises ConfigError if there are fewer layers than stages, or TP splits none of them."""
+    """The tensors of `planned`.
+
+    Raises ConfigError if there are fewer layers than stages, or TP cannot split a parameter.
+    """
     config, layout, vocab_sizes = planned
     try:
         layers = _layers(config.model, vocab_sizes[1], layout.tp)
-    except ValueError as exc:  # of ParameterSlice
+    except ValueError as exc:  # raised by ParameterSlice
         raise ConfigError(str(exc)) from exc
     bounds = stage_bounds(config.model.num_layers, layout.pp)
     by_stage = []
@@ -89,7 +92,7 @@ def plan_tensors(planned: Planned) -> TensorPlan:
 def _rank_bytes(
     config: Config, dp: int, dp_rank: int, written: Iterable[_Layer], optimized: Sequence[_Layer]
 ) -> dict[str, int]:
-    """What a rank writes of a stage, by kind; `written`: layers with files, `optimized`: and tied copies."""
+    """What a rank of a stage writes, by kind; `written`: layers with files, `optimized`: these and tied copies."""
     found = dict.fromkeys(TENSOR_KINDS, 0)
     if dp_rank == 0:
         elements = sum(layer.decayed + layer.plain for layer in written)
@@ -98,9 +101,9 @@ def _rank_bytes(
         return found
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     for group in (sum(layer.decayed for layer in optimized), sum(layer.plain for layer in optimized)):
-        # Each group is padded to a multiple of 2 x DP elements, and cut into DP equal partitions.
+        # Each group is padded to a multiple of 2 x DP elements, and divided into DP equal partitions.
         partition = -(-group // (_ALIGNMENT * dp)) * _ALIGNMENT
-        # The bf16 optimizer writes masters with the padding, the other one without.
+        # The bf16 optimizer writes master weights with the padding, the other optimizer without it.
         kept = partition if config.model.bf16 else min(partition, max(0, group - dp_rank * partition))
         found[MASTER_WEIGHTS] += _FP32 * kept
         found[MOMENTS] += _FP32 * partition * moments
@@ -138,17 +141,17 @@ def _elements(part: ParameterSlice) -> int:
 
 
 def stage_bounds(num_blocks: int, stages: int) -> list[int]:
-    """First pipeline layer of each stage, and the end, as DeepSpeed spreads them by the number of blocks.
+    """First pipeline layer of each stage, and the end, as DeepSpeed balances them by the number of blocks.
 
-    Of all ways to cut, the one with the least difference between the fullest and the emptiest stage; of equal ones
-    that whose last stage is shortest, and so on backwards (DeepSpeed 0.19, runtime/utils.py, partition_balanced).
-    Raises ConfigError if there are no more layers than stages.
+    DeepSpeed chooses the partition with the least difference between the fullest and the emptiest stage; if several are
+    equal, the one with the shortest last stage, then the shortest last but one, and so on (DeepSpeed 0.19,
+    runtime/utils.py, partition_balanced). Raises ConfigError if there are no more layers than stages.
     """
     total = num_blocks + _AROUND_BLOCKS
     if total <= stages:
         raise ConfigError(f"--pipeline-model-parallel-size {stages}: more stages than the {num_blocks} layers can fill")
     before = [min(max(layer - 2, 0), num_blocks) for layer in range(total + 1)]  # blocks before each layer
-    # Of the first layers, on one stage more each time: blocks of the fullest and of the emptiest stage.
+    # For the first layers on a growing number of stages: blocks of the fullest and of the emptiest stage.
     best: dict[int, tuple[float, float]] = {0: (0.0, math.inf)}
     cuts: list[dict[int, int]] = []
     for stage in range(1, stages + 1):
@@ -171,7 +174,7 @@ def stage_bounds(num_blocks: int, stages: int) -> list[int]:
 
 
 def to_json(plan: TensorPlan) -> str:
-    """One JSON object, with those fields of docs/ckpt_plan.md that can be told; `files` is null."""
+    """One JSON object, with the fields of docs/ckpt_plan.md that are known without torch; `files` is null."""
     content = {
         "layout": plan.layout.as_dict(),
         "params_dtype": plan.config.model.params_dtype,
@@ -191,7 +194,7 @@ def to_json(plan: TensorPlan) -> str:
 
 
 def render(plan: TensorPlan) -> str:
-    """Text for a terminal: totals, then a line for each stage."""
+    """Text for a terminal: totals, then one line per stage."""
     total = sum(plan.by_kind.values())
     lines = [
         f"{plan.layout}, {plan.config.model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "

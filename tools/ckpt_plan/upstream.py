@@ -1,13 +1,13 @@
-"""The same checkpoint as upstream Megatron-DeepSpeed writes it, to be compared with listings of its directories.
+"""The same checkpoint as upstream Megatron-DeepSpeed writes it, for comparison with listings of its directories.
 
-Names, layout and tensors are ours. What differs, seen in checkpoints of upstream (commit 4efb479d):
+Names, layout and tensors equal ours. Differences, seen in checkpoints of upstream (commit 4efb479d):
 
-- torch.save is given a path, so that each record of a file has the file's name in it: some 100 bytes a tensor.
-- `args` in mp_rank_* holds two tensors that upstream keeps there while it trains: `attn_mask`, [1, 1, s, s] bool, and
+- torch.save is given a path, so that each record of a file contains the file's name: some 100 bytes per tensor.
+- `args` in mp_rank_* holds two tensors that upstream stores there during training: `attn_mask`, [1, 1, s, s] bool, and
   with rotary embeddings `rotary_pos_emb`, [s, 1, 1, rotary channels] fp32. For 2,048 tokens and heads of 128 they are
   4 MiB and 1 MiB. (pretrain_gpt.py, model_provider; megatron/utils.py, update_rotary_pos_emb)
 - `args` has some 300 more settings: about 7 kB in each mp_rank_* file, which depend on upstream's version and are not
-  planned. So these files are exact to that much, shards to 200 bytes, those of layers to the byte.
+  planned. So the sizes of these files are exact except for that, of shards to 200 bytes, of layers to the byte.
 - Random states are in mp_rank_* only, not in the shards.
 """
 

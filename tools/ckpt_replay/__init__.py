@@ -1,1 +1,1 @@
-"""Replays the checkpoints of chosen ranks with the real engines, and measures them beside the storage itself."""
+"""Replays the checkpoints of chosen ranks with the real engines, and measures them and the storage itself."""

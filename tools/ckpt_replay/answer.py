@@ -1,4 +1,4 @@
-"""The answer of a replay: which engine is best in which goal, what was measured, and what follows for whole ranks."""
+"""The answer of a replay: the best engine for each goal, what was measured, and the estimate for unlimited ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sentence(figures: dict[str, Any]) -> str:
 
 
 def answer(figures: dict[str, Any]) -> list[str]:
-    """The last lines: what they hold for, then a paragraph per goal."""
+    """The last lines of the output: what was measured, then a paragraph per goal."""
     lines = [f"Answer for {what(figures)} on {figures['directory']} ({figures['machine']['filesystem']})"]
     lines += _paragraph("measured", _measured(figures))
     if figures["limited"]:
@@ -50,13 +50,13 @@ def what(figures: dict[str, Any]) -> str:
 
 
 def _samples(figures: dict[str, Any], name: str) -> _Samples:
-    """Engine -> seconds of each repeat, of those that have any; an engine that failed wins nothing."""
+    """Engine -> seconds of each repeat, if it has any; engines that failed are left out."""
     engines = figures["engines"].items()
     return {engine: found[name]["samples"] for engine, found in engines if found[name] and not found["failed"]}
 
 
 def _scale(figures: dict[str, Any]) -> float | None:
-    """Bytes of a whole rank over those that were replayed; None if it was whole."""
+    """Bytes of an unlimited rank divided by the replayed bytes; None if the rank was not limited."""
     if not figures["limited"]:
         return None
     return figures["limited"]["full_bytes_per_rank"] / figures["bytes_per_rank"]

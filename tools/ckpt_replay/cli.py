@@ -1,4 +1,4 @@
-"""The replay from the command line. Exit status: 0 measured, 1 an engine failed, 2 could not run."""
+"""Command line of ckpt-replay. Exit status: 0 measured, 1 an engine failed, 2 could not run."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ from ..common.machine import filesystem_of, machine
 from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, worker_group
+from .locations import check_writable, remove, store_in_words
 from .options import ALL, TARGETS, parse_arguments, request_from
-from .places import check_writable, remove, store_in_words
 from .plan import ReplayError, Request, location_of
 from .replay import Replay
 from .striping import check_striping, set_striping
 from .table import render
 
 _MOST_STORAGE_BYTES = 2 << 30
-_ROOM = 1.05  # a checkpoint may be this much larger than its tensors
-_ROOM_BYTES = 64 << 20  # and this
+_ROOM = 1.05  # a checkpoint may be larger than its tensors by this factor
+_ROOM_BYTES = 64 << 20  # and by this many bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # exit through `finally`, which removes files
     try:
         figures = _replay(arguments)
-        if figures is None:  # another process of the launcher reports
+        if figures is None:  # another process of the launcher prints the report
             return OK
         text = json.dumps(figures)
         if arguments.output is not None:
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The figures, on the process that reports. Raises what `main` catches."""
+    """The figures, on the process that prints the report. Raises what `main` catches."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     request = request_from(arguments, int(os.environ["WORLD_SIZE"]) if launched else None)
     world_size = len(request.share.ranks)
@@ -78,9 +80,9 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
     _check_directories(request)
     if request.striping is not None:
         check_striping(request.striping, Path(request.directory))
-    # The directory is left after the crew: what its processes write until they end is removed, too.
+    # The directory is removed after the workers have ended, so that files they write until then are removed, too.
     with (
-        _own_place(location_of(request.directory), name, 0 in mine and not request.keep) as place,
+        _own_location(location_of(request.directory), name, 0 in mine and not request.keep) as location,
         tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
         worker_group(mine, world_size, launched, Path(notes)) as workers,
     ):
@@ -88,23 +90,23 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         left_out = prepared["problems"]
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
         if workers.leads:
-            _make(place, request)
-        kind = filesystem_of(place) if isinstance(place, Path) else store_in_words()
+            _make(location, request)
+        kind = filesystem_of(location) if isinstance(location, Path) else store_in_words()
         before = machine() | {"filesystem": kind}
-        samples = Replay(request, workers, place, f"{key}/{name}", _report if workers.leads else _ignore).run()
+        samples = Replay(request, workers, location, f"{key}/{name}", _report if workers.leads else _ignore).run()
     if not workers.leads:
         return None
-    kept = str(place) if request.keep else None
+    kept = str(location) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
     figures["verdict"] = None if arguments.no_verdict else sentence(figures)
     if not arguments.targets:
         return figures
-    # By name, since a tool needs no benchmark: they are in a checkout alone. parse_arguments has looked for it.
+    # Imported by name, since benchmarks are only in a checkout. parse_arguments has checked that it exists.
     return figures | {"targets": importlib.import_module(TARGETS).judge(figures)}
 
 
 def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> Request:
-    """The request with what was found out about this machine. Raises ReplayError if it cannot be fulfilled."""
+    """The request, completed with what `prepare` found. Raises ReplayError if this machine cannot carry it out."""
     problems = prepared["problems"]
     if explicit and problems:
         raise ReplayError("; ".join(problems.values()))
@@ -119,9 +121,9 @@ def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> R
 
 
 def _check_directories(request: Request) -> None:
-    """Make --dir and --trace-dir if they are not there, in a directory that is; look whether a bucket can be written.
+    """Create --dir and --trace-dir if they do not exist; check that a bucket can be written.
 
-    Raises ReplayError if one cannot be written, or its parent does not exist, as with a mistyped path.
+    Raises ReplayError if one cannot be written, or if its parent does not exist, as with a mistyped path.
     """
     for flag, name in (("--dir", request.directory), ("--trace-dir", request.trace_dir)):
         if name is None:
@@ -136,7 +138,7 @@ def _check_directories(request: Request) -> None:
         try:
             if not Path(name).parent.is_dir():
                 raise ReplayError(
-                    f"{flag} {name}: {Path(name).parent} is no directory; make it first, or correct the path"
+                    f"{flag} {name}: {Path(name).parent} is not a directory; create it first, or correct the path"
                 )
             Path(name).mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=name):
@@ -146,7 +148,7 @@ def _check_directories(request: Request) -> None:
 
 
 def _check_room(request: Request, largest: int) -> None:
-    """Raises ReplayError if --dir has less room than what lies there at once, naming both."""
+    """Raises ReplayError if --dir has less space than the files that exist there at the same time, naming both."""
     ranks, directory = len(request.share.ranks), request.directory
     if request.in_object_storage:
         return
@@ -162,21 +164,21 @@ def _check_room(request: Request, largest: int) -> None:
 
 
 @contextlib.contextmanager
-def _own_place(parent: Location, name: str, removed: bool) -> Iterator[Location]:
-    """This replay's own directory, or prefix, below `parent`; what is there at the end is `removed`."""
-    place = below(parent, f"ckpt_replay_{name}")
+def _own_location(parent: Location, name: str, removed: bool) -> Iterator[Location]:
+    """A new directory, or prefix, of this replay below `parent`; `removed`: with its contents at the end."""
+    location = below(parent, f"ckpt_replay_{name}")
     try:
-        yield place
+        yield location
     finally:
         if removed:
-            remove(place)
+            remove(location)
 
 
-def _make(place: Location, request: Request) -> None:
-    if isinstance(place, Path):
-        place.mkdir()
+def _make(location: Location, request: Request) -> None:
+    if isinstance(location, Path):
+        location.mkdir()
         if request.striping is not None:
-            set_striping(request.striping, place)
+            set_striping(request.striping, location)
 
 
 def _report(text: str) -> None:
@@ -184,4 +186,4 @@ def _report(text: str) -> None:
 
 
 def _ignore(text: str) -> None:
-    """Another process reports."""
+    """Ignores progress: another process reports it."""

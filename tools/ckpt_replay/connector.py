@@ -1,8 +1,7 @@
 """Saves and loads by the S3 connector for PyTorch: its S3StorageWriter and S3StorageReader under torch's DCP.
 
-As its users, and the benchmark in its repository, call them: one collective dcp.save and dcp.load, 8 threads if
---io-threads says nothing else, parts of 8 MiB. Nothing is compared with a checksum after a load, nor committed: DCP
-writes its metadata last.
+They are called as its users and the benchmark in its repository do: one collective dcp.save and dcp.load, 8 threads
+unless --io-threads is given, parts of 8 MiB. There are no checksums and no commit: DCP writes its metadata last.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SKELETON = "skeleton"
 
 @dataclass
 class ConnectorSave:
-    """As far as a replay looks at megatron.checkpointing.writer.Save; times are monotonic, ns."""
+    """The part of megatron.checkpointing.writer.Save that a replay uses; times are monotonic, ns."""
 
     op: Operation
     start_ns: int
@@ -73,7 +72,7 @@ class Connector:
         return done
 
     def load_into(self, live: Sequence[FileState], planned: Sequence[FileState], uri: ObjectUri) -> tuple[Any, int]:
-        """(the states by name, ns within the call that reads); into the tensors of `live` where it has one."""
+        """(the states by name, ns within the call that reads); reads into the tensors of `live` where it has them."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
         content: dict[str, Any] = {}
@@ -103,7 +102,7 @@ class Connector:
 
 
 def client_of_connector() -> Any:
-    """The library's client, by the variables that botocore goes by, too."""
+    """The library's client, configured by the same variables as botocore."""
     return _settings()[1]
 
 

@@ -1,4 +1,4 @@
-"""What the process of one replayed rank works with: its place, the others, its trace, its state."""
+"""The context of one replayed rank's process: its coordinates, the control plane, its trace, its state."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class RankContext:
         return self.task.engine
 
     @property
-    def place(self) -> Location:
-        """Where the checkpoints of this task are."""
-        return self.task.place
+    def location(self) -> Location:
+        """The directory or prefix of this task's checkpoints."""
+        return self.task.location
 
     @property
     def flags(self) -> CheckpointConfig:
-        """As a training's that saves there."""
+        """The flags of a training that saves there."""
         return checkpoint_flags(self.task.directory, self.request.options)
 
     @property
     def in_memory(self) -> bool:
-        """Whether the saves of this task's engine go to host memory alone."""
+        """Whether this task's engine saves only to host memory."""
         return self.engine_name in IN_MEMORY
 
     @property
@@ -80,12 +80,12 @@ class RankContext:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Of this rank, as `layout`."""
+        """The coordinates of this rank, with the keys of `layout`."""
         return Layout(*self.request.share.layout).coordinates(self.rank)._asdict()
 
     @property
     def last_step(self) -> int:
-        """Of the checkpoint that the saves before this task have left."""
+        """The step of the checkpoint that the saves before this task have left."""
         repeats = 0 if self.request.operations == LOAD else self.task.repeat
         return (repeats + 1) * (self.request.warmup_saves + 1)
 
@@ -93,15 +93,15 @@ class RankContext:
         self.control.agree(None)
 
     def _gathered(self, value: int) -> list[int]:
-        """What each process gave, in order; collective."""
+        """The value of each process, in order; collective."""
         return self.control.broadcast(self.control.gather(value))
 
     def planned(self) -> Planned:
-        """This rank's state with meta tensors, as it was planned before."""
+        """This rank's state with meta tensors, as prepare.py planned it."""
         return torch.load(state_file(self.task.notes, self.process), weights_only=False)
 
     def create_engine(self) -> CheckpointEngine | Connector:
-        """The engine of this task, as the trainer makes it, or what is in its place."""
+        """The engine of this task, as the trainer creates it, or the library that takes its place."""
         options = engine_options(self.flags, self.process, _TIMEOUT.total_seconds() / 60)
         engine: CheckpointEngine | Connector
         if self.engine_name == CONNECTOR:
@@ -125,7 +125,7 @@ class RankContext:
 
 @contextlib.contextmanager
 def joined(task: Task) -> Iterator[RankContext]:
-    """Join the processes of the other ranks; on leaving, wait for them and part."""
+    """Join the processes of the other ranks; on exit, wait for them and disconnect."""
     request = task.request
     process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", process))
@@ -159,7 +159,7 @@ def joined(task: Task) -> Iterator[RankContext]:
         recorder=recorder,
         attempt=names.attempt_of(task.index),
     )
-    yield ctx  # if it raises, the process ends, and the others notice by their connections
+    yield ctx  # if the body raises, the process ends, and the others notice that their connections break
     recorder.close()
     ctx.wait_for_all()
     control.close()
@@ -172,7 +172,7 @@ def _has_cuda() -> bool:
 
 
 def _store(task: Task, process: int, world_size: int) -> Store:
-    """Where the ranks of a task meet: at the launcher's store where it keeps one, else at the first rank's."""
+    """The rendezvous store of a task: the launcher's if it has one, else the first rank's."""
     if world_size == 1:
         return HashStore()
     store, _, _ = next(rendezvous("env://", process, world_size, timeout=_TIMEOUT))
@@ -180,7 +180,7 @@ def _store(task: Task, process: int, world_size: int) -> Store:
 
 
 def _tell_deepspeed() -> None:
-    """Let DeepSpeed's own functions find torch.distributed, as its engines expect."""
+    """Initialise deepspeed.comm, which DeepSpeed's checkpoint engines use."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

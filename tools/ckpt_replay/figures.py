@@ -1,4 +1,4 @@
-"""From raw samples to the figures of the report. Between ranks a duration is the slowest rank's."""
+"""Computes the figures of the report from raw samples. A duration over several ranks is that of the slowest rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ranks = list[dict[str, Any]]
 
 
 def summary(values: Sequence[float]) -> dict[str, Any] | None:
-    """Median and spread with every sample; None without one."""
+    """Median, spread and all samples; None without samples."""
     if not values:
         return None
     return {
@@ -67,7 +67,7 @@ def _sizes(samples: Samples) -> list[tuple[int, int]]:
 
 
 def engine_figures(samples: Samples, name: str, total_bytes: int, operations: str = SAVE_AND_LOAD) -> dict[str, Any]:
-    """What one engine took. Throughputs: bytes of all ranks' tensors, GB of 1e9, over the median."""
+    """The figures of one engine. Throughputs: bytes of all ranks' tensors, GB of 1e9, divided by the median time."""
     kinds = samples.engines[name]
     saves = kinds.get(SAVE, [])
 
@@ -114,7 +114,7 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
 
 
 def _cold(kinds: dict[str, list[Ranks]]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """(seconds of cold loads, those in which the bytes were on their way)."""
+    """(seconds of cold loads, seconds of them in which bytes were transferred)."""
     found = (summary(_loads(kinds.get(LOAD_COLD, []), COLD, again=False, field=f)) for f in ("load_s", "moving_s"))
     return next(found), next(found)
 
@@ -125,11 +125,11 @@ def _operations(
     total_bytes: int,
     durations: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]],
 ) -> dict[str, Any]:
-    """Of saves and cold loads what the benchmark of the S3 connector for PyTorch tells, and what it leaves out.
+    """For saves and cold loads: what the benchmark of the S3 connector for PyTorch reports, and more.
 
-    MiB/s: bytes of all ranks' tensors over the duration. Durations are without set-up, `processing_s` with it, and
-    a save's with its warm-up. Requests: of all ranks; `success_ratio` is that of those that need not be tried again.
-    `coordination_s`: the duration less the longest time in which a rank's own bytes were on their way.
+    MiB/s: bytes of all ranks' tensors divided by the duration. Durations exclude set-up; `processing_s` includes it,
+    and for saves the warm-up. Requests: of all ranks; `success_ratio`: share of requests that needed no retry.
+    `coordination_s`: the duration minus the longest time in which a rank transferred its own bytes.
     """
     found: dict[str, Any] = {}
     for kind, (duration, moving) in durations.items():
@@ -151,7 +151,7 @@ def _operations(
 
 
 def _requests(repeats: list[Ranks], kind: str) -> list[tuple[int, int]]:
-    """(requests, retries) of all ranks in each repeat; none where they are not counted."""
+    """(requests, retries) of all ranks in each repeat; empty if they are not counted."""
     found = []
     for ranks in repeats:
         mine = [rank["saves"][-1] if kind == SAVE else rank["loads"][0] for rank in ranks if rank.get("loads") != []]
@@ -162,7 +162,7 @@ def _requests(repeats: list[Ranks], kind: str) -> list[tuple[int, int]]:
 
 
 def _save(rank: dict[str, Any], warmup: bool) -> dict[str, Any] | None:
-    """The save of a repeat that counts (the last), or the first of its warm-up."""
+    """The measured (last) save of a repeat, or the first of its warm-up."""
     chosen = [save for save in rank["saves"] if save["warmup"] == warmup]
     return (chosen[0] if warmup else chosen[-1]) if chosen else None
 
@@ -178,7 +178,7 @@ def _slowest(repeats: list[list[dict[str, Any] | None]], field: str) -> dict[str
 
 
 def _loads(repeats: list[Ranks], cache: str, *, again: bool, field: str = "load_s") -> list[float]:
-    """Seconds, those called `field`, of the loads that found the page cache in the state `cache` on every rank."""
+    """The durations `field` of the loads that found the page cache in the state `cache` on every rank."""
     found = []
     for ranks in repeats:
         mine = [load for rank in ranks for load in rank["loads"] if load["again"] == again]
@@ -188,7 +188,7 @@ def _loads(repeats: list[Ranks], cache: str, *, again: bool, field: str = "load_
 
 
 def _not_measured(kinds: dict[str, list[Ranks]]) -> dict[str, str]:
-    """Of loads that do not count: why, by the name of the figure they are missing in."""
+    """Name of a figure -> why loads are missing in it."""
     found: dict[str, str] = {}
     for kind, figure, wanted in ((LOAD_COLD, "load_cold_s", COLD), (LOAD_WARM, "load_warm_s", WARM)):
         for rank in (rank for ranks in kinds.get(kind, []) for rank in ranks):

@@ -1,7 +1,7 @@
-"""Saves that are kept in host memory: the slots that the replay's processes inherit, and who holds copies of them.
+"""Saves in host memory: the slots that the replay's processes inherit, and the process that holds copies of them.
 
-The process that forks the ranks takes the place of a launcher's agent: it holds their slots, so that a load finds what
-a process that has ended has saved. Copies go over the loopback to a second process, as they would to another host.
+The process that forks the ranks has the role of a launcher's agent: it holds their slots, so that a load finds the
+saves of a process that has ended. Copies go over the loopback to a second process, in place of another host.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LOOPBACK = "127.0.0.1"
 
 
 class HeldMemory:
-    """In the process that forks the ranks, which has one thread: their slots, and both processes that hold copies.
+    """In the single-threaded process that forks the ranks: their slots, and both processes that hold copies.
 
-    All of it ends with this process. `environment`: by what a forked rank finds them.
+    Everything ends with this process. `environment`: the variables by which a forked rank finds them.
     """
 
     def __init__(self, ranks: int) -> None:
         os.environ[LAUNCH_ID_VARIABLE] = f"ckpt_replay_{os.getpid()}"
-        self._holder = CopyProcess(_LOOPBACK)  # before there are slots: it holds none of this host's ranks
+        self._holder = CopyProcess(_LOOPBACK)  # started before the slots exist, so that it inherits none of them
         self._holder.start(lambda: None)
         reached_at = os.environ[OWN]
         hold_slots(ranks)
@@ -37,6 +37,6 @@ class HeldMemory:
 
 
 def holder() -> Peer:
-    """In a rank: the process that holds copies in the place of another host."""
+    """In a rank: the process that holds copies in place of another host."""
     address, _, port = os.environ[_HOLDER].rpartition(":")
     return Peer("the holder of copies", address, int(port))

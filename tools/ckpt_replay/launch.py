@@ -1,4 +1,4 @@
-"""Has the processes of the replayed ranks started, one set per task, here or under a launcher."""
+"""Starts the processes of the replayed ranks, new ones for each task, here or under a launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .worker import PREPARE, TASK
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 2000
 _STOP_S = 30.0
-_DCP = "torch.distributed.checkpoint"  # over a second of a processor
+_DCP = "torch.distributed.checkpoint"  # its import takes more than a second of processor time
 
 
 class TaskError(RuntimeError):
@@ -30,9 +30,9 @@ class TaskError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The processes that this one has started: those of all ranks, or under a launcher one for each of its ranks.
+    """The processes that this one starts: of all ranks, or under a launcher of its own rank.
 
-    `processes` are their numbers within `world_size`; `notes` is a directory of this host; `server` is
+    `processes`: their numbers within `world_size`; `notes`: a directory of this host; `server`:
     tools.ckpt_replay.worker.
     """
 
@@ -44,11 +44,14 @@ class WorkerGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this process hears the results and reports them."""
+        """Whether this process receives the results and reports them."""
         return 0 in self.processes
 
     def prepare(self, request: Request) -> dict[str, Any]:
-        """What tools.ckpt_replay.prepare answers. Raises ReplayError with its error, TaskError if it broke."""
+        """The answer of tools.ckpt_replay.prepare.
+
+        Raises ReplayError with its error, TaskError if its process failed.
+        """
         self._have_done(PREPARE, Preparation(request, self.notes, self.processes), self.processes[:1])
         answer = json.loads((self.notes / "answer.json").read_text())
         if "error" in answer:
@@ -56,9 +59,9 @@ class WorkerGroup:
         return answer
 
     def run(self, task: Task) -> list[dict[str, Any]] | None:
-        """Have all ranks carry out `task`; what each measured, or None where another process hears it.
+        """Have all ranks carry out `task`; returns what each measured, or None if another process receives it.
 
-        Raises TaskError if a rank fails; no process of the task is left then.
+        Raises TaskError if a rank fails, after all processes of the task have ended.
         """
         self._have_done(TASK, task, self.processes)
         return json.loads(result_file(self.notes, task.index).read_text()) if self.leads else None
@@ -107,7 +110,7 @@ class WorkerGroup:
 
 @contextlib.contextmanager
 def worker_group(processes: tuple[int, ...], world_size: int, launched: bool, notes: Path) -> Iterator[WorkerGroup]:
-    """A Crew whose processes are gone when the body is left."""
+    """A WorkerGroup whose processes have ended when the context exits."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     with (notes / "server.log").open("wb") as log:

@@ -1,4 +1,4 @@
-"""The loads of one process: fresh, as after a restart, and once more with what the engine keeps."""
+"""The loads of one process: the first, as after a restart, and a second with the memory that the engine keeps."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from .tensors import alter, check_restored, live_before_load
 
 @dataclass(frozen=True)
 class LoadSample:
-    """One load of one rank. `cache` is what was found just before it: cold, warm, partly warm or unknown.
+    """One load of one rank. `cache`: state of the page cache just before it: cold, warm, partly warm or unknown.
 
-    `again`: in a process that has loaded before, so that memory the engine keeps is used again.
-    `first_write_s` is what it takes to write to every page of what was loaded, as the first step of the optimizer does:
-    an engine may put off until then what it costs to have memory.
-    `storage_read_bytes` is what the kernel counted for this process; None where it does not tell.
+    `again`: in a process that has loaded before, so that memory which the engine keeps is reused.
+    `first_write_s`: time to write to every page of what was loaded, as the first optimizer step does; an engine may
+    defer the cost of allocating memory until then.
+    `storage_read_bytes`: as the kernel counted for this process; None if it does not report it.
     """
 
     again: bool
@@ -51,9 +51,9 @@ class LoadSample:
     cache: str
     resident_share: float | None
     storage_read_bytes: int | None
-    # Beyond what the process held before, which includes weights and masters that are loaded into.
+    # In addition to what the process held before, which includes the weights and master weights that are loaded into.
     peak_rss_bytes: int
-    # As of a save: in which this rank's bytes were on their way, and requests to object storage.
+    # As for a save: time in which this rank's bytes were transferred, and requests to object storage.
     moving_s: float
     requests: int | None = None
     retries: int | None = None
@@ -62,15 +62,15 @@ class LoadSample:
 def run_loads(ctx: RankContext) -> dict[str, Any]:
     """Load the newest checkpoint in the directory of the task, and compare it with what was saved.
 
-    Raises ReplayError if what is restored differs.
+    Raises ReplayError if the restored state differs.
     """
     cold = ctx.task.kind == LOAD_COLD
     planned = ctx.planned().files
     if ctx.in_memory:
-        return _run_kept_loads(ctx, planned)
-    if isinstance(ctx.place, ObjectUri):
-        return _run_stored_loads(ctx, ctx.place, planned)
-    directory = ctx.place / (read_latest(ctx.place) or "")
+        return _run_memory_loads(ctx, planned)
+    if isinstance(ctx.location, ObjectUri):
+        return _run_stored_loads(ctx, ctx.location, planned)
+    directory = ctx.location / (read_latest(ctx.location) or "")
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
         return {"loads": [], "skipped": reason}
@@ -81,7 +81,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
         share = page_cache.fill(paths)
-        if cold:  # out again: files that were written around the page cache leave free memory as the others do
+        if cold:  # read and dropped again, so that files written with O_DIRECT leave as much free memory as others
             share = page_cache.drop(paths)
         ctx.wait_for_all()
         samples.append(loader.load(again, share))
@@ -89,11 +89,11 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     return {"loads": [asdict(sample) for sample in samples], "skipped": None}
 
 
-def _run_kept_loads(ctx: RankContext, planned: list[FileState]) -> dict[str, Any]:
-    """As run_loads, from host memory, twice: it is as warm as can be."""
+def _run_memory_loads(ctx: RankContext, planned: list[FileState]) -> dict[str, Any]:
+    """As run_loads, from host memory, twice: host memory is always warm."""
     engine = ctx.create_engine()
     assert isinstance(engine, CheckpointEngine)
-    loader = _Loader(ctx, engine, _Kept(ctx, engine), planned)
+    loader = _Loader(ctx, engine, _MemorySave(ctx, engine), planned)
     samples = []
     for again in (False, True):
         ctx.wait_for_all()
@@ -104,7 +104,7 @@ def _run_kept_loads(ctx: RankContext, planned: list[FileState]) -> dict[str, Any
 
 
 def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]) -> dict[str, Any]:
-    """As run_loads, once: nothing of the checkpoint is on this node, and what the store has in memory is not known."""
+    """As run_loads, once: no part of the checkpoint is on this node, and the caches of the object store are unknown."""
     engine = ctx.create_engine()
     source = (
         _Stored(ctx, uri, engine) if isinstance(engine, CheckpointEngine) else _ByConnector(ctx, uri, engine, planned)
@@ -119,7 +119,7 @@ def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]
 
 
 def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -> str | None:
-    """Why the files cannot lie in the page cache while they are loaded; None if they can. The same on all ranks."""
+    """Why the files cannot stay in the page cache while they are loaded; None if they can. The same on all ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     needed = sum(path.stat().st_size for path in paths) + state_bytes * local
     free = psutil.virtual_memory().available
@@ -131,13 +131,13 @@ def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -
 
 
 class _Source(Protocol):
-    """Where a checkpoint is. `name`: for messages; `traffic`: of object storage, where it is counted."""
+    """The source of a load. `name`: for messages; `traffic`: requests to object storage, if they are counted."""
 
     name: str
     traffic: Traffic | None
 
     def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
-        """(the states, ns in which this rank's bytes were on their way)."""
+        """(the states, ns in which this rank's bytes were transferred)."""
         ...
 
     def close(self) -> None: ...
@@ -165,7 +165,7 @@ class _Files:
 
 
 class _Stored:
-    """The newest checkpoint below a prefix, found and fetched as a training does it, without what resharding needs."""
+    """The newest checkpoint below a prefix, found and fetched as in training, without what resharding needs."""
 
     def __init__(self, ctx: RankContext, uri: ObjectUri, engine: CheckpointEngine) -> None:
         from megatron.checkpointing.object_storage.checkpoints import NodeFiles, open_checkpoints
@@ -198,8 +198,8 @@ class _Stored:
         self._files.leave()
 
 
-class _Kept:
-    """The newest save of this rank in memory: in its slot or, as on a host that takes a lost one's place, as a copy."""
+class _MemorySave:
+    """The newest save of this rank in memory: in its slot or, as on a host that replaces a lost one, as a copy."""
 
     traffic: Traffic | None = None
 
@@ -227,7 +227,7 @@ class _Kept:
 
 
 class _ByConnector:
-    """The checkpoint that this task's saves have left, by the connector; DCP itself looks for none."""
+    """The checkpoint that this task's saves have left, loaded by the connector; DCP itself does not search for one."""
 
     traffic: Traffic | None = None
 
@@ -261,7 +261,7 @@ class _Loader:
             self._live = live_before_load(planned, seed=1_000_003 + ctx.rank, device=ctx.device)
 
     def load(self, again: bool, share: float | None) -> LoadSample:
-        """Load once, timed; then verify and let go of it, not timed."""
+        """Load once, timed; then verify and release it, not timed."""
         before = memory.resident_memory()
         traffic = self._source.traffic
         sent = (0, 0) if traffic is None else (traffic.requests, traffic.retries)
@@ -296,7 +296,7 @@ class _Loader:
         )
 
     def _to_device(self, states: dict[str, Any], op: Operation) -> dict[str, Any]:
-        """Copy what was loaded to the device, as restoring it into a model does."""
+        """Copy the loaded tensors to the device, as restoring a model does."""
         with op.span("load", "host_to_device") as span:
             moved = map_tensors(states, lambda tensor: tensor.to(self._ctx.device, non_blocking=True))
             torch.cuda.synchronize(self._ctx.device)
@@ -305,7 +305,7 @@ class _Loader:
 
 
 def _storage_read() -> int | None:
-    """Bytes that this process has had read from storage; None where the system does not tell."""
+    """Bytes that were read from storage for this process; None if the system does not report them."""
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         return psutil.Process().io_counters().read_bytes
     return None

@@ -11,7 +11,7 @@ _SAMPLE_S = 0.02
 
 
 def _status(pid: int | str, name: str) -> int:
-    """A size of /proc/PID/status (proc(5)) in bytes; 0 if the process is gone."""
+    """A size of /proc/PID/status (proc(5)) in bytes; 0 if the process has ended."""
     with contextlib.suppress(OSError, StopIteration, IndexError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith(name + ":")).split()[1])
@@ -26,8 +26,8 @@ def resident_memory() -> int:
 class PeakMemory:
     """`with PeakMemory() as peak:` then `peak.own_bytes` and `peak.children_bytes`.
 
-    This process: VmHWM, which the kernel keeps exactly, reset through /proc/self/clear_refs; where that is refused,
-    samples. Children: samples of their anonymous memory, so memory that they share with this process counts once.
+    This process: VmHWM, the kernel's exact peak, reset through /proc/self/clear_refs; samples where that is refused.
+    Children: samples of their anonymous memory, so that memory shared with this process counts once.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The flags of the replay, and the request that they make. Engine options are the trainer's own."""
+"""The flags of ckpt-replay, and the request that they define. Engine options are the trainer's own."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ from .plan import (
 ALL = "all"
 FIT = "fit"
 _LEAST_FITTING = 1 << 20
-_FITTING_SHARE = 0.8  # of what is free: others use the machine, too
-TARGETS = "benchmarks.engine_targets.targets"  # gives judge()
+_FITTING_SHARE = 0.8  # of what is free: leaves some for other processes
+TARGETS = "benchmarks.engine_targets.targets"  # module that defines judge()
 _IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
 _STORE_FLAGS = ("storage_cache", "storage_deadline")
 _ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint", *_STORE_FLAGS)
 
-_DESCRIPTION = "Write and read what chosen ranks of a model would, with the real engines, beside the storage."
+_DESCRIPTION = (
+    "Save and load the checkpoints of chosen ranks of a model with the real engines, and measure the storage."
+)
 _EPILOG = """\
 examples:
   %(prog)s --model 13b --dir /scratch
-      which engine for this model on this storage? All that can run here, 1 GiB of a rank; the last lines answer
+      find the best engine for this model on this storage: all that can run here, with 1 GiB of one rank
   %(prog)s --model 70b --tp 8 --pp 8 --ranks 0-1 --engine torch,lazy --dir /scratch --limit-bytes 2GiB
-      a 2 GiB share of two ranks of the 70b preset, beside what the disk itself can do
+      two ranks of the 70b preset, limited to 2 GiB each, compared with the disk itself
   %(prog)s --model 70b --tp 8 --pp 8 --engine lazy --dir /scratch --repeat 1 --limit-bytes none
       one rank at full size
   torchrun --nnodes 4 --nproc-per-node 8 ... -m tools.ckpt_replay --model 70b --tp 8 --pp 4 --engine all --dir /shared
-      every rank of a layout, on as many nodes; DIR must be seen by all
+      every rank of a layout, on several nodes; DIR must be shared by all
   %(prog)s --model llama7b --sharding full --dp 8 --ranks 0-3 --engine lazy,s3torchconnector --dir s3://bucket/replay
-      object storage, beside the S3 connector for PyTorch: the table of its benchmark
+      object storage, compared with the S3 connector for PyTorch: the table of its benchmark
   bash examples_deepspeed/restart_bench/engine_targets.sh
       the whole table of performance targets
 
@@ -91,10 +93,10 @@ def parse_striping(text: str) -> Striping:
 
 
 def fitting_bytes(directory: Path, ranks: int) -> int:
-    """Bytes of each of `ranks` ranks that this machine's memory and the file system of `directory` hold.
+    """Bytes per rank for which this machine's memory and the file system of `directory` suffice with `ranks` ranks.
 
-    A rank has its state, what an engine keeps of it for a save in the background, and what it loads: three times its
-    bytes at most. Raises OSError if there is no such directory, nor its parent, ReplayError where there is no room.
+    A rank holds its state, an engine's copy of it for a save in the background, and what it loads: at most three times
+    its bytes. Raises OSError if neither the directory nor its parent exists, ReplayError if there is too little space.
     """
     place = directory if directory.is_dir() else directory.parent
     free = shutil.disk_usage(place).free
@@ -110,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_what_is_replayed(parser.add_argument_group("what is replayed"))
     _add_how(parser.add_argument_group("how"))
     _add_output(parser.add_argument_group("output"))
-    engine = parser.add_argument_group("engine options, as the trainer's")
+    engine = parser.add_argument_group("engine options (as in pretrain_gpt.py)")
     for field in dataclasses.fields(CheckpointConfig):
         spec = spec_of(field)
         if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
@@ -125,15 +127,17 @@ def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
     what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
-    help_ = "zero1: as training saves; full: as torch's FSDP, each of --dp ranks an equal part (default: zero1)"
+    help_ = "zero1: as this trainer shards; full: as torch's FSDP does, an equal part per --dp rank (default: zero1)"
     what.add_argument("--sharding", choices=("zero1", "full"), default="zero1", help=help_)
     what.add_argument(
         "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
-    what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
-    help_ = "shrink a rank's tensors to this in all; none: whole ranks; fit: what memory and disk hold (default: 1GiB)"
+    what.add_argument(
+        "--vocab-size", type=int, metavar="N", help="vocabulary size of the tokenizer (default: the preset's)"
+    )
+    help_ = "limit a rank's tensors to this total; none: no limit; fit: what memory and disk can hold (default: 1GiB)"
     what.add_argument("--limit-bytes", type=_limit, default="1GiB", metavar="SIZE", help=help_)
-    what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model")
+    what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors per rank, instead of a model")
     what.add_argument(
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
@@ -141,19 +145,25 @@ def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
 
 def _add_how(how: argparse._ArgumentGroup) -> None:
     help_ = (
-        f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: the bytes alone, in so "
-        f"many files; or {', '.join(IN_MEMORY)}: saves in host memory alone, loads from there or from another "
-        f"process's copy; or {CONNECTOR}: the S3 connector for PyTorch under DCP"
+        f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: only the bytes, in a "
+        f"file per rank, per host, or for all ranks; or {', '.join(IN_MEMORY)}: saves only in host memory, "
+        f"loads from there or from another process's copy; or {CONNECTOR}: the S3 connector for PyTorch under DCP"
     )
     how.add_argument("--engine", default=ALL, metavar="NAME,...", help=help_)
-    help_ = "what is measured; load: of one checkpoint that each engine saves first (default: save_and_load)"
+    help_ = "what to measure; load: each engine saves one checkpoint first (default: save_and_load)"
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
-    help_ = "spread each file over N targets, in pieces of SIZE, on a file system that does so: 8 or 8x4MiB"
+    help_ = "stripe each file over N targets, in stripes of SIZE, on a file system that supports it: 8 or 8x4MiB"
     how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
-    help_ = "what sets it, with {count}, {size} and {directory} in it (default: that of Lustre or BeeGFS)"
+    help_ = "command that sets --striping, with {count}, {size} and {directory} (default: of Lustre or BeeGFS)"
     how.add_argument("--stripe-command", metavar="COMMAND", help=help_)
     how.add_argument("--dir", required=True, metavar="DIR", help="where to write, or s3://BUCKET/PREFIX")
-    how.add_argument("--repeat", type=int, default=4, metavar="N", help="4 are enough for a test (default: 4)")
+    how.add_argument(
+        "--repeat",
+        type=int,
+        default=4,
+        metavar="N",
+        help="repeats; 4 are the fewest for a statistical test (default: 4)",
+    )
     help_ = "also load with the page cache dropped (default: --cold)"
     how.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help=help_)
     help_ = "train for S seconds after a save; 0: the state changes at once (default: 2)"
@@ -163,26 +173,31 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         "--step-work", choices=("matmul", "idle"), default="matmul", help="what a step does (default: matmul)"
     )
     how.add_argument(
-        "--warmup-saves", type=int, default=1, metavar="N", help="first saves of a process, told apart (default: 1)"
+        "--warmup-saves",
+        type=int,
+        default=1,
+        metavar="N",
+        help="first saves of a process, reported separately (default: 1)",
     )
     how.add_argument("--no-storage", action="store_true", help="do not measure the storage itself")
     how.add_argument(
-        "--storage-bytes", type=parse_bytes, metavar="SIZE", help="to measure it with (default: a rank's, at most 2GiB)"
+        "--storage-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes per rank to measure the storage with (default: a rank's, at most 2GiB)",
     )
 
 
 def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
     out.add_argument(
-        "--all", action="store_true", help="table: throughputs, ratios, all that was measured of the storage"
+        "--all", action="store_true", help="table: add throughputs, ratios and every measurement of the storage"
     )
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
-    out.add_argument(
-        "--no-verdict", action="store_true", help="json: do not compare the engines; where SciPy is not installed"
-    )
+    out.add_argument("--no-verdict", action="store_true", help="json: do not compare the engines, which needs SciPy")
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
-    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
-    out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
+    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="write a restart trace for tools.ckpt_analysis")
+    out.add_argument("--keep", action="store_true", help="keep the last checkpoint of each engine in DIR")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -201,13 +216,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.sharding == "full" and (
         arguments.small_tensors is not None or (arguments.tp or 1) * (arguments.pp or 1) > 1
     ):
-        parser.error("--sharding full: the ranks of --dp share a --model equally, without --tp and --pp; drop those")
+        parser.error("--sharding full: --model is divided equally among --dp ranks, without --tp and --pp; drop those")
     if arguments.stripe_command is not None and arguments.striping is None:
-        parser.error(f"--stripe-command {arguments.stripe_command}: sets what --striping says; give that, too")
+        parser.error(f"--stripe-command {arguments.stripe_command}: needs --striping; add it")
     if arguments.no_verdict and arguments.format != "json":
         parser.error("--no-verdict: the table is a comparison; add --format json")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
-        parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
+        parser.error("--targets: needs the package `benchmarks`, which is only in a checkout; run it in one")
     return arguments
 
 
@@ -218,7 +233,7 @@ def _check_uri(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         "--limit-bytes fit": arguments.limit_bytes == FIT, "--storage-bytes": arguments.storage_bytes is not None,
     }  # fmt: skip
     for flag in (flag for flag, given in of_directories.items() if given):
-        parser.error(f"{flag}: is for directories, and --dir {arguments.dir} is in object storage; drop it")
+        parser.error(f"{flag}: applies to directories only, and --dir {arguments.dir} is in object storage; drop it")
 
 
 def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...]:
@@ -235,7 +250,7 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
 
 
 def _layout(arguments: argparse.Namespace) -> Layout:
-    """As asked for; without --tp and --pp that of the preset's script with the fewest ranks. Raises ConfigError."""
+    """The requested layout; without --tp and --pp the smallest one of the preset's scripts. Raises ConfigError."""
     tp, pp = arguments.tp, arguments.pp
     if tp is None and pp is None and arguments.model is not None and arguments.sharding != "full":
         tp, pp = preset_layout(arguments.model)

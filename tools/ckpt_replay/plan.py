@@ -12,11 +12,11 @@ from megatron.config.uris import Location, is_uri, parse_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
-# What is measured of the engines: with LOAD each saves once, unmeasured, and every repeat loads that checkpoint.
+# The operations to measure: with LOAD each engine saves once, not measured, and every repeat loads that checkpoint.
 SAVE_AND_LOAD, LOAD = "save_and_load", "load"
 OPERATIONS = (SAVE_AND_LOAD, SAVE, LOAD)
 
-# In place of an engine: the state's bytes alone, in a file for each rank, for each host, or in all (raw_engine.py).
+# In place of an engine: only the bytes of the state, in a file per rank, per host, or for all ranks (raw_engine.py).
 RAW_RANK, RAW_HOST, RAW_ALL = "raw-rank", "raw-host", "raw-all"
 RAW = {
     RAW_RANK: "the state's bytes alone, one file for each rank",
@@ -24,26 +24,26 @@ RAW = {
     RAW_ALL: "the state's bytes alone, one file in all",
 }
 
-# The checkpoints of the S3 connector for PyTorch, in place of an engine (connector.py): in object storage alone.
+# The S3 connector for PyTorch in place of an engine (connector.py): for object storage only.
 CONNECTOR = "s3torchconnector"
 _WITH_DCP = {CONNECTOR, "dcp", "dcp-async"}
 
-# Engine memory without storage: saves in this host's slots, and loads from there; or, with a copy of each save in a
-# process that takes the place of another host, loads from that copy (host_memory.py).
+# Engine memory without storage: saves in this host's slots, and loads from there; or copies of the saves in a process
+# that takes the place of another host, and loads from those (host_memory.py).
 MEMORY, MEMORY_PEER = "memory", "memory-peer"
 IN_MEMORY = {
     MEMORY: "saves in host memory alone, loads from there",
     MEMORY_PEER: "the same with a copy in another process, loads from that over the loopback",
 }
 
-# What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
-# transfers as it likes, so their block size says little.
+# Measurements of the storage itself: kind -> (threads, block in MiB), in all combinations. The kernel splits buffered
+# transfers itself, so their block size matters little.
 THREADS = (1, 2, 4, 8)
 STORAGE_KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "write_direct": (THREADS, (2, 8, 32)),
     "read_direct": (THREADS, (2, 8, 32)),
-    # What an engine must do, too: fill a buffer before it is written; check what it has read, and put it in its place,
-    # in memory that is not used yet, or is. (By threads and blocks as engine lazy has them.)
+    # With the other work of an engine: fill a buffer before it is written; verify what was read and copy it to its
+    # place, in untouched memory or in memory already in use. (Threads and blocks as in engine lazy.)
     "write_direct_filled": ((2, 4), (8,)),
     "read_direct_fresh": ((8,), (2,)),
     "read_direct_placed": ((8,), (2,)),
@@ -58,7 +58,7 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Share:
-    """What the replayed ranks hold: of a model's layout, or many small tensors."""
+    """What the replayed ranks hold: their shards of a model, or many small tensors."""
 
     model: str | None  # preset name; None with `small_tensors`
     layout: tuple[int, int, int]  # (tp, pp, dp)
@@ -74,7 +74,7 @@ class Share:
 class Steps:
     """The training that is simulated around a save of an asynchronous engine."""
 
-    total_s: float = 0.0  # 0: the optimizer steps, so to say, right after begin_save
+    total_s: float = 0.0  # 0: the state changes right after begin_save
     step_s: float = 1.0
     work: str = "matmul"  # or "idle"
 
@@ -85,12 +85,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Striping:
-    """How many targets of a parallel file system a file is spread over, in pieces of how many bytes; by whom."""
+    """How a file is striped over the targets of a parallel file system, and the command that sets it."""
 
     text: str  # as the user wrote it
     count: int
     piece_bytes: int | None  # None: the file system's own
-    command: str | None  # None: that of the file system
+    command: str | None  # None: the file system's own
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Request:
 
     @property
     def uses_dcp(self) -> bool:
-        """Whether an engine is asked for that imports torch.distributed.checkpoint."""
+        """Whether one of the engines imports torch.distributed.checkpoint."""
         return not _WITH_DCP.isdisjoint(self.engines)
 
 
@@ -130,22 +130,22 @@ class Task:
     index: int  # unique among the tasks of a replay
     repeat: int  # from 0
     engine: str | None
-    directory: str  # the checkpoints of this engine, or where the storage is measured
+    directory: str  # of this engine's checkpoints, or of the files that measure the storage
     first_step: int  # of the saves of this task
-    launch_id: str  # the same on all ranks, other than that of every other task
-    notes: Path  # directory of this host for what the processes of a rank tell each other
+    launch_id: str  # the same on all ranks, different for every task
+    notes: Path  # directory of this host for files that the processes of a rank exchange
     request: Request
-    measured: bool = True  # False: no trace of it is left
+    measured: bool = True  # False: no trace of it is written
 
     @property
-    def place(self) -> Location:
-        """`directory` as what it is."""
+    def location(self) -> Location:
+        """`directory` as a Location."""
         return location_of(self.directory)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be found out before the first task, for the ranks of these processes; see prepare.py."""
+    """The input of prepare.py, which runs before the first task, for the ranks of these processes."""
 
     request: Request
     notes: Path
@@ -153,27 +153,27 @@ class Preparation:
 
 
 def location_of(directory: str) -> Location:
-    """The directory, or the prefix of a bucket. Raises ConfigError naming --dir for a URI that is none."""
+    """The directory, or the prefix of a bucket. Raises ConfigError naming --dir for an invalid URI."""
     return parse_uri("--dir", directory) if is_uri(directory) else Path(directory)
 
 
 def checkpoint_flags(directory: str, options: Mapping[str, Any], engine: str = "torch") -> CheckpointConfig:
-    """The flags of a training that saves to `directory`. Raises ConfigError for those that it would refuse."""
+    """The flags of a training that saves to `directory`. Raises ConfigError for flags that it would refuse."""
     if not is_uri(directory):
         return CheckpointConfig(**options)
     return CheckpointConfig(save=directory, save_interval=1, checkpoint_engine=engine, **options)
 
 
 def state_file(notes: Path, process: int) -> Path:
-    """The planned state of a process's rank, its tensors on the meta device, pickled."""
+    """File of the pickled planned state of a process's rank, with tensors on the meta device."""
     return notes / f"state_{process:05d}.pt"
 
 
 def fingerprint_file(notes: Path, process: int) -> Path:
-    """Checksums of what a process saved last."""
+    """File of the checksums of what a process saved last."""
     return notes / f"fingerprints_{process:05d}.json"
 
 
 def result_file(notes: Path, task: int) -> Path:
-    """What all ranks measured in a task, written by the process of the first."""
+    """File of what all ranks measured in a task, written by the process of the first rank."""
     return notes / f"result_{task:05d}.json"

@@ -1,6 +1,6 @@
-"""Before anything is measured: which engines can run here, and what each rank holds.
+"""Finds out before the measurements which engines can run here, and plans the state of each rank.
 
-In a process of its own, since it imports every engine.
+Runs in a separate process, since it imports every engine.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .plan import (
 
 
 def prepare(path: Path) -> None:
-    """Read a pickled Preparation from the file `path`, and leave the answer beside it in answer.json.
+    """Read a pickled Preparation from the file `path`, and write the answer to answer.json in the same directory.
 
-    The answer: `problems` (engine -> why it cannot run here) and `bytes` (those of the tensors of each process's
-    rank), or `error`.
+    The answer: `problems` (engine -> why it cannot run here) and `bytes` (of the tensors of each process's rank), or
+    `error`.
     """
     asked: Preparation = pickle.loads(path.read_bytes())
     try:
@@ -42,7 +42,7 @@ def prepare(path: Path) -> None:
 
 
 def engine_problems(request: Request) -> dict[str, str]:
-    """Of the engines that cannot save from this machine to that place: why. Raises UnknownEngineError."""
+    """Engine -> why it cannot save from this machine to the request's directory. Raises UnknownEngineError."""
     problems: dict[str, str] = {}
     for name in request.engines:
         try:
@@ -62,7 +62,7 @@ def engine_problems(request: Request) -> dict[str, str]:
 
 
 def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
-    """Of the engines that cannot save on this machine, or have nothing to save: why. Raises UnknownEngineError."""
+    """Engine -> why it cannot save on this machine, or has nothing to save. Raises UnknownEngineError."""
     from megatron.checkpointing.engines.base import EngineOptions
     from megatron.checkpointing.engines.registry import create_engine, engine_class
 
@@ -83,11 +83,11 @@ def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
 
 
 def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
-    """Of what takes the place of an engine."""
+    """Why what takes the place of an engine cannot run here; None if it can."""
     if name != CONNECTOR:
         return f"engine {name} writes files: give it a --dir of a file system" if in_object_storage else None
     if not in_object_storage:
-        return f"engine {name} writes to object storage alone: give --dir s3://BUCKET/PREFIX"
+        return f"engine {name} writes to object storage only: give --dir s3://BUCKET/PREFIX"
     if importlib.util.find_spec("s3torchconnector") is None:
         install = "pip install 'megatron-restart[s3torchconnector]'"
         return f"engine {name}: package s3torchconnector is not installed; install it ({install})"
@@ -95,20 +95,22 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
 
 
 def _problem_of_memory(name: str, request: Request) -> str | None:
-    """Of saves in host memory."""
+    """Why saves in host memory cannot be replayed here; None if they can."""
     import torch
 
     if request.in_object_storage:
-        return f"engine {name}: saves go to host memory, and to no bucket; give it a --dir of a file system"
+        return f"engine {name}: saves go to host memory, not to a bucket; give it a --dir of a file system"
     if torch.cuda.is_available():
-        return f"engine {name}: slots are inherited by forked processes, and CUDA survives no fork; hide the GPUs"
+        return (
+            f"engine {name}: slots are inherited by forked processes, and CUDA does not survive a fork; hide the GPUs"
+        )
     if name == MEMORY_PEER and request.options["checksum"] == "none":
-        return f"engine {name}: no copy is taken that cannot be verified; leave --checksum none out"
+        return f"engine {name}: copies must be verifiable; drop --checksum none"
     return None
 
 
 def plan_states(asked: Preparation) -> list[int]:
-    """Write the planned state of each process into the notes; bytes of the tensors of each."""
+    """Write the planned state of each process to the directory `notes`; returns the bytes of the tensors of each."""
     import torch
 
     from .shares import planned_share, tensor_bytes

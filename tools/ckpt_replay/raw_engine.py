@@ -1,11 +1,11 @@
-"""The bytes of a state and nothing else, in one file for each rank, for each host, or in all: `raw-rank` and so on.
+"""The bytes of a state and nothing else, in one file per rank, per host, or for all ranks (`raw-rank`, ...).
 
-What an engine adds is left out, so that two of these differ in how many ranks share a file alone. Each is saved and
-loaded through the trainer's writer as an engine is, with fsync and commit; no training can be saved with one.
+These leave out what engines add, so that they differ only in how many ranks share a file. Each saves and loads through
+the trainer's writer as an engine does, with fsync and commit; the trainer does not offer them.
 
 A file begins with a table, JSON after its length in 8 bytes: process -> [start, length] of its extent. An extent is a
 header of the same form (skeletons of the states, names, types and shapes of their tensors) and the tensors in order.
-Everything begins at a multiple of 4096.
+All of them begin at multiples of 4096.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class RawEngine(CheckpointEngine):
-    """`name` says which ranks share a file. `sizes_of_all`, collective: what each process gave to it, in order."""
+    """`name` says which ranks share a file. `sizes_of_all`: collective, gathers the value of each process, in order."""
 
     name = "raw"
 
@@ -107,7 +107,7 @@ class RawEngine(CheckpointEngine):
             return {name: codec.join(header["states"][name], found[name]) for name in names}
 
     def _sharing(self, processes: int) -> list[int]:
-        """The processes whose extents are in this one's file."""
+        """The processes whose extents are in the file of this process."""
         rank, of_host = self.options.rank, self.options.local_world_size
         if self._kind == RAW_RANK:
             return [rank]
@@ -123,7 +123,7 @@ class RawEngine(CheckpointEngine):
         return f"rank_{rank:05d}.raw" if self._kind == RAW_RANK else f"host_{rank // of_host:05d}.raw"
 
     def _move(self, fd: int, start: int, parts: Sequence[Bytes], *, write: bool) -> int:
-        """Write the parts one after the other from `start` on, or read them; bytes moved. Raises OSError."""
+        """Write the parts in sequence from `start` on, or read them; returns the bytes moved. Raises OSError."""
         block = align_up(self.options.io_block_bytes)
         pieces = _Pieces(parts)
         threads = self.options.io_threads or _THREADS
@@ -149,7 +149,7 @@ class RawEngine(CheckpointEngine):
 
 
 class _Pieces:
-    """Parts one after the other, each from a multiple of the alignment on."""
+    """Parts in sequence, each beginning at a multiple of the alignment."""
 
     def __init__(self, parts: Sequence[Bytes]) -> None:
         self._parts = [part for part in parts if len(part)]
@@ -158,7 +158,7 @@ class _Pieces:
         self.length = int(self._starts[-1])
 
     def copy(self, view: memoryview, offset: int, *, out: bool) -> None:
-        """Between `view` and what lies from `offset` on: to the view if `out`, with zeros between the parts."""
+        """Copy between `view` and the parts from `offset` on: to the view if `out`, with zeros between the parts."""
         there = np.frombuffer(view, np.uint8)
         if out:
             there[:] = 0
@@ -173,7 +173,7 @@ class _Pieces:
 
 
 def _described(files: Sequence[FileState]) -> tuple[bytes, list[torch.Tensor]]:
-    """The header of an extent, and its tensors in order."""
+    """(the header of an extent, its tensors in order)."""
     states, entries, tensors = {}, [], []
     for file in files:
         states[file.name], mine = codec.split(file.state)
@@ -200,7 +200,7 @@ def _table(sizes: dict[int, int]) -> tuple[Bytes, dict[int, int], int]:
 
 
 def _header_at(fd: int, start: int, path: Path) -> tuple[Any, int]:
-    """(a header, the bytes that it takes in the file). Raises CheckpointDamagedError if there is none."""
+    """(a header, its bytes in the file). Raises CheckpointDamagedError if there is none."""
     view = aligned_memory(align_up(_LENGTH))
     read_all(fd, view, start)
     length = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
@@ -216,6 +216,6 @@ def _header_at(fd: int, start: int, path: Path) -> tuple[Any, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Of a tensor on the CPU its own memory, else a copy."""
+    """The memory of a tensor on the CPU, or a copy of a tensor on another device."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if math.prod(flat.shape) else np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""The order of a replay: in every repeat each engine saves and loads once, and the storage is measured beside them."""
+"""The order of a replay: in every repeat each engine saves and loads once, and the storage itself is measured."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from megatron.config.uris import Location, below
 from restart_trace.clock import now_ns
 
 from .launch import TaskError, WorkerGroup
-from .places import remove
+from .locations import remove
 from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
 
 @dataclass
 class Samples:
-    """All that was measured: engines[name][kind][repeat][process], storage[repeat][process]; the raw records.
+    """The raw records of all measurements: engines[name][kind][repeat][process], storage[repeat][process].
 
-    `failed`: engine -> what it said; it takes no part in later repeats.
+    `failed`: engine -> its error; it is left out of later repeats.
     """
 
     engines: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
     storage: list[list[dict[str, Any]]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    # engines[name][kind][repeat]: seconds of a task with its processes, what they set up included.
+    # engines[name][kind][repeat]: seconds of a task, including the set-up of its processes.
     tasks_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 @dataclass
 class Replay:
-    """Runs `request` with `workers` below `place`, which is its own. `launch_id` is new in every replay."""
+    """Runs `request` with `workers` in `location`, which no other replay uses. `launch_id`: new for every replay."""
 
     request: Request
     workers: WorkerGroup
-    place: Location
+    location: Location
     launch_id: str
     progress: Callable[[str], None]
     samples: Samples = field(default_factory=Samples)
     _tasks: int = 0
 
     def run(self) -> Samples:
-        """Raises TaskError if measuring the storage fails; an engine that fails is noted and left out from then on."""
+        """Raises TaskError if measuring the storage fails; an engine that fails is recorded and left out afterwards."""
         self.samples.engines = {name: {} for name in self.request.engines}
         variants = [*self.request.engines, *([STORAGE] if self.request.measure_storage else [])]
         for repeat in range(self.request.repeat):
@@ -55,12 +55,12 @@ class Replay:
         return self.samples
 
     def _storage(self, repeat: int) -> None:
-        found = self.workers.run(self._task(STORAGE, repeat, None, self.place))
+        found = self.workers.run(self._task(STORAGE, repeat, None, self.location))
         if found is not None:
             self.samples.storage.append(found)
 
     def _engine(self, name: str, repeat: int) -> None:
-        directory = below(self.place, name)
+        directory = below(self.location, name)
         try:
             for kind in self._kinds(name, repeat):
                 begun = now_ns()
@@ -79,7 +79,7 @@ class Replay:
 
     def _kinds(self, engine: str, repeat: int) -> list[str]:
         loads = [*([LOAD_COLD] if self.request.cold and engine not in IN_MEMORY else []), LOAD_WARM]
-        if self.request.in_object_storage:  # nothing of it is on the nodes
+        if self.request.in_object_storage:  # no part of it is on the nodes
             loads = [LOAD_COLD]
         saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []
         return saves if self.request.operations == SAVE else [*saves, *loads]

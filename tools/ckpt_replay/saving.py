@@ -22,7 +22,7 @@ from megatron.fileio.object_store import Traffic
 from . import memory
 from .connector import Connector
 from .context import RankContext
-from .places import remove
+from .locations import remove
 from .plan import CONNECTOR, RAW, fingerprint_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
@@ -31,10 +31,10 @@ from .tensors import alter, fingerprints, materialise
 
 @dataclass(frozen=True)
 class SaveSample:
-    """One save of one rank. Memory is what the engine added to the process, the state not included.
+    """One save of one rank. Memory: what the engine added to the process, without the state.
 
-    `blocked_s` is what the training thread waited; `durable_s` ends when the checkpoint is committed on rank 0, or all
-    ranks have agreed on a save in memory, and this rank knows it.
+    `blocked_s`: how long the training thread waited; `durable_s` ends when this rank knows that the checkpoint is
+    committed on rank 0, or that all ranks have agreed on a save in memory.
     """
 
     warmup: bool
@@ -47,16 +47,16 @@ class SaveSample:
     written_bytes: int
     num_files: int
     interference: float | None
-    # In which this rank's bytes were on their way; the rest of `durable_s` went into the coordination of ranks.
+    # Time in which this rank's bytes were transferred; the rest of `durable_s` is coordination of the ranks.
     moving_s: float
-    # To object storage, of this rank; None where nobody counts them. `retries` are among them.
+    # This rank's requests to object storage; None if they are not counted. `retries` are included.
     requests: int | None = None
     retries: int | None = None
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a save leaves to be counted. Times in ns."""
+    """The raw measurements of a save. Times in ns."""
 
     blocked_ns: int
     durable_ns: int
@@ -67,11 +67,11 @@ class _Saved:
 
 
 def run_saves(ctx: RankContext) -> dict[str, Any]:
-    """Save as often as the request says into the directory of the task; the last checkpoint stays."""
+    """Save as often as requested to the directory of the task; the last checkpoint is kept."""
     planned = ctx.planned()
     state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
-    # What importing it takes is no memory of its saves.
+    # So that the memory of its import does not count as memory of its saves.
     asynchronous = ctx.in_memory or (
         ctx.engine_name not in (CONNECTOR, *RAW) and engine_class(ctx.engine_name).asynchronous
     )
@@ -89,7 +89,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         sample = _timed_save(saver, step, state, steps, alone, before)
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
-            remove(below(ctx.place, names.tag_of(step)))
+            remove(below(ctx.location, names.tag_of(step)))
     fingerprint_file(ctx.task.notes, ctx.process).write_text(json.dumps(saved))
     saver.close()
     return {
@@ -102,19 +102,19 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
 
 
 def _settle(ctx: RankContext) -> None:
-    """Nothing left to write out or to remove, and all ranks here at once."""
+    """Wait until nothing is left to write out or to remove, and all ranks have reached this point."""
     ctx.wait_for_all()
     os.sync()
     ctx.wait_for_all()
 
 
 class _Saver:
-    """The engine of a task with the trainer's writer around it, or what is in its place."""
+    """The engine of a task with the trainer's writer, or what takes its place."""
 
     def __init__(self, ctx: RankContext) -> None:
         self.engine = ctx.create_engine()
         self.traffic: Traffic | None = None
-        self._place = ctx.place
+        self._location = ctx.location
         self._held = ExitStack()
         self._held.callback(self.engine.close)
         self._writer: CheckpointWriter | None = None
@@ -135,8 +135,8 @@ class _Saver:
     def save(self, step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]) -> _Saved:
         """Save `state`, then change it. Raises CheckpointSaveError if any rank failed."""
         if isinstance(self.engine, Connector):
-            assert isinstance(self._place, ObjectUri)
-            uri = ObjectUri(self._place.bucket, self._place.key(names.tag_of(step)))
+            assert isinstance(self._location, ObjectUri)
+            uri = ObjectUri(self._location.bucket, self._location.key(names.tag_of(step)))
             done = self.engine.save(uri, step, state)
             alter(state)
             took = done.committed_ns - done.start_ns
@@ -154,12 +154,12 @@ class _Saver:
         return _Saved(blocked, took, moving, save.flushed_ns, save.op.bytes or 0, save.op.num_files or 0)
 
     def _store_of(self, ctx: RankContext) -> CheckpointStore:
-        if isinstance(self._place, Path):
-            return SaveDirectory(self._place)
+        if isinstance(self._location, Path):
+            return SaveDirectory(self._location)
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
         from megatron.checkpointing.object_storage.saving import ObjectDirectory
 
-        checkpoints = open_checkpoints("--dir", str(self._place), ctx.flags)
+        checkpoints = open_checkpoints("--dir", str(self._location), ctx.flags)
         store = ObjectDirectory(checkpoints, ctx.process, None, None)
         self._held.callback(store.close)
         self.traffic = checkpoints.bucket.traffic
@@ -198,7 +198,7 @@ def _timed_save(
 def _train_during(
     writer: CheckpointWriter, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
 ) -> int:
-    """Train on, release the state before the optimizer steps, train on until the commit. Blocked time, ns."""
+    """Train, release the state before the optimizer steps, train until the commit. Returns the blocked time, ns."""
     save = writer.background.pending
     assert save is not None
     if steps.count:

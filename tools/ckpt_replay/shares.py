@@ -1,4 +1,4 @@
-"""The state that a replayed rank saves: planned on the meta device, and shrunk where the user asks for a quick look."""
+"""The state that a replayed rank saves: planned on the meta device, and limited in size on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.checkpointing.engines.base import FileState
 from ..common.tensor_trees import map_tensors, tensors_of
 from .plan import ReplayError, Share
 
-_LEFT_WHOLE = 64 << 10  # smaller tensors are not worth shrinking: they are there for their number
+_LEFT_WHOLE = 64 << 10  # smaller tensors are not shrunk: what matters is their number
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ def planned_share(share: Share, rank: int) -> Planned:
 
 
 def _equal_part(share: Share, rank: int) -> list[FileState]:
-    """One of as many equal parts of a whole model's state as there are ranks, as torch's FSDP shards flat parameters.
+    """The equal part of a model's state that one rank holds, as torch's FSDP shards flat parameters.
 
-    Each tensor is cut by its elements, in order, and padded: all ranks have tensors of the same shapes.
+    Each tensor is divided by its elements, in order, and padded: all ranks have tensors of the same shapes.
     """
     ranks = share.layout[2]
-    parts: dict[int, torch.Tensor] = {}  # one that is there twice stays one
+    parts: dict[int, torch.Tensor] = {}  # a tensor that occurs twice remains one object
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in parts:
@@ -71,7 +71,7 @@ def _planned_files(share: Share, rank: int) -> list[FileState]:
 
 
 def _one_object_per_memory(files: list[FileState]) -> list[FileState]:
-    """The same states, in which tensors that share their memory are one object: pickling keeps only that."""
+    """The same states with one object for tensors that share memory, since pickling preserves only object identity."""
     first: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def canonical(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,13 +87,13 @@ def _small_tensors(count: int, size: int, rank: int) -> list[FileState]:
 
 
 def tensor_bytes(files: list[FileState]) -> int:
-    """Bytes of all tensors; one that is there twice counts once."""
+    """Bytes of all tensors; one that occurs twice counts once."""
     found = {id(tensor): tensor.nbytes for file in files for _, tensor in tensors_of(file.state)}
     return sum(found.values())
 
 
 def limited(files: list[FileState], limit: int) -> list[FileState]:
-    """The same files and tensors, of which the larger have fewer rows, so that all have about `limit` bytes."""
+    """The same files and tensors, with fewer rows in the larger tensors, so that the total is about `limit` bytes."""
     sizes = {id(t): t.nbytes for file in files for _, t in tensors_of(file.state)}
     whole = sum(size for size in sizes.values() if size <= _LEFT_WHOLE)
     large = sum(sizes.values()) - whole
@@ -115,5 +115,5 @@ def limited(files: list[FileState], limit: int) -> list[FileState]:
             )
         return shrunk[id(tensor)]
 
-    # What placements say of a tensor's place in the model is no longer true of fewer rows, but as long.
+    # Placements are no longer correct for fewer rows, but have the same length.
     return [replace(file, state=map_tensors(file.state, shrink)) for file in files]

@@ -1,4 +1,4 @@
-"""Training steps in place of the real ones: work of a known size, so that what a save costs them can be seen."""
+"""Simulated training steps: work of a known size, so that the slowdown by a save can be measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from restart_trace.clock import now_ns
 
 from .plan import Steps
 
-_CPU_SIZE, _CUDA_SIZE = 320, 4096  # of the matrices: a few ms each
+_CPU_SIZE, _CUDA_SIZE = 320, 4096  # of the matrices: a product takes a few ms
 _TRIALS = 20
 _NAP_S = 0.005
 
@@ -31,7 +31,7 @@ class Unit:
 
 
 class SimulatedSteps:
-    """Steps of equally many units each; a unit is a matrix product, or a nap for work that needs no processor."""
+    """Steps with the same number of units; a unit is a matrix product, or a sleep for work that needs no processor."""
 
     def __init__(self, steps: Steps, device: torch.device) -> None:
         self._unit = _matmul(device) if steps.work == "matmul" else _nap
@@ -72,10 +72,10 @@ def _matmul(device: torch.device) -> Callable[[], None]:
 
 
 def interference(before: list[Unit], after: list[Unit], until_ns: int) -> float | None:
-    """By how much longer a unit took, in the mean, while a save was under way than with nothing else going on.
+    """Mean slowdown of a unit during a save, compared with units without a save; 0.05 is 5 % longer.
 
-    The save began between `before` and `after` and was under way until `until_ns`; what ran after that counts as
-    `before` does. 0.05 is 5 % longer. None if no unit ran whole during the save, or none without.
+    The save began between `before` and `after` and lasted until `until_ns`; units after that count as without a save.
+    None if no unit ran entirely during the save, or none without.
     """
     during = [unit.seconds for unit in after if unit.end_ns <= until_ns]
     alone = [unit.seconds for unit in before] + [unit.seconds for unit in after if unit.start_ns >= until_ns]

@@ -1,4 +1,4 @@
-"""What the storage itself can do: plain reads and writes of one file per rank, all ranks at once."""
+"""Measures the storage itself: plain reads and writes of one file per rank, all ranks concurrently."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MEMORY = max(max(threads) * max(blocks) for threads, blocks in STORAGE_KINDS.va
 
 
 def measure(ctx: RankContext) -> dict[str, Any]:
-    """Seconds of each kind, by threads and block; {} for a kind that this storage does not do.
+    """Seconds of each kind, by threads and block; {} for a kind that this storage does not support.
 
-    Every write is of a new file, set to its size beforehand, and ends with fsync; files are removed outside the
-    timed regions. Buffered reads are of files that are not in the page cache.
+    Every write is to a new file, truncated to its final size beforehand, and ends with fsync; files are removed outside
+    the timed regions. Buffered reads are of files that are not in the page cache.
     """
     raw = _RawFile(ctx, Path(ctx.task.directory) / f"storage_{ctx.process:05d}")
     found: dict[str, dict[str, float]] = {kind: {} for kind in STORAGE_KINDS}
@@ -44,7 +44,7 @@ def measure(ctx: RankContext) -> dict[str, Any]:
             for threads, block, name in _combinations("read_direct_fresh"):
                 place = np.empty(raw.size, dtype=np.uint8)
                 found["read_direct_fresh"][name] = raw.read(threads, block, place)
-                found["read_direct_placed"][name] = raw.read(threads, block, place)  # used by now
+                found["read_direct_placed"][name] = raw.read(threads, block, place)  # its pages are in use now
                 del place
         for threads, block, name in _combinations("write_buffered_fsync"):
             found["write_buffered_fsync"][name] = raw.write(threads, block, direct=False)
@@ -58,7 +58,7 @@ def measure(ctx: RankContext) -> dict[str, Any]:
 
 
 def _combinations(kind: str) -> Iterator[tuple[int, int, str]]:
-    """(threads, bytes of a block, name) of what is tried for a kind."""
+    """(threads, bytes of a block, name) of each combination of a kind."""
     for threads, block in itertools.product(*STORAGE_KINDS[kind]):
         yield threads, block * MIB, f"{threads}x{block}"
 
@@ -75,7 +75,7 @@ class _RawFile:
             self._view[offset : offset + MIB] = pattern
 
     def takes_direct(self) -> bool:
-        """Whether the file system of every rank takes O_DIRECT."""
+        """Whether the file system of every rank supports O_DIRECT."""
         error: str | None = None
         try:
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
@@ -95,9 +95,9 @@ class _RawFile:
             self._path.unlink()
 
     def write(self, threads: int, block: int, *, direct: bool, filled: bool = False) -> float:
-        """Seconds to write a new file, the final fsync included.
+        """Seconds to write a new file, including the final fsync.
 
-        `filled`: each buffer is copied from other memory just before it is written, which is in the time.
+        `filled`: each buffer is copied from other memory just before it is written, which is timed, too.
         """
         self.remove()
         self._settle()
@@ -114,15 +114,15 @@ class _RawFile:
             os.close(fd)
 
     def read(self, threads: int, block: int, place: np.ndarray[Any, Any] | None = None) -> float:
-        """Seconds to read the file that was written last, directly, into a few buffers, again and again.
+        """Seconds to read the file that was written last with O_DIRECT, into a few buffers that are reused.
 
-        With `place`, as large as the file, each block's CRC-32 is taken and it is copied to where it belongs there.
+        With `place`, memory as large as the file, the CRC-32 of each block is computed, and it is copied there.
         """
         self._ctx.wait_for_all()
         return self._read(threads, block, os.O_DIRECT, place)
 
     def read_buffered_cold(self, threads: int, block: int) -> float | None:
-        """Seconds to read it through the page cache; None if it could not be got out of there first."""
+        """Seconds to read it through the page cache; None if it could not be evicted from there first."""
         cold = page_cache.state_of(page_cache.drop([self._path])) == page_cache.COLD
         if self._ctx.control.agree(None if cold else "the file stays in the page cache"):
             return None
@@ -144,7 +144,7 @@ class _RawFile:
             os.close(fd)
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        """Copy to a buffer from elsewhere, as gathering tensors does."""
+        """Copy to a buffer from other memory, as gathering tensors does."""
         source = np.frombuffer(self._view[_MEMORY // 2 :], np.uint8)
         start = offset % (len(source) - len(view))
         np.copyto(np.frombuffer(view, np.uint8), source[start : start + len(view)])
@@ -200,7 +200,7 @@ class _RawFile:
 
 
 def _memory(size: int) -> memoryview:
-    """Aligned memory, in huge pages: direct transfers from and to scattered small pages are slower."""
+    """Aligned memory, in huge pages: direct I/O from and to scattered small pages is slower."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)

@@ -1,4 +1,4 @@
-"""The figures of a replay as a table for people."""
+"""The figures of a replay as a text table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TIMES = (
     ("cold load s", "load_cold_s"),
     ("warm load s", "load_warm_s"),
 )
-_OPTIONAL = ("memory MiB (kept)", "warm load s")  # columns that a narrow terminal has no room for
+_OPTIONAL = ("memory MiB (kept)", "warm load s")  # columns that are dropped on a narrow terminal
 _Engine = tuple[str, dict[str, Any]]  # name, figures
 
 
 def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
-    """The verdict, a line per engine, what has to be known of the figures, and the answer in the last lines.
+    """The verdict, a line per engine, notes on the figures, and the answer in the last lines.
 
-    `show_all`: also throughputs, ratios, every measurement of the storage, and the loads that do not count.
+    `show_all`: also throughputs, ratios, every measurement of the storage, and the loads that are not counted.
     """
     columns = [Column[_Engine]("engine", lambda engine: engine[0])]
     columns += [Column(title, partial(_time, name)) for title, name in _TIMES]
@@ -92,7 +92,7 @@ _OPERATION_COLUMNS = (
 
 
 def _operations(engines: list[_Engine]) -> list[str]:
-    """Saves and loads as the benchmark of the S3 connector for PyTorch prints them, and what it does not."""
+    """Saves and loads as the benchmark of the S3 connector for PyTorch prints them, and more."""
     rows = [(f"{name} {kind}", of) for name, found in engines for kind, of in found["operations"].items()]
     columns = [Column[_Engine]("engine and operation", lambda row: row[0])]
     columns += [Column(title, partial(_cell, name, form)) for title, name, form in _OPERATION_COLUMNS]
@@ -142,7 +142,7 @@ def _slower(interference: dict[str, Any] | None) -> str:
 
 
 def _ratios(figures: dict[str, Any]) -> list[str]:
-    """Times as fast as torch (blocked: as short), and parts of what the storage itself does."""
+    """Speed relative to torch (blocked: how many times shorter), and as a share of the storage's own throughput."""
     lines: list[str] = []
     engines = list(figures["engines"].items())
     torch = figures["engines"].get("torch")
@@ -198,7 +198,7 @@ def _storage(storage: dict[str, Any], show_all: bool) -> list[str]:
 
 
 def _notes(figures: dict[str, Any]) -> list[str]:
-    """What was left out, what failed, and which loads do not count."""
+    """Engines left out or failed, and loads that are not counted."""
     lines = [f"left out: {name}: {why}" for name, why in figures["left_out"].items()]
     for name, found in figures["engines"].items():
         if found["failed"]:
@@ -218,7 +218,7 @@ def _notes(figures: dict[str, Any]) -> list[str]:
 
 
 def _details(figures: dict[str, Any]) -> list[str]:
-    """Per engine its second load, the first write to what was loaded, and its first save."""
+    """Per engine: its second load, the first write to what was loaded, and its first save."""
     lines: list[str] = []
     for name, found in figures["engines"].items():
         if found["load_warm_again_s"] and found["load_warm_s"]:

@@ -1,4 +1,4 @@
-"""Memory behind planned tensors: random bits of which no two pages are alike, and checksums to know them by."""
+"""Fills planned tensors with random bits, no two pages alike, and computes their checksums."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def materialise(files: list[FileState], seed: int, device: torch.device) -> list
 
 
 def live_before_load(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:
-    """Of the planned `files` what training has in memory when it loads, with other values than those it will load.
+    """The part of the planned `files` that training has in memory when it loads, with values other than the saved ones.
 
-    Weights and masters: before its first step the optimizer has no moments.
+    Weights and master weights: before its first step the optimizer has no moments.
     """
     there: list[FileState] = []
     for file in files:
@@ -57,7 +57,7 @@ def live_before_load(files: list[FileState], seed: int, device: torch.device) ->
 
 
 def _fill_flat(planned: list[torch.Tensor], source: _Bits, made: dict[int, torch.Tensor]) -> None:
-    """Put all of `planned` into one buffer; `made` gets each tensor's view of it."""
+    """Put all of `planned` into one buffer; adds each tensor's view of it to `made`."""
     starts: dict[int, int] = {}
     total = 0
     for tensor in planned:
@@ -75,7 +75,7 @@ def _as(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Bits:
-    """A stretch of random words; each copy of it has another multiple of an odd constant added."""
+    """A sequence of random words; a different multiple of an odd constant is added to each copy."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ class _Bits:
         self._used = 0
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` of them as uint8, in memory of exactly that size."""
+        """`num_bytes` random bytes as uint8, in memory of exactly that size."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         whole = num_bytes // 8 * 8
         for part in memory[:whole].view(torch.int64).split(len(self._pattern)):
@@ -120,7 +120,7 @@ def fingerprints(states: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], directory: Path | str) -> None:
-    """Raise ReplayError naming the first tensor that is not what was saved, bit for bit as CRC-32 tells."""
+    """Raise ReplayError naming the first tensor that differs from what was saved, by type, shape and CRC-32."""
     found = fingerprints(states)
     for name, expected in saved.items():
         if found.get(name) != expected:
@@ -131,7 +131,7 @@ def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], director
 
 
 def alter(files: list[FileState]) -> None:
-    """Change every page of every tensor in place, as an optimizer step would: a torn checkpoint shows it."""
+    """Change every page of every tensor in place, as an optimizer step does: an inconsistent save shows."""
     seen: set[int] = set()
     for file in files:
         for _, tensor in tensors_of(file.state):

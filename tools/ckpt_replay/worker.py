@@ -1,12 +1,12 @@
-"""The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all that is heavy once and forks them.
+"""The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all heavy modules once and forks them.
 
-Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of it, pickled,
-`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves to host memory alone,
+Reads one JSON object per line from its standard input: `what` ("prepare" or "task"), `path` of its pickle,
+`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves only to host memory,
 `imports`: modules that the forked processes of this task and of later ones use. Answers
-with {"failed": process or null, "code"} when all have ended; when one fails, the others are killed. A forked process
-has the imports of this one and memory of its own, as after a start.
+with {"failed": process or null, "code"} when all have ended; if one fails, the others are killed. A forked process
+inherits the imports of this process, and otherwise starts with fresh memory.
 
-With CUDA, which does not survive a fork, each is a new interpreter instead: `... worker WHAT PATH PROCESS`.
+With CUDA, which does not survive a fork, each process is a new interpreter instead: `... worker WHAT PATH PROCESS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREPARE, TASK = "prepare", "task"
 
 
 def carry_out(what: str, path: Path, process: int) -> None:
-    """What process number `process` of a task does. Leaves its result in a file."""
+    """Run process number `process` of a task. Writes its result to a file."""
     if what == PREPARE:
         from .prepare import prepare
 
@@ -61,14 +61,16 @@ def _measure(ctx: Any) -> dict[str, Any]:
 
 
 class _Server:
-    """Forks the processes that it is asked for, and waits for them."""
+    """Forks the requested processes, and waits for them."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what imports print is no answer
+        os.dup2(2, 1)  # output of imports must not be read as an answer
         self._running: dict[int, int] = {}  # process id -> process number
         self._forks = True
-        self._kept: dict[str, str] = {}  # by what ranks find saves in memory, once there is an engine that has any
+        self._kept: dict[
+            str, str
+        ] = {}  # variables by which ranks find saves in memory, set for the first engine that has them
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
@@ -77,7 +79,7 @@ class _Server:
         import_heavy()
         import torch
 
-        # What all tasks need, so that no fork takes time or memory for it.
+        # Imports of all tasks, so that no forked process takes time or memory for them.
         from . import loading, saving, storage  # noqa: F401
 
         self._forks = not torch.cuda.is_available()
@@ -111,9 +113,9 @@ class _Server:
         self._running[pid] = number
 
     def _become(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> NoReturn:
-        """In the forked process: be the rank, then end as a forked process of multiprocessing does.
+        """In the forked process: run the rank, then exit as a forked process of multiprocessing does.
 
-        To take apart what the server has imported would first have all of it copied: 0.3 s of a processor.
+        A normal exit would tear down all imported modules, whose pages would first be copied: 0.3 s of processor time.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._running = {}
@@ -138,7 +140,7 @@ class _Server:
             os._exit(code)
 
     def _wait(self) -> dict[str, Any]:
-        """Wait for all that run; when one fails, end the others."""
+        """Wait for all running processes; if one fails, kill the others."""
         answer: dict[str, Any] = {"failed": None, "code": 0}
         while self._running:
             pid, status = os.wait()

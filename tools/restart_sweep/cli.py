@@ -116,7 +116,7 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
 
 def _check_bucket(storage: ObjectUri, sweep: Sweep, cells: list[Cell]) -> None:
     """Raises SweepError if --dir cannot be written to, or if what is asked for makes no sense in object storage."""
-    from ..ckpt_replay.places import problem_of
+    from ..ckpt_replay.locations import problem_of
     from ..common.sweep_files import COLD, STORAGE
     from .directory import SweepError
 

@@ -23,7 +23,7 @@ from restart_trace.process import versions
 from restart_trace.schema import SCHEMA_VERSION
 from restart_trace.version import __version__
 
-from ..ckpt_replay.places import store_in_words
+from ..ckpt_replay.locations import store_in_words
 from ..common.machine import filesystem_of, machine
 from ..common.sweep_files import ASIDE, CELLS, FAILED, FORMAT, PLANS, REQUEST, RESULT, SESSIONS, SWEEP, Cell, write_json
 from .sweep_file import Sweep

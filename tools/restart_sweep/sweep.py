@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.uris import Location, below
 from restart_trace.redaction import redact_command
 
-from ..ckpt_replay.places import remove
+from ..ckpt_replay.locations import remove
 from ..common.formatting import plural, size
 from ..common.sweep_files import FAILED, LOG, OK, Cell
 from .commands import Places, command_of, environment

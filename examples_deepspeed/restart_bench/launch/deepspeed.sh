@@ -1,8 +1,8 @@
-# Launching with DeepSpeed's launcher; sourced by common.sh. One command, which reaches the other nodes by itself.
+# Launching with DeepSpeed's launcher; sourced by common.sh. One command, which starts the ranks on the other nodes itself.
 
 deepspeed_num_commands() { echo 1; }
 
-deepspeed_starts_all() { ((NNODES == 1)) && ! over_hosts; } # its file of variables would be of the first launch only
+deepspeed_starts_all() { ((NNODES == 1)) && ! over_hosts; } # its file of variables would be that of the first launch
 
 # Sets COMMAND. Variables reach remote ranks through the file that DS_ENV_FILE names.
 deepspeed_command() {
@@ -11,7 +11,7 @@ deepspeed_command() {
         hosts=(--hostfile "$HOSTFILE" --num_nodes "$NNODES")
         file=(DS_ENV_FILE="$(deepspeed_env_file)")
         collect_deepspeed_env
-        ((NNODES > 1)) || ! over_hosts || hosts+=(--force_multi) # it would start the ranks of one host here
+        ((NNODES > 1)) || ! over_hosts || hosts+=(--force_multi) # without it, the ranks of a single host would start here
     fi
     COMMAND=(
         env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}" "${file[@]}"
@@ -24,12 +24,12 @@ deepspeed_command() {
 deepspeed_env_file() { printf '%s' "$WORK_DIR/deepspeed_env"; }
 
 # Sets DEEPSPEED_ENV to the lines of our file: the user's variables, ours, and the lines of the user's own files, which
-# DeepSpeed would read if DS_ENV_FILE did not name ours. It is the last line of a variable that counts.
+# DeepSpeed would read if DS_ENV_FILE did not name ours. The last line of a variable takes effect.
 collect_deepspeed_env() {
     local variable name=${DS_ENV_FILE:-.deepspeed_env} directory path line
     DEEPSPEED_ENV=()
     for variable in "${USER_ENV[@]}" "${LAUNCH_ENV[@]}"; do
-        [[ $variable != PYTHONPATH=* ]] || variable=PYTHONPATH=$PWD:${variable#*=} # DeepSpeed puts it first, too
+        [[ $variable != PYTHONPATH=* ]] || variable=PYTHONPATH=$PWD:${variable#*=} # as DeepSpeed does
         DEEPSPEED_ENV+=("$(deepspeed_line "$variable")") || exit
     done
     for directory in "${HOME:-}" .; do
@@ -44,8 +44,8 @@ collect_deepspeed_env() {
     done
 }
 
-# NAME=VALUE as DeepSpeed reads it: a line, stripped, whose value it puts between " for the other node's shell if there
-# is anything in it but these characters.
+# NAME=VALUE as DeepSpeed reads it: it strips the line, and quotes the value with " for the other node's shell if the value
+# contains other characters than those below.
 deepspeed_line() {
     local name=${1%%=*} value=${1#*=}
     if [[ $value == *$'\n'* || $value == [[:space:]]* || $value == *[[:space:]] ]]; then
@@ -71,8 +71,8 @@ deepspeed_launch() {
     deepspeed_over_hosts
 }
 
-# pdsh waits for every host, however the launch on one has ended: HOST_GRACE seconds (30) later DeepSpeed's launcher gets
-# SIGTERM, and ends those of all hosts.
+# pdsh waits for every host even if the launch on one has failed: HOST_GRACE seconds (30) after that, DeepSpeed's launcher
+# gets SIGTERM and ends the launches on all hosts.
 deepspeed_over_hosts() {
     local runner status=0 most=0 now ended=
     "${COMMAND[@]}" &
@@ -95,7 +95,7 @@ deepspeed_over_hosts() {
     return "$status"
 }
 
-# How many hosts pdsh is connected to, a child of DeepSpeed's launcher $1.
+# Prints the number of hosts to which pdsh, a child of DeepSpeed's launcher $1, is connected.
 deepspeed_connections() {
     local pdsh
     pdsh=$(pgrep -P "$1" -x 'pdsh(\.bin)?') || { echo 0; return; }

@@ -1,9 +1,9 @@
-# Variables of the user's environment that ranks on other nodes need, too; sourced by common.sh.
+# Exports variables of the user's environment to ranks on other nodes; sourced by common.sh.
 #
-# A process that this script starts here inherits them. What ssh or DeepSpeed's launcher starts on another node does not.
+# Processes that this script starts here inherit them; processes that ssh or DeepSpeed's launcher starts elsewhere do not.
 
 CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS)_|^(LD_LIBRARY_PATH|PYTHONPATH)$'
-# Settings of setup_env.sh, which runs on this node only; and what a cloud tells the container or the machine that this is.
+# Settings of setup_env.sh, which runs on this node only, and variables that describe this container or machine of a cloud.
 NOT_CARRIED='^TORCH_(VARIANT|INDEX_URL)$|^AWS_(CONTAINER_|EXECUTION_ENV$|LAMBDA_)'
 
 # Sets USER_ENV to NAME=VALUE of each variable of the families above and of each that EXPORT names.
@@ -28,7 +28,7 @@ is_secret() {
     [[ ${name^^} =~ TOKEN|KEY|SECRET|PASSW|CREDENTIAL || ${1#*=} =~ ://[^/@]*:[^/@]*@ ]]
 }
 
-# Sets CARRIED_ENV, which each launcher puts before its command, for display: with *** in place of secrets.
+# Sets CARRIED_ENV, which each launcher prefixes to its command, for display: with *** in place of secrets.
 show_user_env() {
     local variable
     CARRIED_ENV=()
@@ -38,7 +38,7 @@ show_user_env() {
     done
 }
 
-# Sets CARRIED_ENV for commands on other nodes, and SECRETS to a file with those that no list of processes may show.
+# Sets CARRIED_ENV for commands on other nodes, and SECRETS to a file with variables that must not show in process lists.
 carry_user_env() {
     local variable secrets=()
     CARRIED_ENV=() SECRETS=
@@ -51,14 +51,14 @@ carry_user_env() {
     fi
 }
 
-# Standard input to file $1, which nobody but this user may read.
+# Writes standard input to file $1, which only this user may read.
 write_private() {
     mkdir -p "$(dirname "$1")"
     rm -f "$1"
     (umask 077 && cat >"$1")
 }
 
-# Words that any POSIX shell reads as they are here: the user's shell on the other node may be one that has no $'...'.
+# Quotes words for any POSIX shell: the user's shell on the other node may not support $'...'.
 shell_quoted() {
     local word quoted= apostrophe="'\\''"
     for word in "$@"; do

@@ -16,7 +16,7 @@ fork_coordinates() {
     ((${#HOSTS[@]} > 0 && NNODES + SPARES > 1 && ${MAX_RESTARTS:-0} > 0)) && [[ -z ${NODE_RANK:-} ]]
 }
 
-# Sets COMMAND for node $1, or for the coordinator, whose number follows those of all nodes. COORDINATOR: where it listens.
+# Sets COMMAND for node $1, or for the coordinator, whose number follows the nodes'. COORDINATOR: its address.
 fork_command() {
     local options=(--master-addr "$MASTER_ADDR")
     if (($1 == NNODES + SPARES)); then
@@ -40,7 +40,7 @@ fork_command() {
     )
 }
 
-# Sets COMMAND to that of the coordinator, which writes its port to PORT_FILE.
+# Sets COMMAND to the coordinator's, which writes its port to PORT_FILE.
 fork_coordinate() {
     COMMAND=(
         env "${LAUNCH_ENV[@]}"
@@ -60,7 +60,7 @@ fork_launch() {
     fi
 }
 
-# The coordinator decides how the launch ends: a node that is lost is none of this shell's business.
+# The coordinator decides the exit status of the launch: this shell ignores lost nodes.
 launch_with_coordinator() {
     local node coordinator status=0
     PORT_FILE=$(mktemp -u)
@@ -77,13 +77,13 @@ launch_with_coordinator() {
     for ((node = 0; node < NNODES + SPARES; node++)); do
         start_node "$node"
     done
-    # A node's command that fails before all have joined is told by SIGUSR1; later the coordinator sees for itself.
+    # SIGUSR1 tells the coordinator that a node's command failed before all had joined; later it notices by itself.
     while kill -0 "$coordinator" 2>/dev/null; do
         status=0
         wait -n || status=$?
         ((status == 0)) || kill -USR1 "$coordinator" 2>/dev/null || true
     done
-    # Its status, unless that was the one just waited for
+    # The coordinator's status, unless the loop has just waited for it
     wait "$coordinator" || { (($? == 127)) || wait "$coordinator" || status=$?; }
     return "$status"
 }

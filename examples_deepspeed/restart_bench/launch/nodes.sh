@@ -11,7 +11,7 @@ count_gpus() {
     echo "$gpus"
 }
 
-# Sets DEVICE. Only a preset made for it runs on CPUs, and does so where GPUs are too few.
+# Sets DEVICE. Only presets made for CPUs run on them, if there are too few GPUs.
 settle_device() {
     LOCAL_GPUS=$(count_gpus)
     if [[ -z ${DEVICE:-} ]]; then
@@ -27,7 +27,7 @@ settle_device() {
 }
 
 # Within a PBS job, sets HOSTFILE to a list of its hosts, unless one is given. PBS_NODEFILE names a host once for each of
-# its tasks (mpiprocs, ppn); where it names each once, nothing is said of slots.
+# its tasks (mpiprocs, ppn); if it names each host once, the slots are unknown.
 settle_pbs_hosts() {
     [[ -n ${PBS_JOBID:-} && -n ${PBS_NODEFILE:-} && -z ${HOSTFILE:-} && -z ${NODE_RANK:-} && $LAUNCHER != srun ]] || return 0
     [[ -r $PBS_NODEFILE ]] || die "PBS_NODEFILE=$PBS_NODEFILE: cannot be read; set HOSTFILE to a list of the job's hosts"
@@ -37,7 +37,7 @@ settle_pbs_hosts() {
         "$PBS_NODEFILE" >"$HOSTFILE" || die "PBS_NODEFILE=$PBS_NODEFILE: its hosts cannot be written to $HOSTFILE"
 }
 
-# Sets HOSTS, HOST_SLOTS and HOSTS_SETTING, what the user calls it, from HOSTFILE: lines `HOST slots=N`, or host names alone.
+# Sets HOSTS, HOST_SLOTS and HOSTS_SETTING (the user's name for it) from HOSTFILE: lines `HOST slots=N`, or only host names.
 read_hostfile() {
     HOSTS=() HOST_SLOTS=()
     [[ -n ${HOSTFILE:-} ]] || return 0
@@ -97,7 +97,7 @@ require_port() {
     done
 }
 
-# Sets SPARES, the number of hosts that wait to take the place of a lost one, and COORDINATOR_ADDR, this host.
+# Sets SPARES, the number of hosts that wait to replace a lost one, and COORDINATOR_ADDR, this host.
 settle_spares() {
     local further=$((${#HOSTS[@]} > NNODES ? ${#HOSTS[@]} - NNODES : 0))
     : "${COORDINATOR_ADDR:=$(hostname)}"
@@ -142,7 +142,7 @@ check_nodes() {
     fi
 }
 
-# GPUS_SEEN: of the hostfile, or of this node, taken to be like the others where NNODES says how many there are.
+# Sets GPUS_SEEN from the hostfile, or from this node, assuming that all NNODES are like it.
 count_seen() {
     GPUS_SEEN=0
     local slots
@@ -159,7 +159,7 @@ count_seen() {
     fi
 }
 
-# Whether there is what the launch needs, before anything heavy is done.
+# Checks the devices and nodes that the launch needs, before anything expensive is done.
 check_devices() {
     if [[ $LAUNCHER == srun && -z ${SLURM_JOB_ID:-}${COMMAND_TO:-} ]]; then
         die_without_allocation
@@ -174,7 +174,7 @@ check_devices() {
     fi
 }
 
-# Whether the hosts have room for the ranks, on CPUs, too.
+# Checks that the hosts have slots for the ranks, also on CPUs.
 check_slots() {
     local node
     ((${#HOSTS[@]} >= NNODES)) ||
@@ -187,18 +187,18 @@ check_slots() {
     done
 }
 
-# Whether this launch is started on other hosts, through ssh, from here.
+# Whether this launch starts ranks on other hosts through ssh.
 over_hosts() {
     ((${#HOSTS[@]} > 0)) && [[ -z ${NODE_RANK:-} ]] && { ((NNODES + SPARES > 1)) || ! is_this_host "${HOSTS[0]}"; }
 }
 
-# Whether ssh reaches every host and finds this repository there; one message about all that fail.
+# Checks that ssh reaches every host and finds this repository there; one message names all hosts that fail.
 check_reach() {
     ! over_hosts || ask_hosts true
 }
 
-# Runs a command on every host, all at once, with --place and the number of the host as its last words. Sets ANSWERS to
-# what they print; one message about all on which it fails.
+# Runs a command on all hosts concurrently, with --place and the host's number as last arguments. Sets ANSWERS to their
+# output; one message names all hosts that fail.
 ask_hosts() {
     local node said failed='' advice='' answers
     answers=$(mktemp -d)
@@ -231,9 +231,9 @@ ask_host() {
         cd $(shell_quoted "$PWD") && exec $(shell_quoted "$@")"
 }
 
-# Whether MASTER_PORT is free where rank 0 will serve the rendezvous, all hosts know the name of that host, and all have
-# the same code and versions: asked on every host, before any rank is started. Hosts on which this script is started by
-# hand meet instead, see launch_per_node. A launcher that chooses a port itself finds a free one.
+# Checks that MASTER_PORT is free where rank 0 will serve the rendezvous, that all hosts resolve the name of that host, and
+# that all have the same code and versions: on every host, before any rank starts. Hosts on which this script is started
+# by hand compare themselves with meet_hosts instead. A launcher that chooses a port itself finds a free one.
 check_hosts() {
     [[ -z ${NODE_RANK:-} && ! ($LAUNCHER == srun && -z ${SLURM_JOB_ID:-}) ]] || return 0
     ((NNODES > 1)) || over_hosts || [[ -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
@@ -249,7 +249,7 @@ check_hosts() {
     elif over_hosts; then
         ask_hosts "${tell[@]}"
     else
-        ANSWERS=$("${tell[@]}") || die "the port and the address of rank 0 could not be looked at"
+        ANSWERS=$("${tell[@]}") || die "the port and the address of rank 0 could not be checked"
     fi
     wrong=$(run_tool megatron.launch.check_hosts judge <<<"$ANSWERS") || die "${wrong:-the hosts could not be compared}"
 }
@@ -263,7 +263,7 @@ meet_hosts() {
 }
 
 check_gpus() {
-    # Within an allocation Slurm gives the devices, and refuses what it has not.
+    # Within an allocation Slurm assigns the devices, and refuses a request for more than it has.
     [[ $DEVICE == cuda && $LAUNCHER != srun ]] || return 0
     if ((GPUS_SEEN < WORLD_SIZE)); then
         die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \
@@ -274,7 +274,7 @@ check_gpus() {
     fi
 }
 
-# Where nobody starts this script on the other nodes but the user.
+# Checks NODE_RANK if the user must start this script on the other nodes.
 check_node_rank() {
     ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ $LAUNCHER != srun && -z ${COMMAND_TO:-} ]] || return 0
     [[ $LAUNCHER != deepspeed ]] || die "LAUNCHER=deepspeed on $NNODES nodes: name them in HOSTFILE"
@@ -283,7 +283,7 @@ check_node_rank() {
             "MASTER_ADDR=<host of node 0>"
 }
 
-# A set-up made on a machine without GPUs, as a login node, has a torch that cannot use those of this one.
+# An environment that was created on a machine without GPUs, such as a login node, has a torch without CUDA.
 check_torch_build() {
     local stamp=${VENV_DIR:-$ROOT/.venv}/.setup_stamp
     [[ $DEVICE == cuda && -z ${SKIP_SETUP:-} ]] || return 0
@@ -291,7 +291,7 @@ check_torch_build() {
         die "the installed torch is a CPU build; run TORCH_VARIANT=cuda $BENCH_DIR/setup_env.sh first"
 }
 
-# On one node, this one, several trainings may run: each gets a port of its own.
+# Several trainings may run on this node: each gets its own port.
 settle_port() { ((NNODES > 1)) || over_hosts || : "${MASTER_PORT:=$(free_port)}"; }
 
 free_port() {

@@ -16,17 +16,17 @@ srun_command() {
     )
 }
 
-# The first host of the allocation, where Slurm starts rank 0. It need not be this one: salloc leaves us on a login node.
+# Prints the first host of the allocation, where Slurm starts rank 0. It may differ from this one: salloc runs on a login node.
 first_allocated_host() {
     local nodes=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}} hosts=()
     command -v scontrol >/dev/null ||
-        die "scontrol, which tells the hosts of SLURM_JOB_NODELIST=$nodes, is not on PATH; set MASTER_ADDR to the first of them"
+        die "scontrol, which lists the hosts of SLURM_JOB_NODELIST=$nodes, is not on PATH; set MASTER_ADDR to the first of them"
     mapfile -t hosts < <(scontrol show hostnames "$nodes")
     ((${#hosts[@]} > 0)) || die "scontrol names no host of SLURM_JOB_NODELIST=$nodes; set MASTER_ADDR"
     printf '%s' "${hosts[0]}"
 }
 
-# Whether Slurm's variables agree with each other and with the layout.
+# Checks that Slurm's variables agree with each other and with the layout.
 check_allocation() {
     local nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}} list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}} hosts=()
     [[ -z $nodes || $nodes =~ ^[1-9][0-9]*$ ]] ||
@@ -42,8 +42,8 @@ check_allocation() {
         die "SLURM_JOB_NODELIST=$list names ${#hosts[@]} hosts, SLURM_JOB_NUM_NODES=$nodes; unset what you have set"
 }
 
-# Runs a command on the nodes that the ranks will be on, with --place and the number of the node as its last words. Sets
-# ANSWERS to what they print.
+# Runs a command on the nodes of the ranks, with --place and the node's number as last arguments. Sets ANSWERS to their
+# output.
 ask_allocation() {
     local said
     said=$(mktemp)

@@ -5,7 +5,7 @@ torchrun_num_commands() { echo "$NNODES"; }
 
 torchrun_starts_all() { ((NNODES == 1)) && ! over_hosts; }
 
-# Sets COMMAND for node $1. Static rendezvous: the quickest to come up, and a failed rank ends the launch.
+# Sets COMMAND for node $1. Static rendezvous is the fastest to start, and a failed rank ends the launch.
 torchrun_command() {
     COMMAND=(
         env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}"
@@ -32,34 +32,34 @@ launch_per_node() {
     exec "${COMMAND[@]}"
 }
 
-# By its full name or by the first part of it, where either is not full.
+# Whether $1 is this host: by the full name, or by its first part if one of the two names is not full.
 is_this_host() {
     local name
     name=$(hostname)
     [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$name" || $1 == "${name%%.*}" || $name != *.* && ${1%%.*} == "$name" ]]
 }
 
-# To be run at exit: a failure in here would replace the exit code.
+# Runs at exit, so no command in it may fail: that would replace the exit code.
 stop_jobs() {
     [[ -z $SECRETS ]] || rm -f "$SECRETS" || true
     kill $(jobs -pr) 2>/dev/null || true
     wait || true
 }
 
-# Start the command of node $1 in the background, on its host.
+# Starts the command of node $1 in the background, on its host.
 start_node() {
     node_command "$1"
     if is_this_host "${HOSTS[$1]}"; then
         "${COMMAND[@]}" &
     else
-        # A terminal of its own makes the remote processes end with the connection.
+        # With a terminal (-tt), the remote processes end with the connection.
         ssh -tt -o BatchMode=yes "${HOSTS[$1]}" \
             "cd $(shell_quoted "$PWD") ${SECRETS:+&& . $(shell_quoted "$SECRETS")} && exec $(shell_quoted "${COMMAND[@]}")" \
             </dev/null &
     fi
 }
 
-# Node 0 is the first host. When one node's command ends badly, those of the others are stopped.
+# Node 0 is the first host. If the command of one node fails, the commands of the others are stopped.
 launch_over_hosts() {
     local node pid pids=() status=0
     trap stop_jobs EXIT
@@ -72,7 +72,7 @@ launch_over_hosts() {
         wait -n || status=$?
     done
     if ((status == 0)); then
-        # Those that had ended before they were waited for
+        # Commands that had ended before `wait -n` was called
         for pid in "${pids[@]}"; do
             wait "$pid" || status=$?
             ((status != 127)) || status=0

@@ -449,9 +449,12 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--tp 2 -- --num-layers 2", "--tp 2: without --model, give --tensor-model-parallel-size 2"),
         ("-- --num-layers 2", "required flags are missing: --hidden-size"),
         ("--dp 2", "--model is missing: give one of tiny"),
-        ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: tells what a run needs; give --run, too"),
+        ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: is about what a run needs; add --run"),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
-        ("--model tiny --engine memory --host-memory --run", "--run: not told with --host-memory; drop one of the two"),
+        (
+            "--model tiny --engine memory --host-memory --run",
+            "--run: not printed with --host-memory; drop one of the two",
+        ),
         (
             "--model tiny --engine memory --host-memory -- --save x --replicas 2",
             "--replicas 2: more copies than hosts (1: host 0); give 1 at most, or more hosts",

@@ -88,10 +88,10 @@ def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], messa
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--no-cold"], "--no-cold: is for directories, and --dir s3://b/p is in object storage; drop it"),
-        (["--striping", "4"], "--striping: is for directories"),
-        (["--limit-bytes", "fit"], "--limit-bytes fit: is for directories"),
-        (["--sharding", "full", "--tp", "2"], "--sharding full: the ranks of --dp share a --model equally"),
+        (["--no-cold"], "--no-cold: applies to directories only, and --dir s3://b/p is in object storage; drop it"),
+        (["--striping", "4"], "--striping: applies to directories only"),
+        (["--limit-bytes", "fit"], "--limit-bytes fit: applies to directories only"),
+        (["--sharding", "full", "--tp", "2"], "--sharding full: --model is divided equally among --dp ranks"),
     ],
 )
 def test_what_has_no_meaning_in_object_storage(
@@ -112,7 +112,7 @@ def test_engines_of_object_storage() -> None:
     found = problems("s3://bucket/prefix")
     assert "lazy" not in found and "does not save to object storage" in found["fastpersist"]
     assert "give it a --dir of a file system" in found["raw-all"]
-    assert "writes to object storage alone: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
+    assert "writes to object storage only: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
     with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
         location_of("s3://bucket")
 
@@ -252,9 +252,9 @@ def test_saves_in_memory_are_measured_where_they_are_asked_for() -> None:
     assert not {"memory", "memory-peer"} & set(request("all").engines)
     assert request("memory,memory-peer").engines == ("memory", "memory-peer")
     unverified = request("memory-peer", "--dir", ".", "--checksum", "none")
-    assert "no copy is taken that cannot be verified" in engine_problems(unverified)["memory-peer"]
+    assert "copies must be verifiable; drop --checksum none" in engine_problems(unverified)["memory-peer"]
     stored = engine_problems(request("memory", "--dir", "s3://bucket/prefix"))
-    assert "saves go to host memory, and to no bucket; give it a --dir of a file system" in stored["memory"]
+    assert "saves go to host memory, not to a bucket; give it a --dir of a file system" in stored["memory"]
     with pytest.raises(ReplayError, match="^--engine memory: the slots of all ranks are held by one process, and a "):
         request("memory", world_size=1)
 
@@ -311,5 +311,5 @@ def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.Captu
     missing = tmp_path / "mistyped" / "deeper"
     others = ["--dir", str(tmp_path)] if flag == "--trace-dir" else []
     assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN
-    assert f"{flag} {missing}: {missing.parent} is no directory; make it first" in capsys.readouterr().err
+    assert f"{flag} {missing}: {missing.parent} is not a directory; create it first" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -85,7 +85,7 @@ def test_every_rank_finds_its_state_in_the_file_that_it_shares(kind: str, tmp_pa
 def test_stripes_are_set_by_a_command_or_refused_with_the_name_of_the_file_system(tmp_path: Path) -> None:
     """No parallel file system can be had here: a program takes the place of the one that sets its stripes."""
     striping = parse_striping("8x4MiB")
-    with pytest.raises(ReplayError, match=f"is on {filesystem_of(tmp_path)}, whose files are not striped"):
+    with pytest.raises(ReplayError, match=f"is on {filesystem_of(tmp_path)}, which is not known to stripe files"):
         check_striping(striping, tmp_path)
     command = "touch {directory}/{count}_{size}"
     set_striping(with_command("8x4MiB", command), tmp_path)

@@ -231,7 +231,7 @@ def test_no_space_for_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert begin in captured.out and list(disk.iterdir()) == []
             assert captured.err == (
                 f"ckpt-analysis: {disk / 'page.html'}: cannot be written: No space left on device; give another "
-                "place with -o\n"
+                "path with -o\n"
             )
         fill(disk / "ballast")
         assert main(["import", str(log), "-o", str(disk / "run")]) == 2

@@ -91,7 +91,7 @@ def test_a_log_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (done.returncode, done.stderr) == (0, "")
     assert main(["summary", str(tmp_path / "run")]) == 0
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
-    assert done.returncode == 2 and "give a directory with -o" in done.stderr
+    assert done.returncode == 2 and "which has no directory: give one with -o" in done.stderr
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

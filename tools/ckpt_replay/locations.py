@@ -1,4 +1,4 @@
-"""The place of a replay's checkpoints, a directory or a prefix of a bucket: whether it can be used, and its removal."""
+"""The location of a replay's checkpoints, a directory or a prefix of a bucket: check it, remove it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _bucket(name: str) -> Bucket:
-    # Only here: what it needs is not there where the tools alone are installed.
+    # Imported here: its dependencies are missing where only the tools are installed.
     from megatron.fileio.object_store import Bucket
 
     return Bucket(name)
 
 
 def check_writable(uri: ObjectUri) -> None:
-    """Raises ObjectStoreError if nothing can be written below the prefix, naming what to change."""
+    """Raises ObjectStoreError if the prefix cannot be written, naming what to change."""
     bucket, key = _bucket(uri.bucket), uri.key(".ckpt_replay")
     bucket.check_reachable(uri.key(""))
     bucket.put(key, b"")
@@ -32,7 +32,7 @@ def check_writable(uri: ObjectUri) -> None:
 
 
 def problem_of(uri: ObjectUri) -> str | None:
-    """Why nothing can be written below the prefix, and what to change; None if it can."""
+    """Why the prefix cannot be written, and what to change; None if it can."""
     try:
         check_writable(uri)
     except ObjectStoreError as exc:
@@ -40,13 +40,13 @@ def problem_of(uri: ObjectUri) -> str | None:
     return None
 
 
-def remove(place: Location) -> None:
-    """All that is there. What of a bucket cannot be removed stays: the figures are what was asked for."""
-    if isinstance(place, Path):
-        shutil.rmtree(place, ignore_errors=True)
+def remove(location: Location) -> None:
+    """Remove everything there. Errors of a bucket are ignored: the figures are what the user asked for."""
+    if isinstance(location, Path):
+        shutil.rmtree(location, ignore_errors=True)
         return
     try:
-        bucket, prefix = _bucket(place.bucket), place.key("")
+        bucket, prefix = _bucket(location.bucket), location.key("")
         bucket.delete([info.key for info in bucket.list(prefix)])
         for key, upload in bucket.unfinished_uploads(prefix):
             bucket.abort_upload(key, upload)
@@ -55,6 +55,6 @@ def remove(place: Location) -> None:
 
 
 def store_in_words() -> str:
-    """Which object storage; a bucket's is no file system."""
+    """The name of the object storage, reported in place of a file system."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return f"object storage at {endpoint}" if endpoint else "Amazon S3"
