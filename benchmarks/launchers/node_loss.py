@@ -129,7 +129,7 @@ class Setting:
     directory: Path
     hosts: tuple[str, ...]
     nodes: Nodes
-    told: list[str]
+    command: list[str]
     flags: list[str]
     limit_s: float
 
@@ -158,11 +158,11 @@ def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Se
     hosts = hosts_of_hostfile()
     if len(hosts) != NODES + 1:
         raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
-    told = preset_command(
+    command = preset_command(
         directory, DP=1, ITERS=_ITERATIONS, SAVE_INTERVAL=_SAVE_INTERVAL, ENGINE=arguments.engine, SPARES=1
     )
-    program = next(i for i, word in enumerate(told) if word.endswith("pretrain_gpt.py"))
-    return Setting(directory, hosts, nodes, told[: program + 1], told[program + 1 :], arguments.time_limit)
+    program = next(i for i, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
+    return Setting(directory, hosts, nodes, command[: program + 1], command[program + 1 :], arguments.time_limit)
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
@@ -193,11 +193,11 @@ def last_host(trace_dir: Path) -> str:
 def _await_idle_nodes(count: int, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while True:
-        told = subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], capture_output=True, text=True).stdout.split()
-        if told.count("idle") == count:
+        states = subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], capture_output=True, text=True).stdout.split()
+        if states.count("idle") == count:
             return
         if time.monotonic() > deadline:
-            raise MeasurementError(f"Slurm: {count} idle nodes were expected: {' '.join(told)}")
+            raise MeasurementError(f"Slurm: {count} idle nodes were expected: {' '.join(states)}")
         time.sleep(0.2)
 
 
@@ -205,7 +205,7 @@ def _command(variant: str, setting: Setting, place: Path) -> list[str]:
     """The command that launches a variant, with all that it leaves in `place`."""
     flags = [*setting.flags, *directories_in(place)]
     if variant == SPARE:
-        return [*setting.told, *flags]
+        return [*setting.command, *flags]
     program = [str(ROOT / "pretrain_gpt.py"), *flags]
     rank = {
         "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",

@@ -92,13 +92,13 @@ exit status: 0 measured, 2 could not run
 
 @dataclass
 class Setting:
-    """What all variants have in common. `told`: the command, but for its directories; what was found is collected."""
+    """What all variants have in common. `command`: without its directories; `loads` and `downloads` are collected."""
 
     directory: Path
     hosts: tuple[str, ...]
     nodes: Nodes
     program: Program
-    told: list[str]
+    command: list[str]
     limit_s: float
     link_mbit: int | None
     loads: dict[str, list[float]] = field(default_factory=dict)  # seconds, by variant
@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def measure(directory: Path, nodes: Nodes) -> dict[str, Any]:
         with contextlib.closing(Program(shlex.split(os.environ["NODES_COMMAND"]))) as program:
             hosts = _hosts()
-            told = _told(directory, len(hosts) - 1)
-            setting = Setting(directory, hosts, nodes, program, told, arguments.time_limit, arguments.link_mbit)
+            command = _preset_command(directory, len(hosts) - 1)
+            setting = Setting(directory, hosts, nodes, program, command, arguments.time_limit, arguments.link_mbit)
             samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
             return analyse(samples, setting)
 
@@ -151,7 +151,7 @@ def _hosts() -> tuple[str, ...]:
     return hosts
 
 
-def _told(directory: Path, nodes: int) -> list[str]:
+def _preset_command(directory: Path, nodes: int) -> list[str]:
     """Prepare the preset's data and ask for its command. Raises DrillError or OSError."""
     dp = nodes * RANKS // 4
     growth = math.sqrt(14 / (2 + 12 / dp))  # bytes for each parameter: weights in bf16, a DP share of Adam's state
@@ -172,7 +172,7 @@ def sample(variant: str, setting: Setting, number: int) -> float:
     setting.program.call("slow-storage", str(_STORAGE_MBYTE * 1000 if variant == SLOW else 0))
     with named(variant), ended(setting.nodes, setting.hosts, place):
         seconds = restarted(
-            [*setting.told, *directories_in(place), *_FLAGS[variant]],
+            [*setting.command, *directories_in(place), *_FLAGS[variant]],
             place,
             at=_FAULT_AT,
             saved=_SAVE_INTERVAL,
@@ -242,16 +242,16 @@ def analyse(samples: dict[str, list[float]], setting: Setting) -> dict[str, Any]
 
 def _targets(samples: dict[str, list[float]], loads: dict[str, list[float]]) -> list[str]:
     """What the figures say of the targets, for people."""
-    told = []
+    lines = []
     if PEER in samples and CACHED in samples:
         ratio = statistics.median(samples[PEER]) / statistics.median(samples[CACHED])
         verdict = "met" if ratio < _TARGET_RATIO else "MISSED"
-        told.append(f"to the next step, {PEER} / {CACHED}: {ratio:.2f}; target: below {_TARGET_RATIO:g}: {verdict}")
+        lines.append(f"to the next step, {PEER} / {CACHED}: {ratio:.2f}; target: below {_TARGET_RATIO:g}: {verdict}")
     if PEER in samples and SLOW in samples:
         ratio = statistics.median(loads[SLOW]) / statistics.median(loads[PEER])
         verdict = "met" if ratio >= _TARGET_LOAD else "MISSED"
-        told.append(f"load, {SLOW} / {PEER}: {ratio:.1f}; target: at least {_TARGET_LOAD:g}: {verdict}")
-    return told
+        lines.append(f"load, {SLOW} / {PEER}: {ratio:.1f}; target: at least {_TARGET_LOAD:g}: {verdict}")
+    return lines
 
 
 def render(found: dict[str, Any]) -> str:

@@ -54,6 +54,6 @@ def interleaved(arguments: argparse.Namespace, sample: Callable[[str, int], floa
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             samples[name].append(sample(name, number))
-            told = f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s"
-            print(told, file=sys.stderr, flush=True)
+            message = f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s"
+            print(message, file=sys.stderr, flush=True)
     return samples

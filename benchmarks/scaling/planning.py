@@ -63,13 +63,13 @@ def measure_planning(ranks: int) -> Planning:
         surveys.append(Survey(list(_saved_by(old, rank)), needed))
     everything = [tensor for survey in surveys for tensor in survey.tensors]
     begin = now_ns()
-    told = [pickle.dumps(survey) for survey in surveys_of_each(surveys)]
+    received = [pickle.dumps(survey) for survey in surveys_of_each(surveys)]
     dealing = now_ns() - begin
     sizes = {tensor.path: 1 << 40 for tensor in everything}
     shares, plan_ns = [], []
     for rank in range(ranks):
         begin = now_ns()
-        shares.append(_share(new, rank, pickle.loads(told[rank]), sizes))
+        shares.append(_share(new, rank, pickle.loads(received[rank]), sizes))
         plan_ns.append(now_ns() - begin)
     begin = now_ns()
     dealt = [pickle.dumps(mine) for mine in shares_of_each(shares)]
@@ -78,7 +78,7 @@ def measure_planning(ranks: int) -> Planning:
         begin = now_ns()
         to_verify(pickle.loads(dealt[rank]), rank)
         plan_ns[rank] += now_ns() - begin
-    told_bytes, shares_bytes = ([len(one) for one in items] for items in (told, dealt))
+    told_bytes, shares_bytes = ([len(one) for one in items] for items in (received, dealt))
     seconds = [taken / 1e9 for taken in plan_ns]
     return Planning(
         tensors=len(everything),
@@ -90,12 +90,12 @@ def measure_planning(ranks: int) -> Planning:
     )
 
 
-def _share(layout: Layout, rank: int, told: Survey, sizes: dict[Path, int]) -> Share:
-    index = SourceIndex(told.tensors)
+def _share(layout: Layout, rank: int, received: Survey, sizes: dict[Path, int]) -> Share:
+    index = SourceIndex(received.tensors)
     held = _held(layout, rank)
     numel = sum(part["numel"] for part in held)
     targets = [Target(torch.empty(numel, device="meta"), kind, shard_placement(kind, held, numel)) for kind in _KINDS]
-    assert told.kinds == {kind_of(tensor) for tensor in told.tensors}
+    assert received.kinds == {kind_of(tensor) for tensor in received.tensors}
     return Reading(plan(targets, index), sizes, "auto", None).share()
 
 

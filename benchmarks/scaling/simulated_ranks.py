@@ -207,9 +207,9 @@ class Process:
         if command == "listen":
             return [asdict(rank.where) for rank in self._ranks]
         if command == "connect":
-            told = [_neighbours(one) for one in argument]
+            neighbours = [_neighbours(one) for one in argument]
             connections = list(
-                self._pool.map(lambda pair: pair[0].connect(pair[1]), zip(self._ranks, told, strict=True))
+                self._pool.map(lambda pair: pair[0].connect(pair[1]), zip(self._ranks, neighbours, strict=True))
             )
             return {"connections": max(connections)}
         if self._task.mark:
@@ -227,9 +227,9 @@ class Process:
         return list(self._pool.map(lambda rank: work(rank, argument), self._ranks))
 
 
-def _neighbours(told: dict[str, Any]) -> Neighbours:
-    parent = None if told["parent"] is None else Where(**told["parent"])
-    return Neighbours(parent, tuple((rank, host) for rank, host in told["children"]), told["secret"])
+def _neighbours(fields: dict[str, Any]) -> Neighbours:
+    parent = None if fields["parent"] is None else Where(**fields["parent"])
+    return Neighbours(parent, tuple((rank, host) for rank, host in fields["children"]), fields["secret"])
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ load_settings() {
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
-        die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: are used by DRY_RUN=plan only; set it, or leave them out"
+        die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: are used only by DRY_RUN=plan; set it, or leave them out"
     [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
     [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
@@ -297,7 +297,8 @@ train() {
     (($# > 3)) || check_hosts # those of a launch of the drill's were compared when it asked for the command
     prepare_data
     if [[ -n ${COMMAND_TO:-} ]]; then
-        write_command        return
+        write_command
+        return
     fi
     if (($# > 3)); then # launched by the drill, which has checked its command and measures the time of this launch
         "${LAUNCHER}_launch"

@@ -180,8 +180,8 @@ class BackgroundSaves:
         """The saves that are over since the last call, oldest first. Waits for nothing."""
         if self.pending is not None and self.pending.over:
             self._finish()
-        told, self._finished = self._finished, []
-        return told
+        finished, self._finished = self._finished, []
+        return finished
 
     def _finish(self) -> None:
         if self.pending is not None:

@@ -148,7 +148,7 @@ DECISIONS: dict[str, Decision] = {
 }
 """Setting of megatron.config -> what becomes of another value of it."""
 
-_TOLD = (Kind.APPLIED, Kind.MODEL, Kind.DATA, Kind.NO_EFFECT)
+_REPORTED = (Kind.APPLIED, Kind.MODEL, Kind.DATA, Kind.NO_EFFECT)
 # Settings that mean nothing in some runs.
 _MATTERS_IF: dict[str, Callable[[argparse.Namespace], bool]] = {
     **dict.fromkeys(("rotary_percent", "rope_theta"), lambda args: args.use_rotary_position_embeddings),
@@ -176,12 +176,12 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
     lines = []
     specs = {field.name: spec_of(field) for cls in GROUPS.values() for field in dataclasses.fields(cls)}
     # Both begin another training with the weights: what comes next is no matter of the checkpoint's data order.
-    told = (Kind.MODEL,) if mine.finetune else _TOLD
+    reported = (Kind.MODEL,) if mine.finetune else _REPORTED
     if mine.reset_iteration:
-        told = tuple(kind for kind in told if kind is not Kind.DATA)
+        reported = tuple(kind for kind in reported if kind is not Kind.DATA)
     for name, spec in specs.items():
         decision = DECISIONS[name]
-        if decision.kind not in told or not hasattr(saved, name):
+        if decision.kind not in reported or not hasattr(saved, name):
             continue
         if not (_matters(name, saved) and _matters(name, mine)) or (name in _OF_OPTIMIZER_STATE and mine.no_load_optim):
             continue

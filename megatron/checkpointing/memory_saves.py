@@ -397,9 +397,9 @@ def _of_other_layouts(hosts: Sequence[_Found]) -> list[_Other]:
         first, _ = next(iter(parts.values()))
         if len(parts) != Layout(**first["layout"]).world_size:
             continue
-        told = sorted(((record["file"], key, peers) for key, (record, peers) in parts.items()), key=lambda it: it[1])
-        files = {file["name"]: tuple(file[name] for name in _FILE) for file, _, _ in told}
-        holders = {file["name"]: (key, peers) for file, key, peers in told}
+        entries = sorted(((record["file"], key, peers) for key, (record, peers) in parts.items()), key=lambda it: it[1])
+        files = {file["name"]: tuple(file[name] for name in _FILE) for file, _, _ in entries}
+        holders = {file["name"]: (key, peers) for file, key, peers in entries}
         whole.append(_Other(save, first["step"], first["tag"], first["model"], first["layout"], files, holders))
     return whole
 

@@ -212,12 +212,12 @@ def owner_of(generation: int, content: Any) -> Owner:
     if not isinstance(content, dict) or content.get("generation") != generation:
         raise ValueError("no owner of this generation")
     owner = Owner(**content)
-    told = (owner.launch_id, owner.host, owner.claimed)
-    texts = (*told, owner.launch_key, owner.boot_id, owner.pid_namespace)
+    shown = (owner.launch_id, owner.host, owner.claimed)
+    texts = (*shown, owner.launch_key, owner.boot_id, owner.pid_namespace)
     if not all(isinstance(text, str) for text in texts) or type(owner.pid) is not int:
         raise ValueError("fields of the wrong type")
-    if not all(text.isprintable() for text in told):
-        raise ValueError("what is told of it cannot be printed")
+    if not all(text.isprintable() for text in shown):
+        raise ValueError("the owner has unprintable characters")
     return owner
 
 

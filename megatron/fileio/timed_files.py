@@ -39,7 +39,7 @@ class Timeline:
     def shares(self, kinds: Sequence[str], start_ns: int, end_ns: int) -> dict[str, int]:
         """Ns of the window spent on each of `kinds`; the rest under "". Together they are the window.
 
-        A moment in which several were under way, in several threads, counts for the first of them in `kinds`.
+        A time in which several were under way, in several threads, counts for the first of them in `kinds`.
         """
         found = sorted(
             (max(begin, start_ns), min(end, end_ns), kind)
@@ -56,9 +56,9 @@ class Timeline:
         events = sorted(event for begin, end, kind in found for event in ((begin, kind, 1), (end, kind, -1)))
         active = dict.fromkeys(kinds, 0)
         before = start_ns
-        for moment, kind, step in [*events, (end_ns, kinds[0], 0)]:
-            spent[next((name for name in kinds if active[name]), "")] += moment - before
-            before = moment
+        for time_ns, kind, step in [*events, (end_ns, kinds[0], 0)]:
+            spent[next((name for name in kinds if active[name]), "")] += time_ns - before
+            before = time_ns
             active[kind] += step
         return spent
 

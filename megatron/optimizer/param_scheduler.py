@@ -196,5 +196,5 @@ class OptimizerParamScheduler:
             if self._override:
                 logger.info("--override-opt_param-scheduler: %s %s -> %s (%s)", name, theirs, mine, flags)
             elif self._use_checkpoint:
-                told = "--use-checkpoint-opt_param-scheduler: %s stays %s, not %s (%s)"
-                logger.info(told, name, theirs, mine, flags)
+                message = "--use-checkpoint-opt_param-scheduler: %s stays %s, not %s (%s)"
+                logger.info(message, name, theirs, mine, flags)

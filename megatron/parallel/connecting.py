@@ -174,8 +174,8 @@ def connect_all_ranks(
         everybody = sorted(
             (Where(**json.loads(line)) for line in store.get(_WHERE).decode().splitlines()), key=lambda w: w.rank
         )
-        told = [json.dumps(asdict(one)) for one in neighbours_of_all(everybody)]
-        store.multi_set([_NEIGHBOURS.format(rank) for rank in range(world_size)], told)
+        values = [json.dumps(asdict(one)) for one in neighbours_of_all(everybody)]
+        store.multi_set([_NEIGHBOURS.format(rank) for rank in range(world_size)], values)
     mine = json.loads(store.get(_NEIGHBOURS.format(rank)))
     parent = None if mine["parent"] is None else Where(**mine["parent"])
     children = tuple((child, name) for child, name in mine["children"])

@@ -207,10 +207,10 @@ class Tree:
     def _ranks_below(self) -> list[list[int]]:
         """Of each child, it and the ranks below it; collective."""
         self._begin()
-        told = self._receive(_UP, self._children)
+        received = self._receive(_UP, self._children)
         if self._parent is not None:
-            self._send(_UP, [self._parent], [_RANK.pack(self._rank) + b"".join(told)])
-        return [[rank for (rank,) in _RANK.iter_unpack(ranks)] for ranks in told]
+            self._send(_UP, [self._parent], [_RANK.pack(self._rank) + b"".join(received)])
+        return [[rank for (rank,) in _RANK.iter_unpack(ranks)] for ranks in received]
 
     def give_up(self, why: str) -> None:
         """Close the connections, and let all ranks know why. Does nothing once it is closed."""

@@ -52,7 +52,7 @@ def take_members() -> list[Peer]:
 
 
 class Sent(NamedTuple):
-    """What came of sending copies. `interleaved`: what `Traffic.told` says; empty if they went at once."""
+    """What came of sending copies. `interleaved`: what `Traffic.statistics` returns; empty if they went at once."""
 
     num_bytes: int
     errors: list[str]
@@ -86,8 +86,8 @@ def send_copies(
     `slot`: its number among those of this host. `keep`: the save that no peer may overwrite. `interleave`: send
     while training leaves the network idle, and at once when it waits (`traffic`). Raises PeerError.
     """
-    told = {"slot": slot, "peers": peers, "keep": keep, "timeout_s": deadline_s, "interleave": interleave}
-    answer = ask(own, deadline_s, ask="send", **told)
+    request = {"slot": slot, "peers": peers, "keep": keep, "timeout_s": deadline_s, "interleave": interleave}
+    answer = ask(own, deadline_s, ask="send", **request)
     return Sent(int(answer["bytes"]), [str(text) for text in answer["errors"]], answer["interleaved"])
 
 

@@ -308,7 +308,7 @@ class Holder:
                     raise
                 thread.join(every_s)
         sent = file_size(record) * (len(peers) - len(errors))
-        interleaved = self._traffic.told(list(copies.values())) if copies else {}
+        interleaved = self._traffic.statistics(list(copies.values())) if copies else {}
         channel.tell(bytes=sent, errors=[errors[peer] for peer in peers if peer in errors], interleaved=interleaved)
 
     # Taking and giving

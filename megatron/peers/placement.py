@@ -100,15 +100,15 @@ def _apart(domains: Sequence[str], copies: int) -> list[int]:
 
 def _check_apart(hosts: Sequence[str], found: Sequence[Sequence[int]], domains: Mapping[str, str], copies: int) -> None:
     for host, others in enumerate(found):
-        together = [hosts[host], *(hosts[other] for other in others)]
-        if len({domains[name] for name in together}) < copies:
+        group = [hosts[host], *(hosts[other] for other in others)]
+        if len({domains[name] for name in group}) < copies:
             sizes: dict[str, int] = {}
             for name in hosts:
                 sizes[domains[name]] = sizes.get(domains[name], 0) + 1
-            told = ", ".join(f"{domain} {number}" for domain, number in sorted(sizes.items()))
+            counts = ", ".join(f"{domain} {number}" for domain, number in sorted(sizes.items()))
             raise PlacementError(
                 f"--failure-domain: {copies} copies of each save on {len(hosts)} hosts cannot all be in different "
-                f"domains (hosts of each: {told}); spread the hosts more evenly over domains, or lower --replicas"
+                f"domains (hosts of each: {counts}); spread the hosts more evenly over domains, or lower --replicas"
             )
 
 

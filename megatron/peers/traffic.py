@@ -355,8 +355,8 @@ class Traffic:
             self.profile, self._profiled_at = profile_of(steps, link.bytes_per_s), self._times[0].steps
             self._profiling = False
 
-    def told(self, copies: Sequence[Copy]) -> Mapping[str, Any]:
-        """What became of the copies of one save, as the asker hears it."""
+    def statistics(self, copies: Sequence[Copy]) -> Mapping[str, Any]:
+        """How the copies of one save were sent, for the rank that asked for them."""
         idle = () if self.profile is None else self.profile.idle
         return {
             "waited_s": max((copy.waited_ns for copy in copies), default=0) / 1e9,

@@ -66,11 +66,11 @@ def file_summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
     `header_bytes`: of its first extent. Empty of a save that has no checksums, of which nothing is read in parts.
     """
-    told = record.get("file", {})
-    if not told.get("extents"):
+    described = record.get("file", {})
+    if not described.get("extents"):
         return {}
-    facts = {name: told.get(name) for name in ("name", "num_bytes", "checksum", "states")}
-    return {"file": facts | {"header_bytes": told["extents"][0][0]}}
+    facts = {name: described.get(name) for name in ("name", "num_bytes", "checksum", "states")}
+    return {"file": facts | {"header_bytes": described["extents"][0][0]}}
 
 
 def extents_of(record: Mapping[str, Any]) -> list[Extent]:

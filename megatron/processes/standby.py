@@ -33,14 +33,14 @@ def wait_for_release(load_ahead: Callable[[], object] | None = None) -> None:
 
     `load_ahead` is called first, and for each LOAD: as often in every rank.
     """
-    told = LOAD
-    while told != RELEASE:
+    command = LOAD
+    while command != RELEASE:
         if load_ahead is not None:
             name_process(LOADS)
             load_ahead()
         name_process(WAITS)
-        told = os.read(int(os.environ[VARIABLE]), 1)
-        if not told:  # the launcher is gone
+        command = os.read(int(os.environ[VARIABLE]), 1)
+        if not command:  # the launcher is gone
             raise SystemExit(1)
     name_process(Path(f"/proc/{os.getppid()}/comm").read_text().strip())
 

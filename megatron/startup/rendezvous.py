@@ -89,6 +89,6 @@ def _check_in(store: Any, rank: int, world_size: int) -> None:
     if store.add(_ARRIVED, 1) == world_size:
         store.compare_set(_GO, "", "go")
     store.wait([_GO])
-    told = store.get(_GO).decode()
-    if told != "go":
-        raise ConfigError(told)
+    answer = store.get(_GO).decode()
+    if answer != "go":
+        raise ConfigError(answer)

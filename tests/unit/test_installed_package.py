@@ -152,7 +152,7 @@ def test_targets_are_refused_where_there_are_no_benchmarks(installed: Path, tmp_
     done = subprocess.run(
         [installed / "bin" / "python", *words], cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2 and "--targets: the package `benchmarks`" in done.stderr
+    assert done.returncode == 2 and "--targets: needs the package `benchmarks`" in done.stderr
 
 
 def test_an_editable_install_has_no_import_hook_and_the_same_scripts(

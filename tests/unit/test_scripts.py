@@ -295,7 +295,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (
             "run_7b_tp4_pp2.sh",
             {"BLOCKED_TARGET": "5"},
-            "BLOCKED_TARGET=5 DURABLE_TARGET=: are used by DRY_RUN=plan only",
+            "BLOCKED_TARGET=5 DURABLE_TARGET=: are used only by DRY_RUN=plan",
         ),
         ("run_7b_tp4_pp2.sh", {"KILL_AT": "3"}, "KILL_AT=3: MODE=train injects no fault; use MODE=restart"),
         ("run_7b_tp4_pp2.sh", {"KILL_AT": "3", "MODE": "replay"}, "KILL_AT=3: MODE=replay injects no fault"),

@@ -78,9 +78,9 @@ class WorkerGroup:
         line = ""
         with contextlib.suppress(BrokenPipeError):
             in_memory = isinstance(asked, Task) and asked.engine in IN_MEMORY
-            told = {"what": what, "path": str(path), "ranks": ranks, "in_memory": in_memory}
-            told["imports"] = [_DCP] if isinstance(asked, Preparation) and asked.request.uses_dcp else []
-            self.server.stdin.write(json.dumps(told) + "\n")
+            message = {"what": what, "path": str(path), "ranks": ranks, "in_memory": in_memory}
+            message["imports"] = [_DCP] if isinstance(asked, Preparation) and asked.request.uses_dcp else []
+            self.server.stdin.write(json.dumps(message) + "\n")
             self.server.stdin.flush()
             line = self.server.stdout.readline()
         if not line:

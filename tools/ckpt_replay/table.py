@@ -202,8 +202,8 @@ def _notes(figures: dict[str, Any]) -> list[str]:
     lines = [f"left out: {name}: {why}" for name, why in figures["left_out"].items()]
     for name, found in figures["engines"].items():
         if found["failed"]:
-            told = found["failed"].splitlines()
-            lines.append(f"FAILED: {name}: {' ... '.join(dict.fromkeys((told[0], told[-1])))}")
+            error = found["failed"].splitlines()
+            lines.append(f"FAILED: {name}: {' ... '.join(dict.fromkeys((error[0], error[-1])))}")
         if found["in_memory_s"]:
             lines.append(
                 f"{name}: {IN_MEMORY[name]}; all ranks have agreed on a save {_seconds(found['in_memory_s'])} s "

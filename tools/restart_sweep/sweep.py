@@ -119,7 +119,7 @@ def _reason(ended: Ended, log: Path, time_limit_s: float) -> str | None:
     if ended.exit_code == 0:
         return None
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = " / ".join(lines[-_SAID_OF_A_FAILURE:])[-600:] or "it printed nothing"
+    output = " / ".join(lines[-_SAID_OF_A_FAILURE:])[-600:] or "it printed nothing"
     if ended.exit_code is None:
-        return f"not ended after {time_limit_s:g} s (time_limit); the log ends with: {told}"
-    return f"exit code {ended.exit_code}: {told}"
+        return f"not ended after {time_limit_s:g} s (time_limit); the log ends with: {output}"
+    return f"exit code {ended.exit_code}: {output}"

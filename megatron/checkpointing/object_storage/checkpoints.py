@@ -178,8 +178,8 @@ class StoredCheckpoints:
             path = candidate.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             uri = f"{candidate.uri}{name}"
-            told = UnderWay(READING, "the download of", uri)
-            with told, op.span("load", "download", file=name) as span, _alone(path):
+            marker = UnderWay(READING, "the download of", uri)
+            with marker, op.span("load", "download", file=name) as span, _alone(path):
                 if not path.exists():  # another rank of the node may have fetched it
                     num_bytes = manifest.files[name].num_bytes
                     self._fetch(candidate, name, path, num_bytes)

@@ -101,5 +101,5 @@ class SourceIndex:
 
 def _key(part: Part) -> _Key:
     """Equal for parts with the same runs. The last item is where the part begins in its tensor."""
-    told = [part.get(key) for key in ("shape", "dim", "ranges", "start", "numel")]
-    return str(told), part.get("offset")
+    fields = [part.get(key) for key in ("shape", "dim", "ranges", "start", "numel")]
+    return str(fields), part.get("offset")

@@ -27,11 +27,11 @@ class SaveDraft:
     first: datetime | None = None
     last: datetime | None = None
 
-    def seen_at(self, moment: datetime | None) -> None:
+    def seen_at(self, time: datetime | None) -> None:
         """A dated line of this save."""
-        if moment is not None:
-            self.first = self.first or moment
-            self.last = moment
+        if time is not None:
+            self.first = self.first or time
+            self.last = time
 
     def finish(self, world_size: int, ends_are_known: bool) -> ImportedSave:
         """The save. Bytes are given only if the shards of all `world_size` ranks were counted.

@@ -46,7 +46,7 @@ class ListingDraft:
         return False
 
     def finish(self, saves: list[tuple[int, datetime, datetime]]) -> Listing | None:
-        """The listing; `saves` are (step, first, last moment) of each save that the log dates."""
+        """The listing; `saves` are (step, first, last time) of each save that the log dates."""
         if not (self.files or self.directories or self.usage):
             return None
         low = high = None
@@ -67,11 +67,11 @@ def _top(usage: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
 
 def _step_of(times: set[str], saves: list[tuple[int, datetime, datetime]]) -> int | None:
     """The one save during whose minutes every file was last written; None if none or several fit."""
-    moments = [_minute(text) for text in times]
+    minutes = [_minute(text) for text in times]
     fitting = [
         step
         for step, first, last in saves
-        if moments and all(moment and _key(first) <= moment <= _key(last) for moment in moments)
+        if minutes and all(time and _key(first) <= time <= _key(last) for time in minutes)
     ]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -87,8 +87,8 @@ def _minute(text: str) -> tuple[int, int, int, int] | None:
     return _MONTHS.index(month) + 1, int(day), int(hour), int(minute)
 
 
-def _key(moment: datetime) -> tuple[int, int, int, int]:
-    return moment.month, moment.day, moment.hour, moment.minute
+def _key(time: datetime) -> tuple[int, int, int, int]:
+    return time.month, time.day, time.hour, time.minute
 
 
 def size_range(text: str) -> tuple[int, int]:

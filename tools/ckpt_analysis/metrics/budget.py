@@ -104,8 +104,8 @@ def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> 
     begins: list[int] = []
     for index, (number, start_ns, _) in enumerate(rows):
         failure = failure_of(frames.events, number - 1) if index else None
-        moment = failure.began_ns if failure else times.last_records[rows[index - 1][0]] if index else start_ns
-        begins.append(max([moment, *begins[-1:]]))
+        begin_ns = failure.began_ns if failure else times.last_records[rows[index - 1][0]] if index else start_ns
+        begins.append(max([begin_ns, *begins[-1:]]))
     resumed = {start.cycle: start.resumed_step for start in starts}
     restarts = {start.cycle for start in starts if start.is_restart}
     found = []

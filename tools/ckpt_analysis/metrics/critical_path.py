@@ -157,11 +157,11 @@ def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
     mine = windows.filter((pl.col("rank") == rank) & (pl.col("start_ns") < until)).sort("start_ns", "end_ns")
     columns = mine.select("phase", "start_ns", pl.min_horizontal("end_ns", pl.lit(until)), "occurrence")
     spans = [_Window(*row) for row in columns.iter_rows()]
-    moments = sorted({moment for span in spans for moment in (span.start_ns, span.end_ns)})
+    boundaries = sorted({boundary for span in spans for boundary in (span.start_ns, span.end_ns)})
     active: list[tuple[int, int]] = []  # (-start, index in spans): the span begun last is on top
     found: list[_Window] = []
     following = 0
-    for start_ns, end_ns in zip(moments, moments[1:], strict=False):
+    for start_ns, end_ns in zip(boundaries, boundaries[1:], strict=False):
         while following < len(spans) and spans[following].start_ns <= start_ns:
             heapq.heappush(active, (-spans[following].start_ns, following))
             following += 1

@@ -22,7 +22,7 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
 
     Of several hosts the last one's `stopped` counts: no rank is started again before all have ended.
     If nobody injected it, the first `detected` event takes its place: a supervisor that only watches, as hooks in
-    torchrun's agent, knows no earlier moment. None if no supervisor recorded one (a job killed by hand).
+    torchrun's agent, knows no earlier time. None if no supervisor recorded one (a job killed by hand).
     """
     mine = events.filter((pl.col("operation") == "failure") & (pl.col("cycle") == cycle)).sort("time_ns")
     first = mine.filter(pl.col("phase") == "injected").tail(1)
@@ -30,31 +30,31 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
         first = mine.filter(pl.col("phase") == "detected").head(1)
     if first.is_empty():
         return None
-    moment = first["time_ns"].item()
-    later = mine.filter(pl.col("time_ns") >= moment)
-    hosts = tuple(_on_host(later, host, moment) for host in later["host"].unique(maintain_order=True).drop_nulls())
-    relaunched = _first(later, "relaunched", moment)
+    began_ns = first["time_ns"].item()
+    later = mine.filter(pl.col("time_ns") >= began_ns)
+    hosts = tuple(_on_host(later, host, began_ns) for host in later["host"].unique(maintain_order=True).drop_nulls())
+    relaunched = _first(later, "relaunched", began_ns)
     return Failure(
-        moment,
+        began_ns,
         FailureTimes(
             fault=first["detail"].item(),
-            detected_s=_first(later, "detected", moment),
-            stopped_s=_stopped(hosts, relaunched) if len(hosts) > 1 else _first(later, "stopped", moment),
+            detected_s=_first(later, "detected", began_ns),
+            stopped_s=_stopped(hosts, relaunched) if len(hosts) > 1 else _first(later, "stopped", began_ns),
             relaunched_s=relaunched,
             hosts=hosts if len(hosts) > 1 else (),
         ),
     )
 
 
-def _first(events: pl.DataFrame, phase: str, moment: int) -> float | None:
-    """Seconds from `moment` to the first event of a phase."""
+def _first(events: pl.DataFrame, phase: str, began_ns: int) -> float | None:
+    """Seconds from `began_ns` to the first event of a phase."""
     times = events.filter(pl.col("phase") == phase)["time_ns"]
-    return None if times.is_empty() else (times[0] - moment) / 1e9
+    return None if times.is_empty() else (times[0] - began_ns) / 1e9
 
 
-def _on_host(events: pl.DataFrame, host: str, moment: int) -> HostFailureTimes:
+def _on_host(events: pl.DataFrame, host: str, began_ns: int) -> HostFailureTimes:
     mine = events.filter(pl.col("host") == host)
-    return HostFailureTimes(host, *(_first(mine, phase, moment) for phase in ("detected", "stopped", "relaunched")))
+    return HostFailureTimes(host, *(_first(mine, phase, began_ns) for phase in ("detected", "stopped", "relaunched")))
 
 
 def _stopped(hosts: tuple[HostFailureTimes, ...], relaunched: float | None) -> float | None:

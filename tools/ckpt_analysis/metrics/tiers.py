@@ -76,10 +76,12 @@ def replications(frames: Frames, probes: pl.DataFrame) -> dict[int, Replication]
     spans = frames.spans_of(pl.col("operation") == "save", pl.col("phase").cast(pl.String) == "replicate")
     if spans.is_empty():
         return {}
-    told = probes.filter(pl.col("at") == "end").select("group", "rank", "replicate_waited_s", "replicate_at_once_bytes")
+    replication = probes.filter(pl.col("at") == "end").select(
+        "group", "rank", "replicate_waited_s", "replicate_at_once_bytes"
+    )
     ranks = spans.group_by("group", "rank").agg(pl.col("bytes").sum(), pl.col("duration_ns").sum())
     found = {}
-    rows = ranks.join(told, on=["group", "rank"], how="left").sort("group", "duration_ns", "rank")
+    rows = ranks.join(replication, on=["group", "rank"], how="left").sort("group", "duration_ns", "rank")
     for (group,), mine in rows.group_by("group", maintain_order=True):
         waited, at_once = mine["replicate_waited_s"].drop_nulls(), mine["replicate_at_once_bytes"].drop_nulls()
         found[group] = Replication(

@@ -82,10 +82,10 @@ def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
 
 def no_frames() -> Frames:
     """The frames of a run of which nothing is known rank by rank: without rows."""
-    who = {"cycle": pl.Int64, "rank": pl.Int64}
+    rank_columns = {"cycle": pl.Int64, "rank": pl.Int64}
     window = {"start_ns": pl.Int64, "end_ns": pl.Int64}
     kind = {"group": pl.UInt32, "operation": pl.String}
-    operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
+    operation = kind | rank_columns | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
     operation |= {"tier": pl.String} | window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
     span = {"op": pl.UInt32, "phase": NAME, "detail": NAME, "file": pl.Categorical, "bytes": pl.Int64} | window
     span |= {"duration_ns": pl.Int64, "thread": pl.Categorical, "blocking": pl.Boolean, "error": pl.Categorical}
@@ -95,9 +95,9 @@ def no_frames() -> Frames:
     return Frames(
         operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),
         spans=pl.DataFrame(schema=span),
-        iterations=pl.DataFrame(schema=who | {"step": pl.Int64} | window | {"loss": pl.Float64}),
-        events=pl.DataFrame(schema=who | event),
-        runtimes=pl.DataFrame(schema=who | {"engine_used": pl.String, "parameters": pl.Int64}),
-        probes=pl.DataFrame(schema=who | probe),
-        samples=pl.DataFrame(schema=who | {"time_ns": pl.Int64, "values": pl.String}),
+        iterations=pl.DataFrame(schema=rank_columns | {"step": pl.Int64} | window | {"loss": pl.Float64}),
+        events=pl.DataFrame(schema=rank_columns | event),
+        runtimes=pl.DataFrame(schema=rank_columns | {"engine_used": pl.String, "parameters": pl.Int64}),
+        probes=pl.DataFrame(schema=rank_columns | probe),
+        samples=pl.DataFrame(schema=rank_columns | {"time_ns": pl.Int64, "values": pl.String}),
     )

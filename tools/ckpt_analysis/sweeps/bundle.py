@@ -55,8 +55,8 @@ def is_bundle(path: Path) -> bool:
 def pack(sweep: Sweep, about: dict[str, Any], target: Path) -> int:
     """Write the bundle of a sweep to `target`, `about` as its bundle.json; how many files it holds. Raises OSError."""
     files = sorted(_files(sweep), key=str)
-    told = {"format": BUNDLE_FORMAT, "sweep": sweep.name} | about
-    content = (json.dumps(told, indent=1) + "\n").encode()
+    header = {"format": BUNDLE_FORMAT, "sweep": sweep.name} | about
+    content = (json.dumps(header, indent=1) + "\n").encode()
     sums = [(hashlib.sha256(content).hexdigest(), ABOUT)]
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         _add(archive, ABOUT, content)

@@ -27,12 +27,12 @@ def measurements(sweep: Sweep, measured: Iterable[Measured]) -> pl.DataFrame:
 
 def _rows(sweep: Sweep, measured: Measured) -> Iterator[tuple[Any, ...]]:
     cell, facts = measured.cell.cell, measured.facts
-    place = (sweep.name, cell.name, cell.repeat, cell.mode, cell.model or None)
+    identity = (sweep.name, cell.name, cell.repeat, cell.mode, cell.model or None)
     layout = (cell.layout, cell.tp, cell.pp, cell.dp) if cell.model else (None,) * 4
     variant = (cell.engine or None, facts.get("engine_used"), cell.fault or None, cell.save_interval)
     for name, samples in measured.samples.items():
         for values, warm_up in ((samples.warm_up, True), (samples.values, False)):
             for value in values:
                 counted = (facts.get("ranks"), facts.get("hosts"))
-                told = (cache_of(measured, name), facts.get("limited"), name, samples.metric.unit, warm_up, value)
-                yield (*place, *layout, *counted, *variant, *told)
+                details = (cache_of(measured, name), facts.get("limited"), name, samples.metric.unit, warm_up, value)
+                yield (*identity, *layout, *counted, *variant, *details)

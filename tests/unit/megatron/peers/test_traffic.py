@@ -193,7 +193,7 @@ def test_a_copy_goes_at_once_where_no_step_ends_before_there_is_a_profile(times:
     assert traffic.ask(copy, 4096, began + 2 * STALLED_NS + 2 * MS) == (4096, 0)
     times.begin(began + 3 * STALLED_NS)
     assert traffic.ask(copy, 4096, began + 3 * STALLED_NS + MS)[0] == 0, "training goes on"
-    assert traffic.told([copy])["stalled_bytes"] == 8192
+    assert traffic.statistics([copy])["stalled_bytes"] == 8192
 
 
 @pytest.fixture

@@ -287,8 +287,8 @@ def _differences(comparison: Comparison) -> list[Table]:
     tables = []
     for level, caption in captions.items():
         rows = [result for result in found if (result.cell.verdict in ALIKE) == level]
-        told = f"{caption}; ratios are to A, n counts {comparison.repeats}"
-        tables += [table(told, _DIFFERENCES, rows, folded=level)] if rows else []
+        title = f"{caption}; ratios are to A, n counts {comparison.repeats}"
+        tables += [table(title, _DIFFERENCES, rows, folded=level)] if rows else []
     return tables
 
 
