@@ -30,6 +30,11 @@ _LAUNCHER_VARIABLES = (
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
+def is_restart_in_place(env: Mapping[str, str]) -> bool:
+    """Whether the launcher of this rank has started ranks before, as torchrun's agent and megatron.launch count."""
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def job_key(env: Mapping[str, str]) -> str:
     """A key that is equal on all ranks of a launch, however each was started. The next launch may have the same key.
 

@@ -268,7 +268,7 @@ check_work_dir() {
 
 # Runs the checks of every rank once, before any rank starts. Arguments: further flags.
 check_run() {
-    WORLD_SIZE=$WORLD_SIZE RANK=0 LOCAL_RANK=0 run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" >&2 || exit 2
+    WORLD_SIZE=$WORLD_SIZE LOCAL_WORLD_SIZE=$GPUS_PER_NODE RANK=0 LOCAL_RANK=0 run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" >&2 || exit 2
 }
 
 # Starts all ranks of preset $1 on TP $2 x PP $3, or prints or writes the command that does. Further arguments are flags of

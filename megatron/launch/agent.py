@@ -345,7 +345,7 @@ class Agent:
         at_ns = now_ns()
         current = self._current
         if current is None or current.number != message["generation"]:
-            self._connection.send("ended", generation=message["generation"], failures=[])
+            self._connection.send("ended", generation=message["generation"], failures=[], refused=False)
             return
         # Without the ranks of a lost node no rank can finish a step or a save: there is nothing to wait for.
         current.ranks.end(signal.SIGKILL if message["kill"] else signal.SIGTERM, self._plan.shutdown_timeout_s)
@@ -378,7 +378,8 @@ class Agent:
             wrong = self._what_is_wrong() if ranks.failures else None
             if wrong is not None:
                 self._connection.send("unfit", generation=current.number, why=wrong)
-            self._connection.send("ended", generation=current.number, failures=ranks.failures)
+            ended = {"failures": ranks.failures, "refused": ranks.refused}
+            self._connection.send("ended", generation=current.number, **ended)
             self._current = None
             self._lease.allow_until(None)
 

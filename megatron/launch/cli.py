@@ -40,7 +40,8 @@ examples:
       and the same on the other node with --node-rank 1: no coordinator, and no restarts
 
 exit status: 0 every rank ended with 0; 1 a rank failed or a node was lost, and no restart was left; 2 wrong command
-line, or no rank could be started; 128 + N stopped by signal N
+line, no rank could be started, or ranks refused their input (exit code 2), which is not tried again; 128 + N stopped by
+signal N
 """
 _COORDINATOR_EPILOG = """\
 Start it where the launch is typed, and `restart-launch --coordinator HOST:PORT --node-rank N ...` with the same script

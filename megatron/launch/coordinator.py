@@ -24,8 +24,9 @@ from typing import Any
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.messages import SUSPECTED, Connection
+from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
-from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, STOP_SIGNALS, say
 from megatron.processes.source import difference
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -68,6 +69,7 @@ class _Agent:
     place: int | None = None
     in_generation: bool = False  # a member whose ranks have not ended
     failures: list[str] = field(default_factory=list)
+    refused: bool = False  # one of these ranks has found its input wrong
     unfit: str | None = None  # why its host is not to be used again
     expects: int | None = None  # of a spare: whose place it was told to prepare for
 
@@ -99,6 +101,7 @@ class Coordinator:
         self._since = self._began  # of the state
         self._stopped_by: int | None = None
         self._trace = FailureTrace(launch.arguments)
+        self._refusals = Refusals()
         self._hooks: list[subprocess.Popen[bytes]] = []  # that were asked for a host
 
     def run(self) -> int:
@@ -189,7 +192,7 @@ class Coordinator:
             agent.unfit = message["why"]
         elif kind == "ended":
             agent.in_generation = False
-            agent.failures = message["failures"]
+            agent.failures, agent.refused = message["failures"], message["refused"]
             if agent.failures and self._stopped_by is None:
                 self._fail(f"{agent.failures[0]} on {agent}", kill=False)
             if agent.unfit is not None:
@@ -374,7 +377,7 @@ class Coordinator:
         for place, agent in enumerate(members):
             if self._generation > 0 and agent.place is None:
                 say(f"{agent} takes the place of node rank {place}")
-            agent.place, agent.in_generation, agent.failures = place, True, []
+            agent.place, agent.in_generation, agent.failures, agent.refused = place, True, [], False
         members[0].connection.send("serve", generation=self._generation)
 
     def _start_ranks(self) -> None:
@@ -424,8 +427,14 @@ class Coordinator:
             return 0
         if self._stopped_by is not None:
             return 128 + self._stopped_by
+        # What a rank of a host that is not fit finds wrong, as that it has no GPU any more, is not the input.
+        refused = any(agent.refused and agent.unfit is None for agent in self._members)
+        final = self._refusals.final(refused)
         if self._generation >= self._launch.max_restarts:
-            return FAILED
+            return COULD_NOT_RUN if refused else FAILED
+        if final:
+            say(f"the launch ends: {NOT_AGAIN}")
+            return COULD_NOT_RUN
         self._state, self._since = "gathering", time.monotonic()
         return self._gather()
 

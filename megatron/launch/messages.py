@@ -34,7 +34,10 @@ _FIELDS: dict[str, dict[str, type]] = {
     "cannot": {"generation": int, "why": str},
     "failed": {"generation": int, "why": str},
     "unfit": {"generation": int, "why": str},  # -1: of a host on which no ranks run
-    "ended": {"generation": int, "failures": list},
+    "ended": {
+        "generation": int, "failures": list,
+        "refused": bool,  # a rank there has found its input wrong
+    },
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},
     "refuse": {"why": str},  # empty where the coordinator's own message is seen with what the agent prints

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from megatron.config.arguments import EXIT_CODE
 from megatron.launch.plan import Plan
 from megatron.processes.parent_process import end_with_parent
 from megatron.processes.rendezvous_store import STORE_VARIABLES
@@ -69,4 +70,4 @@ def _check_cuda() -> None:
     problem = cuda_problem(sys.modules.get("torch"), os.environ)
     if problem is not None:
         print(f"[launch] error: {problem}", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        raise SystemExit(EXIT_CODE)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megatron.config.arguments import EXIT_CODE as REFUSED
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
 from restart_trace.startup import Preload
@@ -21,6 +22,7 @@ class Ranks:
 
     running: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    refused: bool = False  # one of them has found its input wrong, as its exit code says
     deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
 
     def send(self, signum: int) -> None:
@@ -58,9 +60,27 @@ class Ranks:
             if not exited or ended.si_status:
                 _send_to_group(pid, signal.SIGKILL)  # while it is not reaped, the number is no other's
                 how = f"exit code {ended.si_status}" if exited else f"ended by {signal.Signals(ended.si_status).name}"
+                self.refused = self.refused or (exited and ended.si_status == REFUSED)
                 self.failures.append(f"rank {rank} (pid {pid}): {how}")
             os.waitpid(pid, 0)
             del self.running[pid]
+
+
+class Refusals:
+    """Tells of each start that has failed whether it was refused for good, so that another one would be refused, too.
+
+    At the first start nothing of this launch has been accepted yet, so a refusal means the input. Later it is more
+    likely that a host or the storage has changed, for a moment perhaps: that start is tried once more. See
+    docs/decisions.md.
+    """
+
+    def __init__(self) -> None:
+        self._before = True
+
+    def final(self, refused: bool) -> bool:
+        """`refused`: whether a rank of the start that has failed refused its input."""
+        final, self._before = refused and self._before, refused
+        return final
 
 
 def fork_ranks(

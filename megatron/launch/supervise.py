@@ -13,6 +13,7 @@ import uuid
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
+from megatron.launch.ranks import Ranks, Refusals
 from megatron.launch.start import Standby, Start
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.standby import ASK_SIGNAL
@@ -22,6 +23,7 @@ from restart_trace.startup import Preload
 
 FAILED = 1
 COULD_NOT_RUN = 2
+NOT_AGAIN = "what ranks have refused is not tried again"
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -38,6 +40,7 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     # One that restarts nothing leaves it to whoever starts it again to record failures.
     trace = FailureTrace(plan.arguments if plan.max_restarts else ())
     standby = Standby(plan, mask, say)
+    refusals = Refusals()
     start: Start | None = None
     for restart in range(plan.max_restarts + 1):
         if plan.standby:
@@ -59,19 +62,31 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
                 return COULD_NOT_RUN
         trace.relaunched(began_ns)
         stopped_by = _run_to_end(start, watched, plan.shutdown_timeout_s, trace, standby)
-        if stopped_by is not None:
-            say(f"{stopped_by.name} was received and passed on to the ranks")
-        if stopped_by is not None or not start.ranks.failures or restart == plan.max_restarts:
+        code = _outcome(start.ranks, stopped_by, refusals, restart, plan)
+        if code is not None:
             start.close()
             standby.discard()
-        if not start.ranks.failures:
-            return 0
-        if stopped_by is not None:
-            return 128 + stopped_by
-        say(start.ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else ""))
-        if restart < plan.max_restarts:
-            say(f"starting all ranks again: restart {restart + 1} of {plan.max_restarts}")
-    return FAILED
+            return code
+        say(f"starting all ranks again: restart {restart + 1} of {plan.max_restarts}")
+    raise AssertionError("the last start has an outcome")
+
+
+def _outcome(
+    ranks: Ranks, stopped_by: signal.Signals | None, refusals: Refusals, restart: int, plan: Plan
+) -> int | None:
+    """The exit status after a start, or None if another one follows; tells what went wrong."""
+    if stopped_by is not None:
+        say(f"{stopped_by.name} was received and passed on to the ranks")
+    if not ranks.failures:
+        return 0
+    if stopped_by is not None:
+        return 128 + stopped_by
+    final, none_left = refusals.final(ranks.refused), restart == plan.max_restarts
+    said = ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else "")
+    say(said + (f"; {NOT_AGAIN}" if final and not none_left else ""))
+    if final or none_left:
+        return COULD_NOT_RUN if ranks.refused else FAILED
+    return None
 
 
 def _name_launch() -> None:

@@ -21,22 +21,21 @@ class PlacementError(ValueError):
     """Copies cannot be placed; the message names flag, value and fix."""
 
 
-def number_of_copies(asked: int | None, hosts: Sequence[str], served: bool) -> tuple[int, str | None]:
-    """How many copies of each save there are to be, and what to warn of.
+def number_of_copies(asked: int | None, hosts: int, served: bool) -> tuple[int, str | None]:
+    """How many copies of each save there are to be on so many hosts, and what to warn of.
 
     `asked`: the value of --replicas. `served`: every host has a process that holds copies. Raises PlacementError.
     """
     if asked == 1:
         return 1, None
-    if asked is not None and asked > len(hosts):
-        fix = f"give {len(hosts)} at most, or more hosts"
+    if asked is not None and asked > hosts:
         raise PlacementError(
-            f"--replicas {asked}: more copies than hosts ({len(hosts)}: {', '.join(hosts[:8])}); {fix}"
+            f"--replicas {asked}: more copies than hosts ({hosts}); give {hosts} at most, or more hosts"
         )
-    if len(hosts) == 1 or not served:
+    if hosts == 1 or not served:
         if asked is not None:
             raise PlacementError(f"--replicas {asked}: {_UNSERVED}")
-        why = "this is one host" if len(hosts) == 1 else _UNSERVED
+        why = "this is one host" if hosts == 1 else _UNSERVED
         return 1, (
             f"--checkpoint-engine memory: {why}, so its saves are in memory of their own host alone: what a lost host "
             "had is loaded from --save"

@@ -22,6 +22,8 @@ from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
+from megatron.peers.placement import PlacementError, number_of_copies, read_domains
+from restart_trace.cycles import is_restart_in_place
 
 if TYPE_CHECKING:
     from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
@@ -59,6 +61,7 @@ def check_before_imports(config: Config) -> Vocabulary:
     with store_refusals(config):
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
+        check_copies(config)
         vocab_size, eod = check_inputs(config)
         return Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
 
@@ -74,6 +77,25 @@ def store_refusals(config: Config) -> Iterator[None]:
     try:
         yield
     except ObjectStoreError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_copies(config: Config) -> None:
+    """Check --replicas against the number of hosts, where the launcher tells that, and the lines of --failure-domain.
+
+    What is accepted at the first start of a launch is warned of later: hosts may be fewer then, or others.
+
+    Raises: ConfigError naming flag, value and fix.
+    """
+    if is_restart_in_place(os.environ):
+        return
+    options, on_a_host = config.checkpoint, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    try:
+        if on_a_host:
+            number_of_copies(options.replicas, -(-config.parallel.world_size // on_a_host), served=True)
+        if options.failure_domain is not None:
+            read_domains(options.failure_domain)
+    except PlacementError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -21,6 +21,7 @@ from megatron.peers.placement import PlacementError, number_of_copies, place, re
 from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 from megatron.startup.initialize import Runtime
+from restart_trace.cycles import is_restart_in_place
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,9 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
     nodes = sorted(first)
     hosts = [needs[first[node]].host for node in nodes]
     try:
-        copies, alone = number_of_copies(options.replicas, hosts, all(need.peer is not None for need in needs))
-        placed = _placed(options.failure_domain, hosts, copies)
+        placed = _placed(options, hosts, all(need.peer is not None for need in needs))
     except PlacementError as error:
         return str(error), []
-    if alone is not None:
-        logger.warning("%s", alone)
     past = next((need for need in needs if need.rdma is not None), None)
     if past is not None:
         return (
@@ -148,27 +146,42 @@ def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class
     return next((str(device) for device in sorted(devices.glob("*"))), None)
 
 
-def _placed(failure_domain: str | None, hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """By host, which others hold copies of its saves. Raises PlacementError.
+def _placed(options: CheckpointConfig, hosts: Sequence[str], served: bool) -> list[tuple[int, ...]]:
+    """By host, which others hold copies of its saves. `served`: as of number_of_copies. Raises PlacementError.
 
-    After a restart a host may have taken a place that does not fit the file any more: then it is warned, not refused.
+    After a restart hosts may be fewer, or one may have taken a place that does not fit the file any more: what the
+    flags ask for is warned of then, not refused.
     """
-    if failure_domain is None:
+    restarted, asked = is_restart_in_place(os.environ), options.replicas
+    if restarted and asked is not None and asked > len(hosts):
+        logger.warning(
+            "--replicas %d: hosts that are left: %d, and there are no more copies than that", asked, len(hosts)
+        )
+        asked = len(hosts)
+    copies, alone = number_of_copies(asked, len(hosts), served)
+    if alone is not None:
+        logger.warning("%s", alone)
+    if options.failure_domain is None:
         return place(hosts, copies, None)
-    domains = read_domains(failure_domain)
-    unnamed = [host for host in hosts if host not in domains]
     try:
-        if unnamed:
-            raise PlacementError(
-                f"--failure-domain {failure_domain}: does not name {', '.join(unnamed[:8])}; add a line HOST DOMAIN "
-                "for each host, spares included"
-            )
-        return place(hosts, copies, domains)
+        return place(hosts, copies, _domains_of(hosts, options.failure_domain))
     except PlacementError as error:
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if not restarted:
             raise
         logger.warning("%s. Until then two copies of a save may lie in one failure domain", error)
         return place(hosts, copies, None)
+
+
+def _domains_of(hosts: Sequence[str], path: str) -> dict[str, str]:
+    """What the file says of these hosts. Raises PlacementError, also if it does not name one of them."""
+    domains = read_domains(path)
+    unnamed = [host for host in hosts if host not in domains]
+    if unnamed:
+        raise PlacementError(
+            f"--failure-domain {path}: does not name {', '.join(unnamed[:8])}; add a line HOST DOMAIN for each host, "
+            "spares included"
+        )
+    return domains
 
 
 def lack_of_memory(needs: Sequence[Need], copies: Sequence[int] = ()) -> str | None:

@@ -231,13 +231,13 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
     Raises SaveDirectoryInUseError if another live launch saves there; ConfigError if the directory cannot be claimed.
     """
     from megatron.checkpointing.ownership import check_not_in_use, claim
-    from restart_trace.cycles import job_key
+    from restart_trace.cycles import is_restart_in_place, job_key
 
     if config.checkpoint.save is None:
         return None
     save_dir, key = Path(config.checkpoint.save), job_key(os.environ)
     # A launch that was superseded and is restarted in place must not take the directory back.
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restarted = is_restart_in_place(os.environ)
     take_over = config.checkpoint.take_over and not restarted
     if is_uri(config.checkpoint.save):
         return _claim_prefix(config, config.checkpoint.save, key, take_over, restarted)

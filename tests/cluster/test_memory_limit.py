@@ -41,15 +41,15 @@ def test_saves_that_do_not_fit_are_refused(group: Path, tmp_path: Path, dataset:
     save = str(tmp_path / "save")
     large = ["--hidden-size", "1024", "--ffn-hidden-size", "8192", "--num-layers", "3"]  # 1.2 GiB a slot
     command = [
-        *LAUNCHER[:2], "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *large, "--save",
-        save, "--load", save, "--checkpoint-engine", "memory", "--train-iters", "1",
+        *LAUNCHER[:2], "--nproc-per-node", "1", "--max-restarts", "2", str(ROOT / "pretrain_gpt.py"), *dataset,
+        *TRAINING, *large, "--save", save, "--load", save, "--checkpoint-engine", "memory", "--train-iters", "1",
     ]  # fmt: skip
     inside = ["sh", "-c", f'echo $$ >{group}/tasks && exec "$@"', "sh", *command]
     done = subprocess.run(
         inside, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=HANGS_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 1, done.stdout[-3000:]
+    assert done.returncode == 2, done.stdout[-3000:]
     assert done.stdout.count("error: --checkpoint-engine memory: ") == 1 and "SIGKILL" not in done.stdout
     assert "GiB are free (of the host, or of a limit of its cgroups); run fewer ranks on a host, or use" in done.stdout
     assert "iteration        1/" not in done.stdout

@@ -16,8 +16,8 @@ from tests.dist.test_restart_drill import TRAINING
 def launch(directory: Path, dataset: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     save = str(directory / "save")
     command = [
-        *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, "--train-iters", "1", "--save", save, "--load",
-        save, "--checkpoint-engine", "memory", *flags,
+        *LAUNCHER, "--max-restarts", "2", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, "--train-iters", "1",
+        "--save", save, "--load", save, "--checkpoint-engine", "memory", *flags,
     ]  # fmt: skip
     return subprocess.run(
         command, cwd=directory, env=environment(directory), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -28,14 +28,19 @@ def launch(directory: Path, dataset: list[str], *flags: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--replicas", "2"], "error: --replicas 2: more copies than hosts (1: "),
+        (["--replicas", "2"], "error: --replicas 2: more copies than hosts (1)"),
         (["--failure-domain", "racks"], "error: --failure-domain racks: does not name "),
+        (["--failure-domain", "none"], "error: --failure-domain none: cannot be read: No such file or directory"),
+        (["--failure-domain", "list"], "error: --failure-domain list: line 1 is not HOST DOMAIN"),
     ],
 )
-def test_what_cannot_be_is_one_message(tmp_path: Path, dataset: list[str], flags: list[str], message: str) -> None:
+def test_what_cannot_be_is_one_message_however_many_restarts_there_may_be(
+    tmp_path: Path, dataset: list[str], flags: list[str], message: str
+) -> None:
     (tmp_path / "racks").write_text("another_host rack0\n")
+    (tmp_path / "list").write_text("another_host\n")
     done = launch(tmp_path, dataset, *flags)
-    assert done.returncode == 1, done.stdout[-3000:]
+    assert done.returncode == 2, done.stdout[-3000:]
     assert done.stdout.count(message) == 1 and "Traceback" not in done.stdout, done.stdout[-3000:]
     assert "iteration        1/" not in done.stdout
 

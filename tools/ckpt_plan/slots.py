@@ -62,9 +62,8 @@ def host_memory(planned: Planned, ranks_per_host: int) -> HostMemory:
     config, layout, _ = planned
     ranks = plan_tensors(planned).ranks
     firsts = range(0, len(ranks), ranks_per_host)
-    names = [f"host {i}" for i in range(len(firsts))]
     try:
-        copies, _ = number_of_copies(config.checkpoint.replicas, names, served=True)
+        copies, _ = number_of_copies(config.checkpoint.replicas, len(firsts), served=True)
     except PlacementError as exc:
         raise ConfigError(str(exc)) from exc
     each = [SLOTS_PER_RANK * slot_bytes(config, rank.parameters, layout.dp) for rank in ranks]

@@ -19,6 +19,7 @@ from megatron.peers.client import Peer, ask, fetch, own_peer, take_members
 from megatron.peers.wire import Channel, Key, PeerError, key_of
 from megatron.processes.memory_slots import Slot, held_slots
 from restart_trace.clock import now_ns
+from restart_trace.cycles import is_restart_in_place
 from restart_trace.recorder import Operation
 
 _DROP_S = 10.0  # time for this host's process to end a fetch
@@ -154,7 +155,7 @@ def start_early_copy(key: Key | None, local_rank: int, deadline_s: float) -> Ear
     """
     members, own, held = take_members(), own_peer(), held_slots()
     # In the first start of a launch there are no saves in memory.
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or own is None or held is None:
+    if not is_restart_in_place(os.environ) or own is None or held is None:
         return None
     records = [slot.record() for mine in held for slot in mine]
     free = [slot for slot in held[local_rank] if slot.record() is None]

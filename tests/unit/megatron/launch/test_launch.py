@@ -234,6 +234,46 @@ def test_restarts_are_counted(start: Start) -> None:
     assert job.said.count("exit code 5") == 2 and not (job.directory / "pid_0_2").exists()
 
 
+REFUSED = "what ranks have refused is not tried again"
+
+
+def test_a_start_that_is_refused_is_not_tried_again(start: Start) -> None:
+    """One rank says so by its exit code; the others wait, as for rank 0 to tell the reason."""
+    job = start(
+        """
+        here()
+        if rank == 1:
+            sys.exit(2)
+        time.sleep(LONG)
+        """,
+        "--nproc-per-node", "2", "--max-restarts", "3",
+    )  # fmt: skip
+    pid = job.pid(1)
+    assert job.wait() == 2
+    assert job.said.splitlines() == [f"[launch] rank 1 (pid {pid}): exit code 2; the others were stopped; {REFUSED}"]
+    assert not (job.directory / "pid_0_1").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "code", "said"),
+    [
+        ((2,), 0, 2, 0),
+        ((3, 2, 2), 5, 2, 1),  # what has been accepted may be refused for a moment: it is tried once more
+        ((3, 2, 3, 2, 0), 5, 0, 0),
+        ((3, 2), 1, 2, 0),
+        ((3, 2, 3), 2, 1, 0),
+    ],
+)
+def test_a_later_start_that_is_refused_is_tried_once_more(
+    codes: tuple[int, ...], restarts: int, code: int, said: int, start: Start
+) -> None:
+    job = start(f"here(); sys.exit({codes}[restart])", "--max-restarts", str(restarts))
+    assert job.wait() == code, job.said
+    assert job.said.count(REFUSED) == said
+    assert (job.directory / f"pid_0_{len(codes) - 1}").exists()
+    assert not (job.directory / f"pid_0_{len(codes)}").exists()
+
+
 @pytest.mark.parametrize(("handled", "code"), [(True, 0), (False, 128 + signal.SIGTERM)])
 def test_a_signal_is_passed_on_and_restarts_nothing(start: Start, handled: bool, code: int) -> None:
     job = start(

@@ -35,12 +35,14 @@ sys.exit(Agent(parse_arguments(None), Preload(1, 2, 3)).run())
 """
 NEVER_SILENT = "100"  # seconds: no test takes a node for lost that is merely slow
 RANKS = "2"  # on each node
-# A rank that trains until it is told that all is well.
+# A rank that trains until it is told that all is well, or to end with an exit code.
 WAIT = """
     import pathlib
     note(f"start_{restart}_{rank}", json.dumps([os.getpid(), *(os.environ[name] for name in NAMES)]))
     while not pathlib.Path("finish").exists():
         time.sleep(0.02)
+        if pathlib.Path(f"end_{restart}_{rank}").exists():
+            sys.exit(int(pathlib.Path(f"end_{restart}_{rank}").read_text()))
 """
 NAMES = ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LABEL")
 
@@ -86,6 +88,11 @@ class Nodes:
         until(lambda: all(path.exists() for path in paths), f"{count} ranks of start {restart}; {self.said()}")
         told = [json.loads(path.read_text()) for path in paths]
         return [(pid, dict(zip(NAMES, values, strict=True))) for pid, *values in told]
+
+    def end_rank(self, restart: int, rank: int, code: int) -> None:
+        told = self.directory / "told"
+        told.write_text(str(code))
+        told.rename(self.directory / f"end_{restart}_{rank}")
 
     def finish(self) -> None:
         (self.directory / "finish").touch()
@@ -375,6 +382,56 @@ def test_a_spare_whose_host_fails_while_it_waits_takes_no_place(nodes: Nodes) ->
     assert labels(nodes.ranks(1, count=2)) == ["node3"] * 2
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
+    nodes.until_gone()
+
+
+REFUSED = "the launch ends: what ranks have refused is not tried again"
+
+
+def test_a_start_that_is_refused_ends_the_launch_on_all_nodes(nodes: Nodes) -> None:
+    """With its exit status on each, the spare's, too."""
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--spares", "1", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT
+    )
+    agents = [nodes.agent(number) for number in range(3)]
+    nodes.ranks(0)
+    until(lambda: "node 2 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    nodes.end_rank(0, 2, 2)
+    assert coordinator.wait(300) == 2, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [2, 2, 2]
+    nodes.until_gone()
+    assert nodes.said().count("exit code 2 on node 1 (127.0.0.1)") == 1
+    assert nodes.said().count(REFUSED) == 1 and "restart 1" not in nodes.said()
+
+
+def test_a_later_start_that_is_refused_is_tried_once_more(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "5", "--heartbeat-timeout", NEVER_SILENT)
+    agents = [nodes.agent(number) for number in range(2)]
+    for restart, code in enumerate((1, 2, 1, 2, 2)):
+        nodes.ranks(restart)
+        nodes.end_rank(restart, 3, code)
+    assert coordinator.wait(300) == 2, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [2, 2]
+    nodes.until_gone()
+    assert nodes.said().count(REFUSED) == 1 and "restart 4 of 5" in nodes.said()
+
+
+def test_what_a_rank_refuses_on_a_host_with_a_fault_is_no_input(nodes: Nodes) -> None:
+    """As a rank does that finds no GPU: another host takes the place, in the first start, too."""
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--spares", "1", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT
+    )
+    disk = nodes.directory / "disk"
+    disk.mkdir()
+    agents = [nodes.agent(0), nodes.agent(1, "--health-directory", str(disk)), nodes.agent(2)]
+    nodes.ranks(0)
+    until(lambda: "node 2 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    disk.rmdir()
+    nodes.end_rank(0, 2, 2)
+    assert labels(nodes.ranks(1)) == ["node0", "node0", "node2", "node2"]
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [0, 1, 0]
     nodes.until_gone()
 
 

@@ -115,6 +115,17 @@ def test_a_failure_while_they_are_set_up_is_waited_out(start: Start) -> None:  #
     assert job.pid(0, 1) == setting_up
 
 
+def test_standby_ranks_that_refuse_to_go_on_are_followed_by_a_start_that_sets_itself_up(start: Start) -> None:  # noqa: F811
+    job = start(
+        SCRIPT.replace("    standby.wait_for_release()\n", "    standby.wait_for_release()\n    sys.exit(2)\n"),
+        "--nproc-per-node", "1", "--max-restarts", "3", "--standby",
+    )  # fmt: skip
+    until(lambda: len(named(job, WAITS)) == 1, "the one that waits")
+    os.kill(job.pid(0, 0), signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    assert "exit code 2" in job.said and (job.directory / "pid_0_2").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

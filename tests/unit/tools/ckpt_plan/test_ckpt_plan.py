@@ -457,7 +457,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ),
         (
             "--model tiny --engine memory --host-memory -- --save x --replicas 2",
-            "--replicas 2: more copies than hosts (1: host 0); give 1 at most, or more hosts",
+            "--replicas 2: more copies than hosts (1); give 1 at most, or more hosts",
         ),
         (
             "--model tiny --engine lazy -- --save x --replicas 2",
