@@ -14,6 +14,10 @@
 #   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
 #   STANDBY=1|load                                 with MAX_RESTARTS on one node, without CUDA: the ranks of the next start
 #                                                  are set up ahead of a failure; load: and load each checkpoint ahead
+#   SPARES ALLOW_SHRINK=1 HEARTBEAT_TIMEOUT=SECONDS COORDINATOR_ADDR COORDINATOR_PORT
+#                                                  with MAX_RESTARTS over the hosts of HOSTFILE, see docs/launch.md
+#   MEET_TIMEOUT=SECONDS                           where the script is started on each node with NODE_RANK: how long each waits
+#                                                  for the others (600)
 #   HOST_GRACE=SECONDS                             for LAUNCHER=deepspeed over HOSTFILE: how long after the launch on one
 #                                                  host has ended the launches on other hosts are ended, too (30)
 #   EXPORT="NAME ..."                              variables for the ranks of all nodes, in addition to those that
@@ -28,9 +32,13 @@
 #                                                  memory of devices and hosts, free space, and the storage throughput
 #   BLOCKED_TARGET DURABLE_TARGET                  with DRY_RUN=plan: seconds for which a save may block training, and
 #                                                  within which it must be durable
+#   KILL_AT TIME_LIMIT                             MODE=restart and scaled: iteration of the kill, or none; seconds for a launch
+#   RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN         MODE=replay: what is replayed, and how often
+#   RESTART_TRACE_LABEL                            a label that is shown with every figure of this run
 #   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word terminated
 #                                                  by NUL, and launch nothing; tools/restart_drill runs presets so
-# Defaults are in docs/cluster.md.
+# Defaults are in docs/cluster.md. A setting that would have no effect, as MAX_RESTARTS with LAUNCHER=torchrun, is refused by
+# name.
 #
 # examples:
 #   DRY_RUN=1 bash run_70b_tp8_pp8.sh
@@ -55,11 +63,13 @@ source "$BENCH_DIR/launch/srun.sh"
 source "$BENCH_DIR/launch/fork.sh"
 source "$BENCH_DIR/data.sh"
 source "$BENCH_DIR/modes.sh"
+source "$BENCH_DIR/settings.sh"
 
 say() { printf '[%s] %s\n' "${RUN_NAME:-restart_bench}" "$*" >&2; }
 
 die() {
     printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    REFUSAL=$* # for other nodes that wait for this one: tell_refusal
     exit 2
 }
 
@@ -87,20 +97,19 @@ load_settings() {
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
     : "${DTYPE:=bf16}"
+    [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
+    check_values
+    check_launcher_settings
+    WORLD_SIZE=$((TP * PP * DP))
+    settle_device
+    settle_nodes # early: what is refused from here on is told to the other nodes, whose number is known
     [[ $DTYPE =~ ^(bf16|fp16|fp32)$ ]] || die "DTYPE=$DTYPE: use bf16, fp16 or fp32"
     [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
     require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
-    [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
         die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: are used only by DRY_RUN=plan; set it, or leave them out"
-    [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
-    [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
-    [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
-    [[ -z ${STANDBY:-} || -n ${MAX_RESTARTS:-} && -z ${HOSTFILE:-} ]] ||
-        die "STANDBY=$STANDBY: needs MAX_RESTARTS, and one node (no HOSTFILE)"
 
-    WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
     : "${WORK_DIR:=$RUNS/$RUN_NAME}"
     SAVE_DIR_GIVEN=${SAVE_DIR:-}
@@ -110,8 +119,6 @@ load_settings() {
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
     settle_python
     check_engine
-    settle_device
-    settle_nodes
     settle_data
 }
 
@@ -268,14 +275,19 @@ check_work_dir() {
 
 # Runs the checks of every rank once, before any rank starts. Arguments: further flags.
 check_run() {
-    WORLD_SIZE=$WORLD_SIZE LOCAL_WORLD_SIZE=$GPUS_PER_NODE RANK=0 LOCAL_RANK=0 run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" >&2 || exit 2
+    local said status=0
+    said=$(WORLD_SIZE=$WORLD_SIZE LOCAL_WORLD_SIZE=$GPUS_PER_NODE RANK=0 LOCAL_RANK=0 \
+        run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" 2>&1) || status=$?
+    [[ -z $said ]] || printf '%s\n' "$said" >&2
+    ((status == 0)) || { REFUSAL=${said#error: } && exit 2; }
 }
 
 # Starts all ranks of preset $1 on TP $2 x PP $3, or prints or writes the command that does. Further arguments are flags of
 # pretrain_gpt.py, in place of the preset's.
 train() {
-    [[ $MODE != train || ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=train injects no fault; use MODE=restart"
+    [[ -z ${NODE_RANK:-} || -n ${DRY_RUN:-}${COMMAND_TO:-} ]] || trap tell_refusal EXIT
     load_settings "$@"
+    check_launch_settings
     build_training_args
     (($# == 3)) || TRAINING_ARGS=("${@:4}")
     build_launch_env
@@ -310,6 +322,7 @@ train() {
         say "resuming from $(<"$SAVE_DIR/latest") in $SAVE_DIR"
     fi
     say "training $ITERS iterations on $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP), saving to $SAVE_DIR"
+    tell_unused_hosts
     say "afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
     "${LAUNCHER}_launch"
 }

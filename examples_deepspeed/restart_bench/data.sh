@@ -4,6 +4,8 @@
 settle_data() {
     DATA_KIND=given
     if [[ -z ${DATA_PATH:-} ]]; then
+        refuse_given "is of the tokenizer of DATA_PATH, which is not set: set that, too, or leave this out" \
+            TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE
         if [[ $MODEL == tiny ]]; then
             DATA_KIND=corpus
             DATA_PATH=$WORK_DIR/data/corpus_text_document

@@ -11,14 +11,17 @@ run_preset() {
     fi
     no_arguments "${@:4}"
     check_mode
+    check_mode_settings
     if declare -F submit_preset >/dev/null; then # sourced by submit.sh
         submit_preset "$@"
         return
     fi
+    refuse_given "submit.sh runs ranks with the Python of an image; use that, or SKIP_SETUP=1 PYTHON=..." IMAGE
     case $MODE in
     train) train "$@" ;;
     restart | scaled)
         if [[ -n ${DRY_RUN:-}${COMMAND_TO:-} || ${KILL_AT:-} == none || -e ${SAVE_DIR:-}/latest ]]; then
+            [[ -n ${DRY_RUN:-} ]] || check_settings_of_faults
             train "$@"
         else
             kill_and_resume "$@"
@@ -32,7 +35,7 @@ check_mode() { [[ $MODE =~ ^(train|restart|replay|scaled)$ ]] || die "MODE=$MODE
 
 # MODE=scaled: the preset's layers, and its layout as real processes on CPUs, with tensors small enough for CPUs.
 scale_model() {
-    local given=$HIDDEN_SIZE
+    local given=$HIDDEN_SIZE user=$LABEL
     RUNS_ON_CPU=1
     : "${DEVICE:=cpu}" "${LAUNCHER:=fork}" "${TIME_LIMIT:=1200}"
     : "${SEQ_LENGTH:=32}" "${MICRO_BATCH:=1}" "${ITERS:=4}" "${SAVE_INTERVAL:=2}"
@@ -43,7 +46,7 @@ scale_model() {
     NUM_ATTENTION_HEADS=$heads
     HIDDEN_SIZE=$((16 * heads))
     FFN_HIDDEN_SIZE=$((FFN_HIDDEN_SIZE * HIDDEN_SIZE / given / TP * TP))
-    LABEL="Scaled: layers and layout of $MODEL, on CPUs, with hidden size $HIDDEN_SIZE in place of $given. Times and sizes are not those of $MODEL."
+    LABEL="Scaled: layers and layout of $MODEL, on CPUs, with hidden size $HIDDEN_SIZE in place of $given. Times and sizes are not those of $MODEL.${user:+ $user}"
 }
 
 # Refuses more ranks than fit into this machine's memory. If the kernel does not report free memory, none are refused.
@@ -74,6 +77,7 @@ kill_and_resume() {
         "leave it out, or train without a fault: KILL_AT=none"
     local run_dir
     load_settings "$@"
+    check_launch_settings
     : "${KILL_AT:=8}"
     require_whole_number KILL_AT
     ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
@@ -162,9 +166,7 @@ TEXT
 
 # MODE=replay: the real engines save and load this layout's checkpoints, with as many ranks and bytes as this machine holds.
 replay() {
-    [[ -z ${COMMAND_TO:-} ]] || die "COMMAND_TO: MODE=replay trains nothing; leave it out"
-    [[ ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=replay injects no fault; use MODE=restart or scaled"
-    local asked=${ENGINE:-all}
+    local asked=${ENGINE:-all} vocabulary=${VOCAB_SIZE:-}
     load_settings "$@"
     local run_dir=$WORK_DIR/replay-$(date +%Y%m%d-%H%M%S) ranks limit command status=0
     : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${REPEAT:=4}"
@@ -172,7 +174,8 @@ replay() {
     : "${LIMIT_BYTES:=fit}"
     command=(
         megatron_restart_tools.ckpt_replay --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --ranks "$RANKS"
-        --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" ${STEPS_BETWEEN:+--steps-between "$STEPS_BETWEEN"} --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
+        --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" ${STEPS_BETWEEN:+--steps-between "$STEPS_BETWEEN"}
+        ${vocabulary:+--vocab-size "$vocabulary"} --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
         --output "$run_dir/replay.json"
     )
     [[ ${DRY_RUN:-} != plan ]] || die "DRY_RUN=plan: shows what a training needs; with MODE=replay use DRY_RUN=1"

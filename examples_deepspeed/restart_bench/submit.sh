@@ -36,7 +36,7 @@ SETTINGS=(
     STANDBY ALLOW_SHRINK HEARTBEAT_TIMEOUT HOST_GRACE COORDINATOR_ADDR COORDINATOR_PORT EXPORT MASTER_ADDR MASTER_PORT KILL_AT TIME_LIMIT
     RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN RESTART_TRACE_LABEL SKIP_SETUP PYTHON VENV_DIR TORCH_VARIANT TORCH_INDEX_URL
 )
-OF_A_LAUNCH=(HOSTFILE NNODES NODE_RANK COMMAND_TO) # which are set in the job
+OF_A_LAUNCH=(HOSTFILE NNODES NODE_RANK MEET_TIMEOUT COMMAND_TO) # which are set in the job
 
 refuse() {
     printf 'submit.sh: error: %s\n' "$*" >&2
@@ -127,7 +127,8 @@ submit_preset() {
     [[ $WORK_DIR == /* ]] || WORK_DIR=$PWD/$WORK_DIR
     [[ ! $WORK_DIR =~ [[:space:]] ]] || refuse "WORK_DIR=$WORK_DIR: $SCHEDULER does not accept a path with white space; use another"
     [[ -z $LAUNCHER_GIVEN ]] || given+=("LAUNCHER=$LAUNCHER")
-    given+=("DEVICE=$DEVICE" "GPUS_PER_NODE=$GPUS_PER_NODE")
+    given+=("DEVICE=$DEVICE")
+    [[ $MODE == replay ]] || given+=("GPUS_PER_NODE=$GPUS_PER_NODE")
     settle_image
     JOB=$WORK_DIR/job.$SCHEDULER
     if [[ -n ${DRY_RUN:-} ]]; then
@@ -221,6 +222,7 @@ write_job() {
     for variable in "$@"; do
         printf 'export %s=%q\n' "${variable%%=*}" "${variable#*=}"
     done
+    [[ -z ${IMAGE:-} ]] || printf 'unset IMAGE\n' # PYTHON says it; sbatch takes over this environment
     printf 'exec bash %q\n' "$SCRIPTS/run_$PRESET.sh"
 }
 

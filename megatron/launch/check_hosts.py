@@ -3,9 +3,11 @@
     python -m megatron.launch.check_hosts tell --place N [...]       on a host: one line about it
     python -m megatron.launch.check_hosts judge < LINES              those of all hosts: what is wrong, as one message
     python -m megatron.launch.check_hosts meet --place N --nodes M   on each host of a launch that is typed on each
+    python -m megatron.launch.check_hosts refuse --why TEXT [...]    in place of `meet`, on a host that will not train
 
 The launch scripts call it. `meet` uses the port of the rendezvous before a launcher does: host 0 listens there until
-all have come. No host imports torch for this.
+all have come. A host that was refused before comes, too, and says why, so that no other one waits for it. No host
+imports torch for this.
 
 exit status: 0 nothing is wrong; 1 something is, which is printed; 2 wrong command line
 """
@@ -13,6 +15,7 @@ exit status: 0 nothing is wrong; 1 something is, which is printed; 2 wrong comma
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -21,8 +24,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megatron.launch.messages import Connection
 from megatron.processes.rendezvous_store import listen_on
@@ -32,6 +36,8 @@ from restart_trace.command_line import CommandParser
 _POLL_S = 0.1
 _SAY_AFTER_S = 5.0
 _LEAVE_S = 2.0
+# Once a host is refused those that have come are told at once; this is how long the others are waited for to be told.
+_TELL_S = 60.0
 _SHOWN = 8
 
 
@@ -96,54 +102,107 @@ def meet(mine: Host, nodes: int, address: str, port: str, at_most_s: float) -> s
     if mine.unknown:
         return what_is_wrong([mine])
     if mine.place == 0:
-        return _receive_all(mine, nodes, port, deadline)
-    return _ask_first(mine, address, port, deadline)
+        try:
+            return _Meeting(mine, nodes).hold(port, deadline)
+        except OSError as error:
+            return what_is_wrong([replace(mine, taken=f"{port}: {_why_not_listened(error)}")])
+    here = {"place": mine.place, "host": mine.name, "runs": mine.runs}
+    return _ask_first(address, port, deadline, "here", here, mine.name)
 
 
-def _receive_all(mine: Host, nodes: int, port: str, deadline: float) -> str | None:
-    try:
-        listening = listen_on("", int(_value(port)))
-    except OSError as error:
-        return what_is_wrong([Host(mine.place, mine.name, mine.runs, taken=f"{port}: {_why_not_listened(error)}")])
-    hosts: dict[Connection, Host] = {}
-    strangers: list[Connection] = []
-    began, told = time.monotonic(), False
-    with listening:
-        while len(hosts) < nodes - 1 and time.monotonic() < deadline:
-            ready, _, _ = select.select([listening, *hosts, *strangers], [], [], _POLL_S)
-            if listening in ready:
-                strangers.append(Connection(listening.accept()[0]))
-            for connection in strangers:
-                for message in connection.receive():
-                    if message["type"] == "here":
-                        hosts[connection] = Host(message["place"], message["host"], message["runs"])
-            for connection in hosts:
-                connection.receive()
-            hosts = {connection: host for connection, host in hosts.items() if not connection.ended}
-            strangers = [one for one in strangers if not one.ended and one not in hosts]
-            if not told and time.monotonic() - began > _SAY_AFTER_S:
-                told = True
-                print(f"waiting for NODE_RANK {_missing(hosts.values(), nodes)} of {nodes} nodes", file=sys.stderr)
-    wrong = what_is_wrong([mine, *hosts.values()])
-    if wrong is None and len(hosts) < nodes - 1:
-        missing = _missing(hosts.values(), nodes)
-        wrong = f"NODE_RANK {missing} of {nodes} nodes did not come; start this script on every node"
-    for connection in hosts:
-        connection.send("compared", wrong=wrong or "")
-    _wait_until_left(list(hosts))
-    return wrong
+def refuse(why: str, first: bool, nodes: int | None, address: str, port: str, at_most_s: float) -> None:
+    """Come to the meeting to say that this host was refused, and why. `first`: it is host 0. `nodes`: None if unknown.
+
+    Where the others cannot be met nothing is said.
+    """
+    deadline = time.monotonic() + min(at_most_s, _TELL_S)
+    why = " ".join(why.split())
+    if not first:
+        _ask_first(address, port, deadline, "refused", {"why": why}, socket.gethostname())
+        return
+    with contextlib.suppress(OSError):
+        _Meeting(Host(0, socket.gethostname(), {}), nodes, why).hold(port, deadline)
 
 
-def _missing(hosts: Iterable[Host], nodes: int) -> str:
-    there = {0, *(host.place for host in hosts)}
-    missing = [str(place) for place in range(nodes) if place not in there]
-    return f"{', '.join(missing[:_SHOWN])}{' ...' if len(missing) > _SHOWN else ''}"
+class _Meeting:
+    """Host 0's part: it hears of all others, judges, and tells all. `refusal`: why a host was refused."""
+
+    def __init__(self, mine: Host, nodes: int | None, refusal: str | None = None) -> None:
+        self._mine = mine
+        self._nodes = nodes
+        self._refusal = refusal
+        self._strangers: list[Connection] = []
+        self._waiting: dict[Connection, Host] = {}
+        self._told: list[Connection] = []
+
+    def hold(self, port: str, deadline: float) -> str | None:
+        """What is wrong, or None; all have been told. Raises OSError if the port cannot be listened on."""
+        began, said = time.monotonic(), False
+        with listen_on("", int(_value(port))) as listening:
+            while not self._all_came() and time.monotonic() < deadline:
+                came = [listening, *self._strangers, *self._waiting]
+                ready, _, _ = select.select(came, [], [], _POLL_S)
+                if listening in ready:
+                    self._strangers.append(Connection(listening.accept()[0]))
+                was_refused = self._refusal is not None
+                self._hear()
+                if self._refusal is not None:
+                    self._tell(self._refusal)
+                    deadline = deadline if was_refused else min(deadline, time.monotonic() + _TELL_S)
+                if not said and time.monotonic() - began > _SAY_AFTER_S:
+                    said = True
+                    print(self._waits_for(), file=sys.stderr)
+        wrong = self._judge()
+        self._tell(wrong or "")
+        _wait_until_left(self._told)
+        return wrong
+
+    def _all_came(self) -> bool:
+        return self._nodes is not None and len(self._waiting) + len(self._told) >= self._nodes - 1
+
+    def _hear(self) -> None:
+        for connection in self._strangers:
+            for message in connection.receive():
+                if message["type"] == "here":
+                    self._waiting[connection] = Host(message["place"], message["host"], message["runs"])
+                elif message["type"] == "refused":
+                    self._waiting[connection] = Host(-1, "", {})
+                    self._refusal = self._refusal or message["why"]
+        for connection in self._waiting:
+            connection.receive()
+        self._waiting = {connection: host for connection, host in self._waiting.items() if not connection.ended}
+        self._strangers = [one for one in self._strangers if not one.ended and one not in self._waiting]
+
+    def _tell(self, wrong: str) -> None:
+        for connection in self._waiting:
+            connection.send("compared", wrong=wrong)
+        self._told += self._waiting
+        self._waiting = {}
+
+    def _judge(self) -> str | None:
+        if self._refusal is not None:
+            return self._refusal
+        wrong = what_is_wrong([self._mine, *self._waiting.values()])
+        if wrong is None and not self._all_came():
+            return f"{self._missing()} did not come; start this script on every node"
+        return wrong
+
+    def _waits_for(self) -> str:
+        if self._refusal is None:
+            return f"waiting for {self._missing()}"
+        return f"telling the other nodes, as they come: {self._refusal}"
+
+    def _missing(self) -> str:
+        there = {0, *(host.place for host in self._waiting.values())}
+        missing = [str(place) for place in range(self._nodes or 0) if place not in there]
+        shown = f"{', '.join(missing[:_SHOWN])}{' ...' if len(missing) > _SHOWN else ''}"
+        return f"NODE_RANK {shown} of {self._nodes} nodes"
 
 
 def _wait_until_left(connections: Sequence[Connection]) -> None:
     """So that the port is free at once: it is the end which closes first that keeps it."""
     deadline = time.monotonic() + _LEAVE_S
-    left = connections
+    left = [connection for connection in connections if not connection.ended]
     while left and time.monotonic() < deadline:
         select.select(left, [], [], _POLL_S)
         for connection in left:
@@ -154,7 +213,8 @@ def _wait_until_left(connections: Sequence[Connection]) -> None:
         connection.close()
 
 
-def _ask_first(mine: Host, address: str, port: str, deadline: float) -> str | None:
+def _ask_first(address: str, port: str, deadline: float, kind: str, content: dict[str, Any], name: str) -> str | None:
+    """Say something to host 0 from the host `name`; what is wrong, as that says, or that it was not met; or None."""
     why, began, told = "what listens there does not answer", time.monotonic(), False
     while time.monotonic() < deadline:
         if not told and time.monotonic() - began > _SAY_AFTER_S:
@@ -167,7 +227,7 @@ def _ask_first(mine: Host, address: str, port: str, deadline: float) -> str | No
             time.sleep(_POLL_S)
             continue
         connection = Connection(opened)
-        connection.send("here", place=mine.place, host=mine.name, runs=mine.runs)
+        connection.send(kind, **content)
         while not connection.ended and time.monotonic() < deadline:
             select.select([connection], [], [], _POLL_S)
             connection.flush()
@@ -178,8 +238,8 @@ def _ask_first(mine: Host, address: str, port: str, deadline: float) -> str | No
         connection.close()
         time.sleep(_POLL_S)
     return (
-        f"{address} {port}: the launch of NODE_RANK 0 was not met there from {mine.name} ({why}); start it on that "
-        f"host, or set {address.partition('=')[0]} to the host where it runs"
+        f"{address} {port}: the launch of NODE_RANK 0 was not met there from {name} ({why}); start it on that host, or "
+        f"set {address.partition('=')[0]} to the host where it runs"
     )
 
 
@@ -189,17 +249,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Compares the hosts of a launch before any rank is started; called by the launch scripts.",
         epilog="exit status: 0 nothing is wrong; 1 something is, which is printed; 2 wrong command line",
     )
-    parser.add_argument("action", choices=["tell", "judge", "meet"])
-    parser.add_argument("--place", type=int, default=0, metavar="N", help="number of this host in the launch")
+    parser.add_argument("action", choices=["tell", "judge", "meet", "refuse"])
+    parser.add_argument(
+        "--place", type=int, default=0, metavar="N", help="number of this host in the launch; refuse: 0, or any other"
+    )
     parser.add_argument("--address", metavar="NAME=HOST", help="setting with the name that this host must know")
     parser.add_argument("--port", metavar="NAME=PORT", help="setting with the port that must be free on host 0")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of meet: how many hosts there are")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="of meet, and of refuse if known: how many hosts there are"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of meet: seconds to wait for them")
+    parser.add_argument("--why", default="", metavar="TEXT", help="of refuse: which host was refused, and why")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do one of the three; the exit status."""
+    """Do one of the four; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -208,11 +273,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.action == "judge":
         wrong = what_is_wrong([Host(**json.loads(line)) for line in sys.stdin if line.strip()])
+    elif args.address is None or args.port is None:
+        parser.error(f"{args.action}: needs --address and --port")
+    elif args.action == "refuse":
+        refuse(args.why, args.place == 0, args.nodes, args.address, args.port, args.timeout)
+        return 0
     else:
-        if args.address is None or args.port is None:
-            parser.error("meet: needs --address and --port")
-        mine = tell(args.place, args.address, None)
-        wrong = meet(mine, args.nodes, args.address, args.port, args.timeout)
+        if args.nodes is None:
+            parser.error("meet: needs --nodes")
+        wrong = meet(tell(args.place, args.address, None), args.nodes, args.address, args.port, args.timeout)
     if wrong is not None:
         print(wrong)
     return 0 if wrong is None else 1

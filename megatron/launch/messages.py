@@ -54,6 +54,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "exit": {"code": int},
     # between launch scripts
     "here": {"place": int, "host": str, "runs": dict},
+    "refused": {"why": str},
     "compared": {"wrong": str},
     # to either
     "signal": {"signum": int},

@@ -14,7 +14,7 @@ from restart_trace import version
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import ITERATIONS, SCRIPT, Job, Preset, in_an_allocation
 from tests.cluster.slurm import Slurm
-from tests.dist.harness import HANGS_S, losses
+from tests.dist.harness import HANGS_S, losses, wait_for
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ("torchrun", "fork", "deepspeed")
@@ -171,22 +171,92 @@ def test_launches_by_hand_on_each_host_meet_before_any_rank_starts(
         assert sorted(losses(job.trace, 0, 3)) == list(range(1, ITERATIONS + 1))
 
 
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_launch_by_hand_that_is_refused_ends_those_that_wait_for_it(
+    refused: int, cluster: Cluster, preset: Preset
+) -> None:
+    """For a setting on host 0, a place that cannot be written to on host 1, a flag of the ranks on host 2."""
+    nodes = cluster.compute_nodes[:3]
+    settings = {"NNODES": "3", "GPUS_PER_NODE": "4", "DP": "3", "MASTER_ADDR": nodes[0].name, "GLOBAL_BATCH": "6"}
+    job = preset.job(f"refused_by_hand_{refused}", nodes, **settings)
+    wrong = [{"DTYPE": "fp8"}, {"WORK_DIR": "/dev/null/work"}, {"EXTRA_ARGS": "--no-such-flag"}][refused]
+    text = ["DTYPE=fp8: use bf16", "WORK_DIR=/dev/null/work: cannot be", "unknown flag --no-such-flag"][refused]
+    started = [
+        node.start(
+            "bash", SCRIPT, env=job.settings | {"NODE_RANK": str(rank)} | (wrong if rank == refused else {}),
+            log=job.directory / f"{rank}.log",
+        )
+        for rank, node in enumerate(nodes)
+    ]  # fmt: skip
+    assert [process.wait(HANGS_S) for process in started] == [2, 2, 2]
+    for rank in range(3):
+        (line,) = [line for line in (job.directory / f"{rank}.log").read_text().splitlines() if "error: " in line]
+        if rank != refused:
+            line = line.partition(f"error: NODE_RANK={refused} is refused on {nodes[refused].name}: ")[2]
+        assert text in line, line
+    assert not list(job.trace.glob("*_cycle_000*"))
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("flags", "message"),
     [
-        ({}, "SLURM_JOB_NUM_NODES=1: 4 ranks (TP 2 x PP 2 x DP 1) with 2 per node take 2 nodes"),
-        ({"SLURM_NNODES": "2"}, "SLURM_JOB_NUM_NODES=1 and SLURM_NNODES=2 contradict each other"),
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}, "SLURM_JOB_NODELIST=node0 names 1 hosts"),
+        (["--failure-domain", "racks"], "error: --failure-domain racks: does not name node0"),
+        (["--replicas", "3"], "error: --replicas 3: more copies than hosts (2); give 2 at most"),
     ],
 )
-def test_an_allocation_that_does_not_fit_is_named(
-    changed: dict[str, str], message: str, cluster: Cluster, preset: Preset, slurm: Slurm
+def test_what_ranks_refuse_over_hosts_is_not_tried_again(
+    flags: list[str], message: str, cluster: Cluster, preset: Preset
 ) -> None:
-    """In an allocation of a real Slurm, with variables that its user has changed."""
+    """The first only the ranks can see, by the names that hosts have for themselves; a spare has joined by then."""
+    job = preset.job(
+        f"refusal{flags[0]}", cluster.compute_nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory"
+    )
+    racks = job.directory / "racks"
+    racks.write_text("another 0\n")
+    job.settings["EXTRA_ARGS"] += " ".join(["", *flags]).replace("racks", str(racks))
+    hosts = preset.hostfile(job, {node.name: "slots=2" for node in cluster.compute_nodes[:3]})
+    assert job.start(HOSTFILE=str(hosts)).wait(HANGS_S) == 2, job.log
+    assert job.log.count(message.replace("racks", str(racks))) == 1, job.log
+    assert "starting all ranks again" not in job.log and "iteration        1/" not in job.log
+    for node in cluster.nodes.values():
+        wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
+
+
+TAKE = "4 ranks (TP 2 x PP 2 x DP 1) with 2 per node take 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("allocation", "changed", "message"),
+    [
+        (("--nodes=1",), (), f"SLURM_JOB_NUM_NODES=1: {TAKE}; allocate them (--nodes 2), or set GPUS_PER_NODE"),
+        (("--nodes=1",), ("SLURM_NNODES=2",), "SLURM_JOB_NUM_NODES=1 and SLURM_NNODES=2 contradict each other; unset"),
+        (
+            ("--nodes=1",), ("SLURM_JOB_NUM_NODES=2", "SLURM_NNODES=2", "SLURM_JOB_CPUS_PER_NODE=8(x2)"),
+            "SLURM_JOB_NODELIST=node0 names 1 hosts, SLURM_JOB_NUM_NODES=2; unset what you have set",
+        ),
+        (
+            ("--nodes=2",), (),
+            f"SLURM_JOB_CPUS_PER_NODE=1(x2): {TAKE} with a processor for each rank, and the allocation has 0 such "
+            "nodes; allocate them (--nodes 2 --ntasks-per-node 2), or set GPUS_PER_NODE",
+        ),
+        (("--nodes=2-2", "--ntasks=3"), (), f"SLURM_JOB_CPUS_PER_NODE=2,1: {TAKE} with a processor for each rank"),
+        # What the variables do not say, Slurm does.
+        (("--nodes=2",), ("--unset=SLURM_JOB_CPUS_PER_NODE",), "More processors requested than permitted; allocate"),
+        (
+            ("--nodes=1",), ("--unset=SLURM_JOB_NUM_NODES", "--unset=SLURM_NNODES", "--unset=SLURM_JOB_CPUS_PER_NODE"),
+            "srun does not start 4 tasks, 2 on each of 2 nodes, in allocation ",
+        ),
+    ],
+)  # fmt: skip
+def test_an_allocation_that_does_not_fit_is_named(
+    allocation: tuple[str, ...], changed: tuple[str, ...], message: str, cluster: Cluster, preset: Preset, slurm: Slurm
+) -> None:
+    """In an allocation of a real Slurm, or with variables that its user has changed: one line, and no rank starts."""
     nodes = cluster.compute_nodes[:2]
-    job = preset.job(f"allocation_{'_'.join(changed)}", nodes, LAUNCHER="srun", GPUS_PER_NODE="2")
-    assignments = [f"{name}={value}" for name, value in changed.items()]
-    launch = ("salloc", "--nodes=1", "--nodelist=node0", "env", *assignments, "bash", SCRIPT)
-    done = cluster.login.run(*launch, env=job.settings | slurm.environment, check=False)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    name = re.sub(r"\W+", "_", "".join([*allocation, *changed]))
+    job = preset.job(f"allocation_{name}", nodes, LAUNCHER="srun", GPUS_PER_NODE="2", **slurm.environment)
+    job.command = ("salloc", *allocation, f"--nodelist={nodes[0].name}", "env", *changed, "bash", SCRIPT)
+    assert job.start().wait(HANGS_S) == 2, job.log
+    (line,) = [line for line in job.log.splitlines() if not line.startswith("salloc: ")]
+    assert line.startswith("run_tiny_tp2_pp2_dp2.sh: error: ") and message in line, line
     assert not (job.directory / "checkpoints").exists()

@@ -66,7 +66,7 @@ def test_drill_within_an_allocation(tmp_path: Path) -> None:
     assert shlex.split(drill)[-len(arguments) :] == arguments
     words = shlex.split(preset)
     srun = words.index("srun")
-    step = ["--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1"]
+    step = ["--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--export=ALL", "--kill-on-bad-exit=1"]
     assert words[srun + 1 : srun + 1 + len(step)] == step
     assert {"MASTER_ADDR=n4", "WORLD_SIZE=16", "LOCAL_WORLD_SIZE=8"} <= set(words[:srun])
 

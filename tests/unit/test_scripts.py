@@ -42,6 +42,7 @@ PRESETS = [
     Preset("run_70b_tp8_pp8.sh", 8192, 28672, 80, 64, 8, 8, 8),
 ]
 SCRIPTS = [preset.script for preset in PRESETS]
+FORK = {"LAUNCHER": "fork", "MAX_RESTARTS": "1"}
 
 
 def test_no_script_is_forgotten() -> None:
@@ -140,7 +141,7 @@ def test_tiny_runs_on_cpus(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> None:
-    settings = {"DRY_RUN": "1", "ENGINE": "memory", "WORK_DIR": str(tmp_path / "work")}
+    settings = {"DRY_RUN": "1", "ENGINE": "memory", "LAUNCHER": "fork", "WORK_DIR": str(tmp_path / "work")}
     python = {"SKIP_SETUP": "1", "PYTHON": sys.executable}
     done = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, **python)
     assert done.returncode == 0, done.stderr
@@ -302,6 +303,24 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         ("run_7b_tp4_pp2.sh", {"COMMAND_TO": "/c", "MODE": "replay"}, "COMMAND_TO: MODE=replay trains nothing"),
         (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
         (TINY, {"LAUNCHER": "fork", "STANDBY": "1"}, "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"),
+        (
+            TINY,
+            {"LAUNCHER": "fork", "STANDBY": "1", "MAX_RESTARTS": "0"},
+            "STANDBY=1: needs MAX_RESTARTS, and one node",
+        ),
+        (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: with STANDBY ranks meet while others"),
+        (TINY, FORK | {"STANDBY": "1", "DEVICE": "cuda"}, "STANDBY=1: standby ranks would take memory of the devices"),
+        (TINY, FORK | {"MAX_RESTARTS": "one"}, "MAX_RESTARTS=one: give a whole number"),
+        (TINY, FORK | {"ALLOW_SHRINK": "0"}, "ALLOW_SHRINK=0: use 1, or leave it out"),
+        (TINY, FORK | {"HEARTBEAT_TIMEOUT": "1s"}, "HEARTBEAT_TIMEOUT=1s: give seconds"),
+        (TINY, {"MEET_TIMEOUT": "0"}, "MEET_TIMEOUT=0: give whole seconds, at least 1"),
+        (
+            TINY,
+            {"ENGINE": "memory"},
+            "ENGINE=memory: saves are in memory that megatron.launch holds; use LAUNCHER=fork",
+        ),
+        (TINY, {"IMAGE": "x.sif"}, "IMAGE=x.sif: submit.sh runs ranks with the Python of an image"),
+        (TINY, {"TOKENIZER_MODEL": "/m"}, "TOKENIZER_MODEL=/m: is of the tokenizer of DATA_PATH, which is not set"),
         (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1 or load, or leave it out"),
         (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
         (TINY, {"MASTER_PORT": "rendezvous"}, "MASTER_PORT=rendezvous: give the number of a port, 1 to 65535"),
@@ -343,6 +362,7 @@ def test_bad_settings_are_named(script: str, settings: dict[str, str], message: 
         ("a slots=4\nb slots=3\n", {}, "b has slots=3, and every host gets 4 ranks"),
         ("a slots=4\nb slots=x\n", {}, "'b slots=x' is not of the form HOST slots=N"),
         ("a\nb\n", {"GPUS_PER_NODE": "2"}, "names 2 hosts, and 8 ranks"),
+        ("a slots=4\nb\n", {"LAUNCHER": "deepspeed"}, "'b' has no slots=N, without which DeepSpeed's launcher reads"),
     ],
 )
 def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -360,6 +380,19 @@ def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: 
         ({"SLURM_JOB_NUM_NODES": "two"}, "SLURM_JOB_NUM_NODES=two: must be a number of nodes; unset"),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "4"}, "SLURM_NNODES=4 contradict each other"),
         ({"SLURM_JOB_NUM_NODES": "2"}, "=2: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes"),
+        (
+            {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_CPUS_PER_NODE": "4(x3),1"},
+            "SLURM_JOB_CPUS_PER_NODE=4(x3),1: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes with a "
+            "processor for each rank, and the allocation has 3 such nodes; allocate them (--nodes 4 --ntasks-per-",
+        ),
+        (
+            {"SLURM_JOB_CPUS_PER_NODE": "many"},
+            "SLURM_JOB_CPUS_PER_NODE=many: must be numbers of processors, as 8(x2),4",
+        ),
+        (
+            {"DEVICE": "cuda", "SLURM_GPUS_ON_NODE": "1"},
+            "SLURM_GPUS_ON_NODE=1: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per",
+        ),
         ({"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3]"}, "names 3 hosts, SLURM_JOB_NUM_NODES=4"),
     ],
 )
@@ -373,6 +406,85 @@ def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], messag
     done = run_script(TINY, tmp_path, WORK_DIR=str(tmp_path / "work"), **given | slurm)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun", "fork", "restarts", "by hand"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ALLOW_SHRINK": "1"}, {"HEARTBEAT_TIMEOUT": "5"}, {"COORDINATOR_ADDR": "a"}, {"COORDINATOR_PORT": "9"},
+        {"SPARES": "1"}, {"HOST_GRACE": "5"}, {"MEET_TIMEOUT": "5"}, {"MAX_RESTARTS": "1"}, {"MASTER_ADDR": "x"},
+        {"MASTER_PORT": "9"}, {"NODE_RANK": "1"},
+    ],
+    ids=lambda settings: "".join(settings),
+)  # fmt: skip
+def test_a_setting_has_its_effect_or_is_refused_by_name(
+    launcher: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """Over two hosts. What has an effect is in the commands, or decides how long the script itself waits."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots=4\n" for host in "abcd"))
+    over = {"LAUNCHER": {"restarts": "fork", "by hand": "torchrun"}.get(launcher, launcher), "GPUS_PER_NODE": "4"}
+    over |= {} if launcher == "srun" else {"HOSTFILE": str(hostfile)}
+    over |= {"NODE_RANK": "0"} if launcher == "by hand" else {}
+    over |= {"MAX_RESTARTS": "3"} if launcher == "restarts" else {}
+    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(tmp_path / "work"), "RESTART_TRACE_LAUNCH_ID": "id"}
+    before, after = (run_script("run_7b_tp4_pp2.sh", tmp_path, **given | more) for more in (over, over | settings))
+    ((name, value),) = settings.items()
+    assert before.returncode == 0, before.stderr
+    decides = {("HOST_GRACE", "deepspeed"), ("MEET_TIMEOUT", "by hand")}
+    decides |= {("NODE_RANK", "torchrun"), ("NODE_RANK", "fork"), ("NODE_RANK", "by hand")}  # which command is run here
+    if (name, launcher) in decides:
+        assert after.returncode == 0, after.stderr
+    elif after.returncode == 0:
+        assert after.stdout != before.stdout, f"{name} does nothing"
+    else:
+        (line,) = after.stderr.splitlines()
+        assert after.returncode == 2 and (f"error: {name}={value}: " in line or "MAX_RESTARTS=3: " in line), line
+
+
+def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
+    """All of the settings that there are: a replay has an effect of those that the table of the modes names."""
+    work = {"WORK_DIR": str(tmp_path / "work"), "DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable}
+    effective = {
+        "MODE", "ENGINE", "SAVE_DIR", "DP", "VOCAB_SIZE", "WORK_DIR", "RANKS", "LIMIT_BYTES", "REPEAT", "STEPS_BETWEEN",
+        "RESTART_TRACE_LABEL", "EXPORT", "DRY_RUN", "SKIP_SETUP", "PYTHON", "TORCH_VARIANT", "TORCH_INDEX_URL",
+        "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
+    }  # fmt: skip
+    table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    for name in {name for row in rows for name in re.findall(r"`(\w+)`", row)} - effective:
+        done = run_script("run_7b_tp4_pp2.sh", tmp_path, **work, MODE="replay", **{name: "1"})
+        assert done.returncode == 2 and f"error: {name}" in done.stderr, (name, done.stderr)
+    for mode in ("train", "restart", "scaled"):
+        for name in ("RANKS", "LIMIT_BYTES", "REPEAT", "STEPS_BETWEEN"):
+            done = run_script("run_7b_tp4_pp2.sh", tmp_path, **work, MODE=mode, **{name: "1"})
+            assert done.returncode == 2 and f"{name}=1: is of MODE=replay" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"KILL_AT": "none", "TIME_LIMIT": "5"},
+            "TIME_LIMIT=5: with KILL_AT=none there is one launch, without a limit",
+        ),
+        ({"KILL_AT": "3"}, "KILL_AT=3: SAVE_DIR={save} holds a checkpoint, which is resumed without a fault"),
+        ({"COMMAND_TO": "/c", "KILL_AT": "3"}, "KILL_AT=3: COMMAND_TO tells the command to a program that injects"),
+    ],
+)
+def test_a_fault_that_would_not_come_is_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    (save / "latest").touch()
+    done = run_script(TINY, tmp_path, SAVE_DIR=str(save), WORK_DIR=str(tmp_path / "work"), **settings)
+    assert done.returncode == 2 and message.format(save=save) in done.stderr, done.stderr
+
+
+def test_a_label_of_the_user_does_not_replace_that_of_a_scaled_preset(tmp_path: Path) -> None:
+    (command,) = dry_run("run_3b_tp4_pp1.sh", tmp_path, MODE="scaled", RESTART_TRACE_LABEL="new switch")
+    label = command.environment["RESTART_TRACE_LABEL"]
+    assert label.startswith("Scaled: ") and label.endswith(" new switch")
 
 
 # In place of the interpreter: notes its arguments; node FAIL_NODE fails, the others wait to be stopped.
@@ -421,7 +533,8 @@ def test_one_launcher_per_host_of_a_hostfile(launcher: str, fail_node: str, tmp_
 def ask_for(tmp_path: Path, mode: str, *wrapper: str, **settings: str) -> list[str]:
     """What the tiny preset, on data that is there, says on stderr before it is refused, but for its progress."""
     golden = ROOT / "tests" / "golden" / "upstream_run" / "data"
-    given = {"DATA_PATH": str(golden / "corpus_text_document"), "TOKENIZER_MODEL": str(golden / "tokenizer.model")}
+    data = {"DATA_PATH": str(golden / "corpus_text_document"), "TOKENIZER_MODEL": str(golden / "tokenizer.model")}
+    given = data if mode != "replay" else {}  # which reads none
     given |= {"MODE": mode, "SKIP_SETUP": "1", "PYTHON": sys.executable, "WORK_DIR": str(tmp_path / "work")}
     if mode == "train":
         given["KILL_AT"] = "none"

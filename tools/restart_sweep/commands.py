@@ -62,7 +62,7 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
     script = _script(cell, places)
     settings = _training_settings(cell, places)
     if cell.fault == NO_FAULT:
-        own = {"TRACE_DIR": str(places.cell / TRACE), "KILL_AT": "none", "TIME_LIMIT": f"{time_limit_s:.0f}"}
+        own = {"TRACE_DIR": str(places.cell / TRACE), "KILL_AT": "none"}
         return Command(["bash", str(script)], settings | own, TRACE)
     fault, _, point = cell.fault.partition("@")
     words = [

@@ -32,8 +32,8 @@ settle_pbs_hosts() {
     [[ -n ${PBS_JOBID:-} && -n ${PBS_NODEFILE:-} && -z ${HOSTFILE:-} && -z ${NODE_RANK:-} && $LAUNCHER != srun ]] || return 0
     [[ -r $PBS_NODEFILE ]] || die "PBS_NODEFILE=$PBS_NODEFILE: cannot be read; set HOSTFILE to a list of the job's hosts"
     HOSTFILE=${TMPDIR:-/tmp}/hosts.$PBS_JOBID HOSTS_SETTING=PBS_NODEFILE=$PBS_NODEFILE
-    awk 'NF { if (!tasks[$1]++) hosts[++count] = $1; most = most < tasks[$1] ? tasks[$1] : most }
-         END { for (i = 1; i <= count; i++) print hosts[i] (most > 1 ? " slots=" tasks[hosts[i]] : "") }' \
+    awk -v slots="${GPUS_PER_NODE:-8}" 'NF { if (!tasks[$1]++) hosts[++count] = $1; most = most < tasks[$1] ? tasks[$1] : most }
+         END { for (i = 1; i <= count; i++) print hosts[i] " slots=" (most > 1 ? tasks[hosts[i]] : slots) }' \
         "$PBS_NODEFILE" >"$HOSTFILE" || die "PBS_NODEFILE=$PBS_NODEFILE: its hosts cannot be written to $HOSTFILE"
 }
 
@@ -53,6 +53,8 @@ read_hostfile() {
         if [[ $rest =~ ^slots=([0-9]+)$ ]]; then
             HOST_SLOTS+=("${BASH_REMATCH[1]}")
         elif [[ -z $rest ]]; then
+            [[ $LAUNCHER != deepspeed ]] ||
+                die "HOSTFILE=$HOSTFILE: '$host' has no slots=N, without which DeepSpeed's launcher reads no line; add it"
             HOST_SLOTS+=("${GPUS_PER_NODE:-8}")
         else
             die "HOSTFILE=$HOSTFILE: '$host $rest' is not of the form HOST slots=N"
@@ -78,7 +80,6 @@ settle_nodes() {
         fi
     fi
     require_whole_number GPUS_PER_NODE
-    require_port MASTER_PORT COORDINATOR_PORT
     ((GPUS_PER_NODE <= WORLD_SIZE)) || GPUS_PER_NODE=$WORLD_SIZE
     count_seen
     NNODES_GIVEN=${NNODES:-}
@@ -100,11 +101,9 @@ require_port() {
 # Sets SPARES, the number of hosts that wait to replace a lost one, and COORDINATOR_ADDR, this host.
 settle_spares() {
     local further=$((${#HOSTS[@]} > NNODES ? ${#HOSTS[@]} - NNODES : 0))
+    SPARES_GIVEN=${SPARES:-} COORDINATOR_ADDR_GIVEN=${COORDINATOR_ADDR:-}
     : "${COORDINATOR_ADDR:=$(hostname)}"
     if [[ -n ${SPARES:-} ]]; then
-        [[ $SPARES =~ ^[0-9]+$ ]] || die "SPARES=$SPARES: must be a whole number"
-        ((SPARES == 0)) || [[ $LAUNCHER == fork ]] ||
-            die "SPARES=$SPARES: only LAUNCHER=fork has nodes that wait; leave it out"
         ((SPARES <= further)) ||
             die "SPARES=$SPARES: ${HOSTS_SETTING:-HOSTFILE=} names $further hosts beyond the $NNODES of the layout; add hosts"
     elif [[ $LAUNCHER == fork && ${MAX_RESTARTS:-0} != 0 ]]; then
@@ -236,7 +235,7 @@ ask_host() {
 # by hand compare themselves with meet_hosts instead. A launcher that chooses a port itself finds a free one.
 check_hosts() {
     [[ -z ${NODE_RANK:-} && ! ($LAUNCHER == srun && -z ${SLURM_JOB_ID:-}) ]] || return 0
-    ((NNODES > 1)) || over_hosts || [[ -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
+    ((NNODES > 1)) || over_hosts || [[ $LAUNCHER == srun || -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
     local settings wrong tell
     settings=(--address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}")
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then
@@ -257,9 +256,27 @@ check_hosts() {
 # Waits for the launches that are started by hand on the other hosts, and compares these hosts.
 meet_hosts() {
     local wrong
+    trap - EXIT # what is wrong from here on, the meeting tells
     wrong=$(run_tool megatron.launch.check_hosts meet --place "$NODE_RANK" --nodes "$NNODES" \
-        --address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}") ||
+        --timeout "${MEET_TIMEOUT:-600}" --address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}") ||
         die "${wrong:-the hosts could not be compared}"
+}
+
+# At the exit of a launch that is started by hand on each host: has the others, which wait for it in meet_hosts, know that
+# it was refused. The training's interpreter may not be there yet: any will do.
+tell_refusal() {
+    local status=$? place=0 python nodes=() port=${MASTER_PORT:-29500}
+    trap - EXIT
+    if ((status == 0 || status > 128)) || [[ -z ${MASTER_ADDR:-} && ! $NODE_RANK =~ ^0+$ || ${NNODES:-} == 1 || ! $port =~ ^[0-9]+$ ]]; then
+        return
+    fi
+    if [[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]]; then nodes=(--nodes "$NNODES"); fi
+    [[ $NODE_RANK =~ ^0+$ ]] || place=1
+    python=$(python_path)
+    has_environment || python=python3
+    PYTHONSAFEPATH=1 PYTHONPATH=$ROOT "$python" -m megatron.launch.check_hosts refuse --place "$place" "${nodes[@]}" \
+        --why "NODE_RANK=$NODE_RANK is refused on $(hostname): ${REFUSAL:-its own messages say why}" \
+        --address "MASTER_ADDR=${MASTER_ADDR:-}" --port "MASTER_PORT=$port" || true
 }
 
 check_gpus() {
@@ -272,6 +289,12 @@ check_gpus() {
             "'MODE=replay DP=$DP bash $0' does the I/O of this layout's checkpoints, 'MODE=scaled DP=$DP bash $0' trains, kills" \
             "and resumes all $WORLD_SIZE ranks on CPUs with a narrow model."
     fi
+}
+
+# Names the hosts of HOSTFILE on which nothing will run.
+tell_unused_hosts() {
+    local used=$((NNODES + SPARES))
+    ((${#HOSTS[@]} <= used)) || say "not used of $HOSTS_SETTING: ${HOSTS[*]:used}"
 }
 
 # Checks NODE_RANK if the user must start this script on the other nodes.

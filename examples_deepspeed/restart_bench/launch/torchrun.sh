@@ -28,6 +28,7 @@ launch_per_node() {
         return
     fi
     ((NNODES == 1)) || meet_hosts
+    trap - EXIT
     node_command "${NODE_RANK:-0}"
     exec "${COMMAND[@]}"
 }

@@ -31,6 +31,11 @@ def meet(place: int, nodes: int, port: int, *options: str, address: str = "127.0
     return start("meet", "--place", str(place), "--nodes", str(nodes), *settings, *options)
 
 
+def refuse(place: int, nodes: int | None, port: int, why: str) -> subprocess.Popen[str]:
+    settings = ("--address", "MASTER_ADDR=127.0.0.1", "--port", f"MASTER_PORT={port}", "--why", why)
+    return start("refuse", "--place", str(place), *(() if nodes is None else ("--nodes", str(nodes))), *settings)
+
+
 def said(*started: subprocess.Popen[str]) -> list[tuple[int, str]]:
     """Exit status and standard output of each."""
     ended = [(process.communicate(timeout=LIMIT_S)[0].strip(), process.returncode) for process in started]
@@ -123,3 +128,30 @@ def test_what_keeps_a_host_from_meeting_is_told_at_once() -> None:
     with socket.create_server(("", 0)) as taken:
         ((code, text),) = said(meet(0, 2, taken.getsockname()[1]))
     assert code == 1 and "another process listens there on " in text
+
+
+def test_a_host_that_was_refused_ends_the_wait_of_all_others() -> None:
+    """Those that have come are told before the rest has, and that is told as it comes."""
+    port = free_port()
+    first, second = meet(0, 4, port), meet(1, 4, port)
+    refused = refuse(2, 4, port, "NODE_RANK=2 is refused:\n x=1: use 2")
+    assert said(second, refused) == [(1, "NODE_RANK=2 is refused: x=1: use 2"), (0, "")]
+    assert first.poll() is None
+    assert said(meet(3, 4, port), first) == [(1, "NODE_RANK=2 is refused: x=1: use 2")] * 2
+
+
+def test_host_0_tells_of_its_own_refusal() -> None:
+    """Of two that are refused each has said its own already."""
+    port = free_port()
+    started = refuse(0, 3, port, "zero"), meet(1, 3, port), refuse(2, 3, port, "two")
+    assert said(*started) == [(0, ""), (1, "zero"), (0, "")]
+
+
+def test_a_refusal_that_nobody_can_be_told_of_is_no_error() -> None:
+    with socket.create_server(("", 0)) as taken:
+        assert said(refuse(0, 2, taken.getsockname()[1], "zero")) == [(0, "")]
+    nobody = [refuse(place, None, free_port(), "zero") for place in (0, 1)]
+    assert [process.poll() for process in nobody] == [None, None]
+    for process in nobody:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)

@@ -1,0 +1,102 @@
+# Which settings have an effect together; sourced by common.sh. One that would have none is refused by name.
+
+OF_A_COORDINATOR=(ALLOW_SHRINK HEARTBEAT_TIMEOUT COORDINATOR_ADDR COORDINATOR_PORT)
+OF_LAUNCHERS=(LAUNCHER HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT MAX_RESTARTS SPARES STANDBY
+    "${OF_A_COORDINATOR[@]}" MEET_TIMEOUT HOST_GRACE)
+OF_A_TRAINING=(SAVE_INTERVAL ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH SEQUENCE_PARALLEL DTYPE DATA_PATH TOKENIZER_TYPE
+    TOKENIZER_MODEL VOCAB_FILE MERGE_FILE EXTRA_ARGS)
+
+# refuse_given WHY NAME ...: if one of these was given. Where NAME has got a default by now, NAME_GIVEN is what was given.
+refuse_given() {
+    local why=$1 name given
+    shift
+    for name in "$@"; do
+        given=${name}_GIVEN
+        [[ -n ${!given+set} ]] || given=$name
+        [[ -z ${!given:-} ]] || die "$name=${!given}: $why"
+    done
+}
+
+# What a MODE takes no notice of.
+check_mode_settings() {
+    if [[ $MODE == replay ]]; then
+        [[ ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=replay injects no fault; use MODE=restart or scaled"
+        [[ -z ${COMMAND_TO:-} ]] || die "COMMAND_TO: MODE=replay trains nothing; leave it out"
+        refuse_given "MODE=replay trains nothing, and starts its processes itself, on this node; leave it out" TIME_LIMIT \
+            "${OF_A_TRAINING[@]}" "${OF_LAUNCHERS[@]}"
+        refuse_given "MODE=replay has a directory of its own for its trace; leave it out" TRACE_DIR
+    else
+        refuse_given "is of MODE=replay, and this is MODE=$MODE; leave it out" RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN
+    fi
+    [[ $MODE != train ]] || check_settings_of_faults
+    [[ ! $MODE =~ ^(replay|scaled)$ || ${DEVICE:-cpu} == cpu ]] || die "DEVICE=$DEVICE: MODE=$MODE runs on CPUs; leave it out"
+}
+
+# Of a launch in which this script injects no fault.
+check_settings_of_faults() {
+    local why
+    if [[ $MODE == train ]]; then
+        why="MODE=train injects no fault; use MODE=restart"
+    elif [[ -n ${COMMAND_TO:-} ]]; then
+        why="COMMAND_TO tells the command to a program that injects faults itself; leave it out"
+    elif [[ ${KILL_AT:-} == none ]]; then
+        why="with KILL_AT=none there is one launch, without a limit; leave it out"
+    else
+        why="SAVE_DIR=${SAVE_DIR:-} holds a checkpoint, which is resumed without a fault; set another SAVE_DIR, or leave this out"
+    fi
+    [[ ${KILL_AT:-none} == none ]] || refuse_given "$why" KILL_AT
+    refuse_given "$why" TIME_LIMIT
+}
+
+# Whether each value can be one, whatever it is for.
+check_values() {
+    [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
+    [[ ${MEET_TIMEOUT:-600} =~ ^[1-9][0-9]*$ ]] || die "MEET_TIMEOUT=$MEET_TIMEOUT: give whole seconds, at least 1"
+    [[ ${MAX_RESTARTS:-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: give a whole number"
+    [[ ${SPARES:-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "SPARES=$SPARES: must be a whole number"
+    [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
+    [[ ${ALLOW_SHRINK:-1} == 1 ]] || die "ALLOW_SHRINK=$ALLOW_SHRINK: use 1, or leave it out"
+    [[ ${HEARTBEAT_TIMEOUT:-2} =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "HEARTBEAT_TIMEOUT=$HEARTBEAT_TIMEOUT: give seconds, as 2 or 0.5"
+    require_port MASTER_PORT COORDINATOR_PORT
+}
+
+# What a LAUNCHER takes no notice of, whatever the nodes are.
+check_launcher_settings() {
+    [[ $LAUNCHER == fork ]] || refuse_given "only LAUNCHER=fork restarts in place" MAX_RESTARTS
+    if [[ $LAUNCHER != fork || ${MAX_RESTARTS:-0} == 0 ]]; then
+        [[ ${SPARES:-0} == 0 ]] ||
+            die "SPARES=$SPARES: only LAUNCHER=fork with MAX_RESTARTS has nodes that wait; leave it out"
+        refuse_given "is for LAUNCHER=fork with MAX_RESTARTS; leave it out, or give these" "${OF_A_COORDINATOR[@]}"
+    fi
+    [[ $LAUNCHER == deepspeed ]] || refuse_given "is for LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
+    [[ $LAUNCHER != srun ]] || refuse_given "srun starts the ranks of all nodes; leave it out" NODE_RANK
+    [[ -n ${STANDBY:-} ]] || return 0
+    [[ ${MAX_RESTARTS:-0} != 0 && -z ${HOSTFILE:-} ]] ||
+        die "STANDBY=$STANDBY: needs MAX_RESTARTS, and one node (no HOSTFILE)"
+    refuse_given "with STANDBY ranks meet while others hold that port; leave it out, and each start gets a free one" MASTER_PORT
+}
+
+# What a launch on these nodes takes no notice of.
+check_launch_settings() {
+    local of_hosts="is for a launch with MAX_RESTARTS over several hosts of HOSTFILE; leave it out"
+    [[ $ENGINE != memory || $LAUNCHER == fork ]] ||
+        die "ENGINE=memory: saves are in memory that megatron.launch holds; use LAUNCHER=fork, or another engine"
+    [[ -z ${STANDBY:-} || $DEVICE == cpu ]] ||
+        die "STANDBY=$STANDBY: standby ranks would take memory of the devices that train; leave it out on CUDA devices"
+    if [[ $LAUNCHER == fork ]] && fork_coordinates; then
+        refuse_given "with MAX_RESTARTS over HOSTFILE the ranks of each start meet on the host of its node 0, by its name in \
+HOSTFILE; leave it out (COORDINATOR_ADDR: where the hosts reach this one)" MASTER_ADDR
+    else
+        refuse_given "$of_hosts" "${OF_A_COORDINATOR[@]}"
+        [[ ${SPARES_GIVEN:-0} == 0 ]] || die "SPARES=$SPARES_GIVEN: $of_hosts"
+        ((NNODES == 1)) || [[ ${MAX_RESTARTS:-0} == 0 ]] ||
+            die "MAX_RESTARTS=$MAX_RESTARTS: launchers that are started on each of $NNODES nodes do not agree on restarts; name the" \
+                "hosts in HOSTFILE, without NODE_RANK, or leave it out"
+    fi
+    over_hosts || refuse_given "is for LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
+    if [[ -z ${NODE_RANK:-} ]] || ((NNODES == 1)); then
+        refuse_given "is for launches that are started on each of several nodes with NODE_RANK; leave it out" MEET_TIMEOUT
+    elif [[ $LAUNCHER == deepspeed ]]; then
+        die "NODE_RANK=$NODE_RANK: LAUNCHER=deepspeed starts the ranks of all nodes from one; name them in HOSTFILE, and leave it out"
+    fi
+}
