@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # mostly wait: beside each other they would leave processors idle, so that they come by turns with files that compute.
 FIRST = (
     "cluster/test_launchers.py", "dist/test_restart_drill.py", "dist/test_readme.py", "cluster/test_node_loss.py",
-    "dist/test_ckpt_replay.py", "dist/test_engines_training.py", "cluster/test_waits.py", "dist/test_hooks.py",
-    "cluster/test_peers.py", "dist/test_gpu_tier.py", "dist/test_parallel_equivalence.py", "cluster/test_cluster.py",
-    "dist/test_redistribute.py", "cluster/test_bad_hosts.py", "dist/test_restart_sweep.py", "dist/test_bit_exact.py",
+    "dist/test_ckpt_replay.py", "dist/test_engines_training.py", "cluster/test_peers.py", "dist/test_hooks.py",
+    "cluster/test_bad_hosts.py", "dist/test_gpu_tier.py", "dist/test_parallel_equivalence.py", "cluster/test_sweep.py",
+    "dist/test_redistribute.py", "cluster/test_waits.py", "dist/test_restart_sweep.py", "dist/test_bit_exact.py",
     "dist/test_restart_speed.py",
 )  # fmt: skip
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -78,6 +78,9 @@ kill_and_resume() {
     local run_dir
     load_settings "$@"
     check_launch_settings
+    [[ ${MAX_RESTARTS:-0} == 0 ]] ||
+        die "MAX_RESTARTS=$MAX_RESTARTS: MODE=$MODE starts a new launch after the kill; leave it out, or have the drill restart ranks" \
+            "in place: kill_resume.sh --supervisor launch"
     : "${KILL_AT:=8}"
     require_whole_number KILL_AT
     ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"

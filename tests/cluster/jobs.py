@@ -131,6 +131,8 @@ class Preset:
             "KILL_AT": "none",
             "ITERS": str(ITERATIONS),
             "SAVE_INTERVAL": str(SAVED_AT),
+            "SEQ_LENGTH": "16",  # iterations of 0.3 s in place of 2.5 s on two busy cores; what is saved stays the same
+            "MICRO_BATCH": "1",
             "DP": str(len(nodes) * RANKS_PER_NODE // 4),
             "EXTRA_ARGS": "--verify-restored-state --checkpoint-durability none --split 100,0,0",
             "DEVICE": "cpu",

@@ -1,13 +1,8 @@
-"""Every launcher over several hosts: it trains, its ranks on one node are killed, and it resumes bit-exactly.
-
-By default some start what others resume, most on two nodes. Each of them all of the way on four:
-
-    LAUNCHERS_ALL=1 python -m pytest tests/cluster/test_launchers.py -k all_of_the_way
-"""
+"""Every launcher on four nodes with two ranks each: it trains, its ranks on one node are killed, and it resumes
+bit-exactly."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -42,25 +37,34 @@ def assert_resumed_exactly(job: Job) -> None:
     assert job.hosts(0) == job.hosts(1) == names
 
 
-def test_megatron_launch_over_ssh(cluster: Cluster, preset: Preset) -> None:
-    """On all four nodes: eight ranks cost four times the imports, not eight times."""
-    job = preset.job("fork", cluster.compute_nodes)
-    job.settings |= {"LAUNCHER": "fork", "HOSTFILE": str(preset.hostfile(job))}
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "fork"])
+def test_over_a_hostfile(launcher: str, cluster: Cluster, preset: Preset) -> None:
+    """Through ssh, or DeepSpeed's pdsh. That leaves the ranks of other nodes alone when those of one end, and
+    held ones notice no lost connection: the script ends them."""
+    job = preset.job(launcher, cluster.compute_nodes, LAUNCHER=launcher)
+    job.settings |= {"HOSTFILE": str(preset.hostfile(job))} | ({"HOST_GRACE": "2"} if launcher == "deepspeed" else {})
     job.train_and_kill()
     job.resume()
     assert_resumed_exactly(job)
 
 
-def test_deepspeed_over_pdsh_and_torchrun_over_ssh(cluster: Cluster, preset: Preset) -> None:
-    """The one starts it, the other resumes it. pdsh leaves the ranks of other nodes alone, and held ones notice no lost
-    connection: the script ends them. How torchrun over ssh ends is in test_waits.py."""
-    job = preset.job("two_launchers", cluster.compute_nodes[:2])
-    job.settings |= {"HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
-    job.settings["LAUNCHER"] = "deepspeed"
+@pytest.mark.parametrize("start", ["salloc", "sbatch"])
+def test_srun(start: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    """Started on the login node, where salloc leaves its user and no rank runs; and in a job of submit.sh."""
+    job = preset.job(start, cluster.compute_nodes, **slurm.environment)
+    job.command = in_an_allocation(job) if start == "salloc" else submitted(job, "--wait")
     job.train_and_kill()
-    job.settings["LAUNCHER"] = "torchrun"
     job.resume()
     assert_resumed_exactly(job)
+    assert len(list(job.directory.glob("slurm-*.out"))) == (2 if start == "sbatch" else 0)
+
+
+def test_what_sbatch_refuses_is_told(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    job = preset.job("refused_by_sbatch", cluster.compute_nodes, **slurm.environment)
+    job.command = submitted(job, "--partition=none")
+    assert job.start().wait(HANGS_S) == 2
+    assert "submit.sh: error: sbatch refused " in job.log and "Invalid partition" in job.log, job.log
+    assert not job.trace.exists()
 
 
 @pytest.mark.parametrize("launcher", ["fork", "deepspeed"])
@@ -71,44 +75,6 @@ def test_a_host_file_of_one_other_host(launcher: str, cluster: Cluster, preset: 
     started = job.start(HOSTFILE=str(preset.hostfile(job, {node.name: "slots=4"})))
     assert started.wait(HANGS_S) == 0, job.log[-6000:]
     assert {job.first_record(0, rank)["host"] for rank in range(4)} == {node.name}
-
-
-def test_srun_over_salloc_and_a_preset_that_submit_hands_to_sbatch(
-    cluster: Cluster, preset: Preset, slurm: Slurm
-) -> None:
-    """From the login node, where salloc leaves its user and no rank runs: killed there, and resumed by a batch job.
-
-    What Slurm refuses is told, and nothing runs.
-    """
-    job = preset.job("slurm", cluster.compute_nodes[:2], **slurm.environment)
-    job.command = in_an_allocation(job)
-    job.train_and_kill()
-
-    job.command = submitted(job, "--partition=none")
-    assert job.start().wait(HANGS_S) == 2
-    assert "submit.sh: error: sbatch refused " in job.log and "Invalid partition" in job.log, job.log
-    assert not list(job.trace.glob("*_cycle_001*"))
-    job.command = submitted(job, "--wait")
-    job.resume()
-    assert_resumed_exactly(job)
-    assert len(list(job.directory.glob("slurm-*.out"))) == 1
-
-
-@pytest.mark.skipif("LAUNCHERS_ALL" not in os.environ, reason="takes 5 minutes; set LAUNCHERS_ALL to run it")
-@pytest.mark.parametrize("launcher", ["torchrun", "fork", "deepspeed", "salloc", "sbatch"])
-def test_all_of_the_way(launcher: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
-    job = preset.job(f"all_of_the_way_{launcher}", cluster.compute_nodes)
-    if launcher == "salloc":
-        job.settings |= slurm.environment
-        job.command = in_an_allocation(job)
-    elif launcher == "sbatch":
-        job.settings |= slurm.environment
-        job.command = submitted(job, "--wait")
-    else:
-        job.settings |= {"LAUNCHER": launcher, "HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
-    job.train_and_kill()
-    job.resume()
-    assert_resumed_exactly(job)
 
 
 def submitted(job: Job, option: str) -> tuple[str | Path, ...]:

@@ -310,6 +310,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         ),
         (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: with STANDBY ranks meet while others"),
         (TINY, FORK | {"STANDBY": "1", "DEVICE": "cuda"}, "STANDBY=1: standby ranks would take memory of the devices"),
+        (TINY, FORK, "MAX_RESTARTS=1: MODE=restart starts a new launch after the kill"),
         (TINY, FORK | {"MAX_RESTARTS": "one"}, "MAX_RESTARTS=one: give a whole number"),
         (TINY, FORK | {"ALLOW_SHRINK": "0"}, "ALLOW_SHRINK=0: use 1, or leave it out"),
         (TINY, FORK | {"HEARTBEAT_TIMEOUT": "1s"}, "HEARTBEAT_TIMEOUT=1s: give seconds"),
