@@ -31,7 +31,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def is_restart_in_place(env: Mapping[str, str]) -> bool:
-    """Whether the launcher of this rank has started ranks before, as torchrun's agent and megatron.launch count."""
+    """Whether this rank's launcher (torchrun's agent or megatron.launch) has started ranks before."""
     return env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

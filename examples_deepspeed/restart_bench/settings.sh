@@ -1,4 +1,4 @@
-# Which settings have an effect together; sourced by common.sh. One that would have none is refused by name.
+# Checks which settings have an effect together; sourced by common.sh. A setting without an effect is refused by name.
 
 OF_A_COORDINATOR=(ALLOW_SHRINK HEARTBEAT_TIMEOUT COORDINATOR_ADDR COORDINATOR_PORT)
 OF_LAUNCHERS=(LAUNCHER HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT MAX_RESTARTS SPARES STANDBY
@@ -6,7 +6,8 @@ OF_LAUNCHERS=(LAUNCHER HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTE
 OF_A_TRAINING=(SAVE_INTERVAL ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH SEQUENCE_PARALLEL DTYPE DATA_PATH TOKENIZER_TYPE
     TOKENIZER_MODEL VOCAB_FILE MERGE_FILE EXTRA_ARGS)
 
-# refuse_given WHY NAME ...: if one of these was given. Where NAME has got a default by now, NAME_GIVEN is what was given.
+# refuse_given WHY NAME ...: ends with an error if one of these was given. If NAME has a default by now, NAME_GIVEN holds the
+# user's value.
 refuse_given() {
     local why=$1 name given
     shift
@@ -17,28 +18,29 @@ refuse_given() {
     done
 }
 
-# What a MODE takes no notice of.
+# Refuses settings that the MODE ignores.
 check_mode_settings() {
     if [[ $MODE == replay ]]; then
         [[ ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=replay injects no fault; use MODE=restart or scaled"
         [[ -z ${COMMAND_TO:-} ]] || die "COMMAND_TO: MODE=replay trains nothing; leave it out"
         refuse_given "MODE=replay trains nothing, and starts its processes itself, on this node; leave it out" TIME_LIMIT \
             "${OF_A_TRAINING[@]}" "${OF_LAUNCHERS[@]}"
-        refuse_given "MODE=replay has a directory of its own for its trace; leave it out" TRACE_DIR
+        refuse_given "MODE=replay writes its trace to its own directory; leave it out" TRACE_DIR
     else
-        refuse_given "is of MODE=replay, and this is MODE=$MODE; leave it out" RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN
+        refuse_given "has an effect only with MODE=replay, and this is MODE=$MODE; leave it out" \
+            RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN
     fi
     [[ $MODE != train ]] || check_settings_of_faults
     [[ ! $MODE =~ ^(replay|scaled)$ || ${DEVICE:-cpu} == cpu ]] || die "DEVICE=$DEVICE: MODE=$MODE runs on CPUs; leave it out"
 }
 
-# Of a launch in which this script injects no fault.
+# Refuses settings of faults where this script injects none.
 check_settings_of_faults() {
     local why
     if [[ $MODE == train ]]; then
         why="MODE=train injects no fault; use MODE=restart"
     elif [[ -n ${COMMAND_TO:-} ]]; then
-        why="COMMAND_TO tells the command to a program that injects faults itself; leave it out"
+        why="with COMMAND_TO another program launches the command and injects faults; leave it out"
     elif [[ ${KILL_AT:-} == none ]]; then
         why="with KILL_AT=none there is one launch, without a limit; leave it out"
     else
@@ -48,7 +50,7 @@ check_settings_of_faults() {
     refuse_given "$why" TIME_LIMIT
 }
 
-# Whether each value can be one, whatever it is for.
+# Checks the syntax of each value.
 check_values() {
     [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ ${MEET_TIMEOUT:-600} =~ ^[1-9][0-9]*$ ]] || die "MEET_TIMEOUT=$MEET_TIMEOUT: give whole seconds, at least 1"
@@ -60,12 +62,12 @@ check_values() {
     require_port MASTER_PORT COORDINATOR_PORT
 }
 
-# What a LAUNCHER takes no notice of, whatever the nodes are.
+# Refuses settings that the LAUNCHER ignores on any nodes.
 check_launcher_settings() {
     [[ $LAUNCHER == fork ]] || refuse_given "only LAUNCHER=fork restarts in place" MAX_RESTARTS
     if [[ $LAUNCHER != fork || ${MAX_RESTARTS:-0} == 0 ]]; then
         [[ ${SPARES:-0} == 0 ]] ||
-            die "SPARES=$SPARES: only LAUNCHER=fork with MAX_RESTARTS has nodes that wait; leave it out"
+            die "SPARES=$SPARES: only LAUNCHER=fork with MAX_RESTARTS uses spare nodes; leave it out"
         refuse_given "is for LAUNCHER=fork with MAX_RESTARTS; leave it out, or give these" "${OF_A_COORDINATOR[@]}"
     fi
     [[ $LAUNCHER == deepspeed ]] || refuse_given "is for LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
@@ -73,14 +75,15 @@ check_launcher_settings() {
     [[ -n ${STANDBY:-} ]] || return 0
     [[ ${MAX_RESTARTS:-0} != 0 && -z ${HOSTFILE:-} ]] ||
         die "STANDBY=$STANDBY: needs MAX_RESTARTS, and one node (no HOSTFILE)"
-    refuse_given "with STANDBY ranks meet while others hold that port; leave it out, and each start gets a free one" MASTER_PORT
+    refuse_given "standby ranks rendezvous while running ranks use this port; leave it out, and each start takes a free port" \
+        MASTER_PORT
 }
 
-# What a launch on these nodes takes no notice of.
+# Refuses settings that a launch on these nodes ignores.
 check_launch_settings() {
     local of_hosts="is for a launch with MAX_RESTARTS over several hosts of HOSTFILE; leave it out"
     [[ $ENGINE != memory || $LAUNCHER == fork ]] ||
-        die "ENGINE=memory: saves are in memory that megatron.launch holds; use LAUNCHER=fork, or another engine"
+        die "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork, or another engine"
     [[ -z ${STANDBY:-} || $DEVICE == cpu ]] ||
         die "STANDBY=$STANDBY: standby ranks would take memory of the devices that train; leave it out on CUDA devices"
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then

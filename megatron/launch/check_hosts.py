@@ -6,8 +6,8 @@
     python -m megatron.launch.check_hosts refuse --why TEXT [...]    in place of `meet`, on a host that will not train
 
 The launch scripts call it. `meet` uses the port of the rendezvous before a launcher does: host 0 listens there until
-all have come. A host that was refused before comes, too, and says why, so that no other one waits for it. No host
-imports torch for this.
+all have connected. A host that was refused earlier connects too and sends the reason, so that no host waits for it. No
+host imports torch for this.
 
 exit status: 0 nothing is wrong; 1 something is, which is printed; 2 wrong command line
 """
@@ -36,7 +36,7 @@ from restart_trace.command_line import CommandParser
 _POLL_S = 0.1
 _SAY_AFTER_S = 5.0
 _LEAVE_S = 2.0
-# Once a host is refused those that have come are told at once; this is how long the others are waited for to be told.
+# After a refusal, connected hosts are told at once; this is how long to wait for the other hosts in order to tell them.
 _TELL_S = 60.0
 _SHOWN = 8
 
@@ -111,9 +111,9 @@ def meet(mine: Host, nodes: int, address: str, port: str, at_most_s: float) -> s
 
 
 def refuse(why: str, first: bool, nodes: int | None, address: str, port: str, at_most_s: float) -> None:
-    """Come to the meeting to say that this host was refused, and why. `first`: it is host 0. `nodes`: None if unknown.
+    """Tell the other hosts that this host was refused, and why. `first`: it is host 0. `nodes`: None if unknown.
 
-    Where the others cannot be met nothing is said.
+    Does nothing if the other hosts cannot be reached.
     """
     deadline = time.monotonic() + min(at_most_s, _TELL_S)
     why = " ".join(why.split())
@@ -125,7 +125,7 @@ def refuse(why: str, first: bool, nodes: int | None, address: str, port: str, at
 
 
 class _Meeting:
-    """Host 0's part: it hears of all others, judges, and tells all. `refusal`: why a host was refused."""
+    """Host 0's part: it hears from all other hosts, compares them, and tells all. `refusal`: why a host was refused."""
 
     def __init__(self, mine: Host, nodes: int | None, refusal: str | None = None) -> None:
         self._mine = mine

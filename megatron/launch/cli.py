@@ -40,7 +40,7 @@ examples:
       and the same on the other node with --node-rank 1: no coordinator, and no restarts
 
 exit status: 0 every rank ended with 0; 1 a rank failed or a node was lost, and no restart was left; 2 wrong command
-line, no rank could be started, or ranks refused their input (exit code 2), which is not tried again; 128 + N stopped by
+line, no rank could be started, or ranks refused their input (exit code 2), which is not retried; 128 + N stopped by
 signal N
 """
 _COORDINATOR_EPILOG = """\
@@ -182,8 +182,8 @@ def _check_standby(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error("--standby: standby ranks take the place of ranks that fail; give --max-restarts, too")
     if args.master_port is not None:
         parser.error(
-            f"--standby with --master-port {args.master_port}: standby ranks meet while others hold that port; "
-            "leave out --master-port, and each start gets a free one"
+            f"--standby with --master-port {args.master_port}: standby ranks rendezvous while running ranks "
+            "use this port; leave out --master-port, and each start gets a free one"
         )
 
 

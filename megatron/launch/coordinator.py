@@ -69,7 +69,7 @@ class _Agent:
     place: int | None = None
     in_generation: bool = False  # a member whose ranks have not ended
     failures: list[str] = field(default_factory=list)
-    refused: bool = False  # one of these ranks has found its input wrong
+    refused: bool = False  # a rank of this node refused its input
     unfit: str | None = None  # why its host is not to be used again
     expects: int | None = None  # of a spare: whose place it was told to prepare for
 
@@ -427,7 +427,7 @@ class Coordinator:
             return 0
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        # What a rank of a host that is not fit finds wrong, as that it has no GPU any more, is not the input.
+        # A rank on an unfit host, as one that lost its GPU, also ends with exit code 2: its input is not wrong.
         refused = any(agent.refused and agent.unfit is None for agent in self._members)
         final = self._refusals.final(refused)
         if self._generation >= self._launch.max_restarts:

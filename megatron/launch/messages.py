@@ -36,7 +36,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "unfit": {"generation": int, "why": str},  # -1: of a host on which no ranks run
     "ended": {
         "generation": int, "failures": list,
-        "refused": bool,  # a rank there has found its input wrong
+        "refused": bool,  # a rank of that node refused its input
     },
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},

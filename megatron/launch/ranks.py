@@ -22,7 +22,7 @@ class Ranks:
 
     running: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    refused: bool = False  # one of them has found its input wrong, as its exit code says
+    refused: bool = False  # a rank ended with exit code 2: it refused its input
     deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
 
     def send(self, signum: int) -> None:
@@ -67,11 +67,10 @@ class Ranks:
 
 
 class Refusals:
-    """Tells of each start that has failed whether it was refused for good, so that another one would be refused, too.
+    """Decides after each failed start whether its refusal is final, that is whether another start would be refused too.
 
-    At the first start nothing of this launch has been accepted yet, so a refusal means the input. Later it is more
-    likely that a host or the storage has changed, for a moment perhaps: that start is tried once more. See
-    docs/decisions.md.
+    A refusal of the first start means wrong input. Later it is more likely that a host or the storage has changed,
+    perhaps only for a moment, so that there is one more start. See docs/decisions.md.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from restart_trace.startup import Preload
 
 FAILED = 1
 COULD_NOT_RUN = 2
-NOT_AGAIN = "what ranks have refused is not tried again"
+NOT_AGAIN = "refused input is not retried"
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 

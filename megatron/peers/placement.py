@@ -22,7 +22,7 @@ class PlacementError(ValueError):
 
 
 def number_of_copies(asked: int | None, hosts: int, served: bool) -> tuple[int, str | None]:
-    """How many copies of each save there are to be on so many hosts, and what to warn of.
+    """Number of copies of each save on so many hosts, and a warning or None.
 
     `asked`: the value of --replicas. `served`: every host has a process that holds copies. Raises PlacementError.
     """

@@ -81,9 +81,9 @@ def store_refusals(config: Config) -> Iterator[None]:
 
 
 def check_copies(config: Config) -> None:
-    """Check --replicas against the number of hosts, where the launcher tells that, and the lines of --failure-domain.
+    """Check --replicas against the number of hosts (if LOCAL_WORLD_SIZE is set), and the lines of --failure-domain.
 
-    What is accepted at the first start of a launch is warned of later: hosts may be fewer then, or others.
+    After a restart in place this is not checked: there may be fewer hosts, or others, and slot_memory warns.
 
     Raises: ConfigError naming flag, value and fix.
     """

@@ -149,14 +149,12 @@ def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class
 def _placed(options: CheckpointConfig, hosts: Sequence[str], served: bool) -> list[tuple[int, ...]]:
     """By host, which others hold copies of its saves. `served`: as of number_of_copies. Raises PlacementError.
 
-    After a restart hosts may be fewer, or one may have taken a place that does not fit the file any more: what the
-    flags ask for is warned of then, not refused.
+    After a restart there may be fewer hosts, or a host may have a place that no longer fits the file: then this
+    warns instead of refusing.
     """
     restarted, asked = is_restart_in_place(os.environ), options.replicas
     if restarted and asked is not None and asked > len(hosts):
-        logger.warning(
-            "--replicas %d: hosts that are left: %d, and there are no more copies than that", asked, len(hosts)
-        )
+        logger.warning("--replicas %d: only %d hosts are left, so there are only as many copies", asked, len(hosts))
         asked = len(hosts)
     copies, alone = number_of_copies(asked, len(hosts), served)
     if alone is not None:

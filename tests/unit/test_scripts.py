@@ -460,7 +460,7 @@ def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
     for mode in ("train", "restart", "scaled"):
         for name in ("RANKS", "LIMIT_BYTES", "REPEAT", "STEPS_BETWEEN"):
             done = run_script("run_7b_tp4_pp2.sh", tmp_path, **work, MODE=mode, **{name: "1"})
-            assert done.returncode == 2 and f"{name}=1: is of MODE=replay" in done.stderr, done.stderr
+            assert done.returncode == 2 and f"{name}=1: has an effect only with MODE=replay" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
             "TIME_LIMIT=5: with KILL_AT=none there is one launch, without a limit",
         ),
         ({"KILL_AT": "3"}, "KILL_AT=3: SAVE_DIR={save} holds a checkpoint, which is resumed without a fault"),
-        ({"COMMAND_TO": "/c", "KILL_AT": "3"}, "KILL_AT=3: COMMAND_TO tells the command to a program that injects"),
+        ({"COMMAND_TO": "/c", "KILL_AT": "3"}, "KILL_AT=3: with COMMAND_TO another program launches the command"),
     ],
 )
 def test_a_fault_that_would_not_come_is_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:

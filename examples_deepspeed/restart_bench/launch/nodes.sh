@@ -262,8 +262,8 @@ meet_hosts() {
         die "${wrong:-the hosts could not be compared}"
 }
 
-# At the exit of a launch that is started by hand on each host: has the others, which wait for it in meet_hosts, know that
-# it was refused. The training's interpreter may not be there yet: any will do.
+# At the exit of a launch that is started by hand on each host: tells the other hosts, which wait in meet_hosts, that it was
+# refused. Any interpreter will do, since the training's may not be installed yet.
 tell_refusal() {
     local status=$? place=0 python nodes=() port=${MASTER_PORT:-29500}
     trap - EXIT
@@ -275,7 +275,7 @@ tell_refusal() {
     python=$(python_path)
     has_environment || python=python3
     PYTHONSAFEPATH=1 PYTHONPATH=$ROOT "$python" -m megatron.launch.check_hosts refuse --place "$place" "${nodes[@]}" \
-        --why "NODE_RANK=$NODE_RANK is refused on $(hostname): ${REFUSAL:-its own messages say why}" \
+        --why "NODE_RANK=$NODE_RANK is refused on $(hostname): ${REFUSAL:-see its own messages}" \
         --address "MASTER_ADDR=${MASTER_ADDR:-}" --port "MASTER_PORT=$port" || true
 }
 

@@ -234,7 +234,7 @@ def test_restarts_are_counted(start: Start) -> None:
     assert job.said.count("exit code 5") == 2 and not (job.directory / "pid_0_2").exists()
 
 
-REFUSED = "what ranks have refused is not tried again"
+REFUSED = "refused input is not retried"
 
 
 def test_a_start_that_is_refused_is_not_tried_again(start: Start) -> None:

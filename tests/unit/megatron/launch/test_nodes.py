@@ -385,7 +385,7 @@ def test_a_spare_whose_host_fails_while_it_waits_takes_no_place(nodes: Nodes) ->
     nodes.until_gone()
 
 
-REFUSED = "the launch ends: what ranks have refused is not tried again"
+REFUSED = "the launch ends: refused input is not retried"
 
 
 def test_a_start_that_is_refused_ends_the_launch_on_all_nodes(nodes: Nodes) -> None:
