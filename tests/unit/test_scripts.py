@@ -308,7 +308,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
             {"LAUNCHER": "fork", "STANDBY": "1", "MAX_RESTARTS": "0"},
             "STANDBY=1: needs MAX_RESTARTS, and one node",
         ),
-        (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: with STANDBY ranks meet while others"),
+        (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: standby ranks rendezvous while running ranks"),
         (TINY, FORK | {"STANDBY": "1", "DEVICE": "cuda"}, "STANDBY=1: standby ranks would take memory of the devices"),
         (TINY, FORK, "MAX_RESTARTS=1: MODE=restart starts a new launch after the kill"),
         (TINY, FORK | {"MAX_RESTARTS": "one"}, "MAX_RESTARTS=one: give a whole number"),
@@ -318,7 +318,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (
             TINY,
             {"ENGINE": "memory"},
-            "ENGINE=memory: saves are in memory that megatron.launch holds; use LAUNCHER=fork",
+            "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork",
         ),
         (TINY, {"IMAGE": "x.sif"}, "IMAGE=x.sif: submit.sh runs ranks with the Python of an image"),
         (TINY, {"TOKENIZER_MODEL": "/m"}, "TOKENIZER_MODEL=/m: is of the tokenizer of DATA_PATH, which is not set"),

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
+from megatron.launch.messages import Connection
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.megatron.launch.test_launch import HEAD, marked, until
 from tests.unit.trace_helpers import ROOT
@@ -414,6 +415,35 @@ def test_a_later_start_that_is_refused_is_tried_once_more(nodes: Nodes) -> None:
     assert [agent.wait(300) for agent in agents] == [2, 2]
     nodes.until_gone()
     assert nodes.said().count(REFUSED) == 1 and "restart 4 of 5" in nodes.said()
+
+
+def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: Nodes) -> None:
+    """An agent answers a "stop" that arrives too late with an end without failures. Both agents are played here."""
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
+    where = ("127.0.0.1", int((nodes.directory / "port").read_text()))
+    agents = [Connection(socket.create_connection(where, timeout=300)) for _ in range(2)]
+    heard: dict[Connection, list[str]] = {agent: [] for agent in agents}
+
+    def hears(agent: Connection, kind: str) -> bool:
+        heard[agent] += [message["type"] for message in agent.receive()]
+        return kind in heard[agent]
+
+    hello = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, "copies": 0}
+    for number, agent in enumerate(agents):
+        agent.send("hello", number=number, **hello)
+    until(lambda: hears(agents[0], "serve"), "the place of node 0")
+    agents[0].send("port", generation=0, port=1)
+    for agent in agents:
+        until(lambda agent=agent: hears(agent, "start"), "the start")
+    agents[1].send("failed", generation=0, why="rank 3: exit code 2")
+    agents[1].send("ended", generation=0, failures=["rank 3: exit code 2"], refused=True)
+    until(lambda: hears(agents[1], "stop"), "the late stop")
+    agents[1].send("ended", generation=0, failures=[], refused=False)
+    agents[1].send("beat", number=1)
+    until(lambda: hears(agents[1], "ack"), "an answer to what follows the second end")
+    agents[0].send("ended", generation=0, failures=[], refused=False)
+    assert coordinator.wait(300) == 2, nodes.said()
+    assert nodes.said().count(REFUSED) == 1
 
 
 def test_what_a_rank_refuses_on_a_host_with_a_fault_is_no_input(nodes: Nodes) -> None:
