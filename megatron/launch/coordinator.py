@@ -190,9 +190,7 @@ class Coordinator:
             self._fail(f"{message['why']} on {agent}", kill=False)
         elif kind == "unfit":
             agent.unfit = message["why"]
-        elif (
-            kind == "ended" and agent.in_generation
-        ):  # it sends another one if "stop" arrives after its ranks have ended
+        elif kind == "ended" and agent.in_generation:  # a "stop" that arrives after it is answered with another one
             agent.in_generation = False
             agent.failures, agent.refused = message["failures"], message["refused"]
             if agent.failures and self._stopped_by is None:
