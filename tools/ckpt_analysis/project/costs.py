@@ -50,7 +50,8 @@ GROWS_WITH: dict[str, tuple[str, ...]] = {
     "flush": (START, RANKS_PER_CORE, BYTES, FILES),
     "load": (START, RANKS_PER_CORE, BYTES, FILES),
     "redistribute": (START, RANKS_PER_CORE, BYTES),
-    "barrier": (START, RANKS_PER_CORE, BYTES, FILES),  # waiting for the last to be done with its part of the state
+    # Waiting for the last rank's part of the state, then agreements, which go up and down the levels of a tree.
+    "barrier": (START, ROUNDS, BYTES, FILES),
     "commit": (START, NAMES),  # by rank 0 alone, while the others wait: the manifest names every file
     "engine_init": (START, RANKS_PER_CORE, BYTES),
     # A layer's collectives go round a ring of the ranks that hold its parts, one layer after another.

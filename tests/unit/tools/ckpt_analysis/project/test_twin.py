@@ -30,15 +30,16 @@ FAR = Deployment(ranks=64, hosts=1, cores=2, bytes=128e6, files=128, tp=16)
 def truth(deployment: Deployment, hidden: float = 0.0) -> dict[str, dict[str, float]]:
     """Costs that the terms can express: what a fit must find. `hidden` ranks per core cost nothing."""
     crowd = max(deployment.ranks / deployment.cores - hidden, 0.0)
+    rounds = deployment.ranks / deployment.cores * math.log2(deployment.ranks)
     return {
         "blocked_s": {"serialize": 0.01 + 0.02 * crowd + 4e-9 * deployment.bytes},
         "durable_s": {"flush": 0.05 + 0.03 * crowd, "commit": 0.01 + 0.001 * deployment.files},
-        "load_s": {"load": 0.02 + 3e-9 * deployment.bytes, "barrier": 0.01 * crowd},
+        "load_s": {"load": 0.02 + 3e-9 * deployment.bytes, "barrier": 0.01 * rounds},
         "restart_s": {
             "imports": 1.7,
             "first_step": 0.2 * crowd + 0.3 * (deployment.tp - 1),
             "rendezvous": 0.0005 * deployment.ranks**2 / deployment.cores,
-            "communicators": 0.01 * deployment.ranks / deployment.cores * math.log2(deployment.ranks),
+            "communicators": 0.01 * rounds,
         },
     }
 
