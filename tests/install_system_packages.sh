@@ -6,6 +6,7 @@ set -euo pipefail
 packages=() cluster=()
 command -v chromium chromium-browser google-chrome >/dev/null || packages+=(chromium)
 command -v strace >/dev/null || packages+=(strace)
+command -v etcd >/dev/null || packages+=(etcd-server)
 command -v mount umount >/dev/null || packages+=(mount)
 command -v unshare nsenter setpriv >/dev/null || packages+=(util-linux)
 # For tests/cluster

@@ -16,9 +16,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.launch.etcd import MembershipError, StoreAddress
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.health import RepeatedCheck, what_is_wrong
 from megatron.launch.lease import Lease
+from megatron.launch.membership import LaunchEndedError, OtherLaunchError, command_digest, leader_address
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
@@ -37,6 +39,7 @@ _CONNECT_S = 10.0  # for one attempt
 _WELCOME_S = 30.0  # from the connection to the coordinator's first word
 _REJOIN_S = 600.0  # how long an agent that was cut off tries to be let in again
 _REJOIN_POLL_S = 0.5
+_FAILOVER_S = 2.0  # in place of the first two where another coordinator may lead by then
 
 
 class Signals:
@@ -108,6 +111,8 @@ class Agent:
         self._trace = FailureTrace(plan.arguments)
         self._stopped_by: int | None = None
         self._was_let_in = False
+        self._place = -1  # the node rank of this node in the newest generation; -1: it is a spare
+        self._leader: tuple[str, int] | None = None  # the coordinator that etcd named last
         self._timeout_s = 0.0  # the heartbeat timeout, once the coordinator has told it
         self._beats: dict[int, float] = {}  # number of a beat that was not answered yet -> when it was sent
         self._number_of_beat = 0
@@ -125,17 +130,9 @@ class Agent:
         if wrong is not None:
             say(f"error: {socket.gethostname()} is not fit for ranks: {wrong}; mend it, or leave the host out")
             return COULD_NOT_RUN
-        try:
-            self._connect()
-        except OSError as error:
-            assert self._plan.coordinator is not None
-            host, port = self._plan.coordinator
-            say(
-                f"error: --coordinator {host}:{port}: cannot be reached from {socket.gethostname()}: "
-                f"{error.strerror or error}; give an address of the launching host that every node reaches "
-                "(COORDINATOR_ADDR of the launch scripts)"
-            )
-            return COULD_NOT_RUN
+        code = self._join()
+        if code is not None:
+            return code
         while True:
             code = self._turn()
             if code is not None:
@@ -169,15 +166,73 @@ class Agent:
 
     # The connection
 
+    def _join(self) -> int | None:
+        """Connect for the first time; an exit status if that is not possible."""
+        waits = False
+        deadline = time.monotonic() + _REJOIN_S
+        while True:
+            try:
+                self._connect()
+                return None
+            except (OSError, LaunchEndedError, OtherLaunchError) as error:
+                # With etcd, the coordinator may not be there yet: an earlier launch of this name may have ended.
+                moves = isinstance(self._plan.coordinator, StoreAddress)
+                unreachable = isinstance(error, MembershipError) and not waits
+                final = not moves or unreachable or isinstance(error, OtherLaunchError)
+                if final or time.monotonic() > deadline:
+                    self._say_unreachable(error)
+                    return COULD_NOT_RUN
+                if not waits:
+                    say(f"{socket.gethostname()} waits for a coordinator of {self._plan.coordinator_name}: {error}")
+                waits = True
+            stop = self._stopped_within(_REJOIN_POLL_S)
+            if stop is not None:
+                return stop
+
+    def _say_unreachable(self, error: Exception) -> None:
+        where, host = self._plan.coordinator_name, socket.gethostname()
+        if isinstance(error, OtherLaunchError):
+            say(f"error: --coordinator {error}")
+        elif isinstance(error, MembershipError):
+            say(f"error: --coordinator {error}; etcd must be reached from {host}, or give the coordinator's HOST:PORT")
+        elif isinstance(self._plan.coordinator, StoreAddress):
+            say(f"error: --coordinator {where}: {host} has found no coordinator in {_REJOIN_S:g} s: {error}; start one")
+        else:
+            say(
+                f"error: --coordinator {where}: cannot be reached from {host}: "
+                f"{getattr(error, 'strerror', None) or error}; give an address of the launching host that every node "
+                "reaches (COORDINATOR_ADDR of the launch scripts)"
+            )
+
+    def _stopped_within(self, seconds: float) -> int | None:
+        """Wait; an exit status if a signal comes that is to end this process."""
+        select.select([self._signals], [], [], seconds)
+        stop = self._signals.received() - {signal.SIGCHLD}
+        return 128 + min(stop) if stop else None
+
+    def _coordinator(self) -> tuple[str, int]:
+        """Where the coordinator listens. Raises the exceptions of `leader_address`."""
+        where = self._plan.coordinator
+        assert where is not None
+        if not isinstance(where, StoreAddress):
+            return where
+        try:
+            self._leader = leader_address(where, command_digest(self._plan.script, self._plan.arguments))
+        except MembershipError:
+            if self._leader is None:
+                raise
+            # It leads still, as far as anybody can know: without etcd nobody takes over.
+        return self._leader
+
     def _connect(self) -> None:
-        """Connect and introduce this node. Raises OSError."""
-        assert self._plan.coordinator is not None
+        """Connect and introduce this node. Raises OSError, and the exceptions of `_coordinator`."""
         # Read before the connection is there, which counts as silent until it has said something.
         # A host whose driver has failed would train on its processors.
         mine = what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}
-        opened = socket.create_connection(self._plan.coordinator, timeout=_CONNECT_S)
+        moves = isinstance(self._plan.coordinator, StoreAddress)
+        opened = socket.create_connection(self._coordinator(), timeout=_FAILOVER_S if moves else _CONNECT_S)
         self._connection = Connection(opened)
-        self._lease_until = time.monotonic() + _WELCOME_S
+        self._lease_until = time.monotonic() + (_FAILOVER_S if moves else _WELCOME_S)
         self._timeout_s, self._beats = 0.0, {}
         self._connection.send(
             "hello",
@@ -188,6 +243,7 @@ class Agent:
             launch_id=os.environ.get(LAUNCH_ID_VARIABLE, ""),
             versions=mine,
             copies=0 if self._copies is None else self._copies.port,
+            place=self._place,
         )
 
     def _beat(self, now: float) -> None:
@@ -238,13 +294,18 @@ class Agent:
             try:
                 self._connect()
                 return None
-            except ConnectionRefusedError:  # nobody listens there any more
-                return FAILED if self._was_let_in else COULD_NOT_RUN
-            except OSError:
-                select.select([self._signals], [], [], _REJOIN_POLL_S)
-            stop = self._signals.received() - {signal.SIGCHLD}
-            if stop:
-                return 128 + min(stop)
+            except LaunchEndedError as ended:
+                return ended.code
+            except OtherLaunchError as error:
+                say(f"error: --coordinator {error}")
+                return FAILED
+            except OSError as error:
+                moves = isinstance(self._plan.coordinator, StoreAddress)
+                if isinstance(error, ConnectionRefusedError) and not moves:  # nobody listens there any more
+                    return FAILED if self._was_let_in else COULD_NOT_RUN
+            stop = self._stopped_within(_REJOIN_POLL_S)
+            if stop is not None:
+                return stop
         say(f"error: {socket.gethostname()}: the coordinator was not reached again within {_REJOIN_S:g} s")
         return FAILED
 
@@ -269,6 +330,7 @@ class Agent:
         elif kind == "start":
             self._start(message)
         elif kind == "wait":
+            self._place = -1
             if self._copies is not None:
                 self._copies.prepare_like(message["copies"])
         elif kind == "expect":
@@ -324,7 +386,7 @@ class Agent:
         self._signals.hold()
         ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child)
         self._signals.let_go()
-        self._current = _Generation(number, plan, ranks)
+        self._current, self._place = _Generation(number, plan, ranks), plan.node_rank
         self._trace.relaunched(began_ns)
 
     def _become_child(self, _local_rank: int) -> None:

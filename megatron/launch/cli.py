@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.launch.agent import Agent
 from megatron.launch.coordinator import Coordinator, Launch
+from megatron.launch.etcd import SCHEME, StoreAddress, parse_address
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
 from megatron.launch.supervise import COULD_NOT_RUN, say, supervise
@@ -46,6 +47,7 @@ signal N
 _COORDINATOR_EPILOG = """\
 Start it where the launch is typed, and `restart-launch --coordinator HOST:PORT --node-rank N ...` with the same script
 and arguments on every node. The nodes of the training have the numbers 0 to --nnodes - 1, spares those that follow.
+With --membership, start the same command on several hosts, and give the nodes `--coordinator etcd://...` instead.
 SIGUSR1 tells it that the launcher of a node has failed: then the launch ends, unless it has begun to train.
 
 exit status: as `restart-launch`
@@ -111,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
     )
-    add("--coordinator", "do what `restart-launch coordinate` says, which listens there", metavar="HOST:PORT")
+    add("--coordinator", "do what `restart-launch coordinate` says: HOST:PORT where it listens, or its --membership, "
+        "where this looks up the one that leads", metavar="HOST:PORT")  # fmt: skip
     add("--health-directory", "with --coordinator: on the disk that is tried, as memory and GPUs are, before this host "
         "is used, and used again (default: that of temporary files)", metavar="DIR")  # fmt: skip
     add("--health-interval", "with --coordinator: seconds between such checks while this host waits as a spare "
@@ -198,11 +201,17 @@ def _check_nodes_alone(parser: argparse.ArgumentParser, args: argparse.Namespace
         )
 
 
-def _coordinator_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, int]:
-    """Host and port of the coordinator; what it decides may not be given here."""
-    host, _, port = args.coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        parser.error(f"--coordinator {args.coordinator}: must be HOST:PORT, as login:29400")
+def _coordinator_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, int] | StoreAddress:
+    """Host and port of the coordinator, or the etcd that has them; what it decides may not be given here."""
+    if args.coordinator.startswith(SCHEME):
+        where: tuple[str, int] | StoreAddress = _store_address(parser, "--coordinator", args.coordinator)
+    else:
+        host, _, port = args.coordinator.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            parser.error(
+                f"--coordinator {args.coordinator}: must be HOST:PORT, as login:29400, or that of --membership"
+            )
+        where = host.strip("[]"), int(port)
     if args.node_rank < 0:
         parser.error(f"--node-rank {args.node_rank}: must be at least 0")
     for name, default in (("nnodes", 1), ("max_restarts", 0), ("master_addr", None)):
@@ -211,7 +220,14 @@ def _coordinator_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             parser.error(
                 f"{flag} {getattr(args, name)} with --coordinator: the coordinator decides on that; leave it out here"
             )
-    return host.strip("[]"), int(port)
+    return where
+
+
+def _store_address(parser: argparse.ArgumentParser, flag: str, text: str) -> StoreAddress:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        parser.error(f"{flag} {text}: {error}")
 
 
 def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
@@ -235,6 +251,11 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         "WHY, to bring another one, whose launcher joins as a spare; then --join-timeout is the limit for it to come; "
         "COORDINATOR_PORT and NODES_MISSING are in its environment",
         type=Path, metavar="SCRIPT")  # fmt: skip
+    add("--membership", "etcd (3.4 or later, without TLS) in which the coordinators of this launch elect a leader; the "
+        "others are standbys, and one of them takes over when the leader is lost. Several endpoints are separated by "
+        "commas. NAME is that of this launch alone, such as the number of its job (default: no etcd, one coordinator)",
+        metavar="etcd://HOST:PORT/NAME")  # fmt: skip
+    add("--address", "with --membership: where the nodes reach this host (default: its host name)", metavar="HOST")
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")
     _add_script(parser)
@@ -248,6 +269,8 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
     hook = args.replacement_hook
     if hook is not None and not (hook.is_file() and os.access(hook, os.X_OK)):
         parser.error(f"--replacement-hook {hook}: is no program that can be started; give an executable file")
+    if args.address is not None and args.membership is None:
+        parser.error(f"--address {args.address}: nodes look it up in etcd; give --membership, too")
     _check_script(parser, args.script)
     return Launch(
         script=args.script,
@@ -262,6 +285,8 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         port_file=args.port_file,
         allow_shrink=args.allow_shrink,
         replacement_hook=None if hook is None else hook.absolute(),
+        membership=None if args.membership is None else _store_address(parser, "--membership", args.membership),
+        address=args.address or socket.gethostname(),
         launch_id=os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12]),
     )
 

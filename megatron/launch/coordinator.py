@@ -1,7 +1,8 @@
 """The coordinator of a launch over several nodes: it decides who is in a generation, and starts and ends all of it.
 
 It runs where the launch was typed, which no rank needs: losing a node that trains does not lose it (docs/decisions.md).
-Agents connect to it, tell that they live, and do as it says. It has one thread, which never blocks on an agent.
+Agents connect to it, tell that they live, and do as it says. It has one thread, which never blocks on an agent. With
+etcd, others may be started that take over when it is lost (membership.py, which has a thread of its own).
 
     gathering    agents connect; a generation starts when every node of it has one
     running      ranks run on the members; further agents are spares
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.launch.etcd import MembershipError, StoreAddress
 from megatron.launch.failure_trace import FailureTrace
+from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunchError, command_digest
 from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
@@ -35,6 +38,7 @@ _BACKLOG = 4096
 _POLL_S = 0.1  # at most, between looks at who is silent
 NODE_FAILED_SIGNAL = signal.SIGUSR1  # whoever started the agents saw the command of one end badly
 _EXIT_S = 2.0  # for agents to take their exit status
+_FIND_S = 5.0  # for agents to find a coordinator that has taken over (agent.py: _FAILOVER_S and _REJOIN_POLL_S)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Launch:
     launch_id: str
     allow_shrink: bool = False
     replacement_hook: Path | None = None
+    membership: StoreAddress | None = None  # where the coordinators of this launch elect their leader
+    address: str = ""  # where agents reach this host
 
 
 @dataclass(eq=False)
@@ -91,6 +97,7 @@ class Coordinator:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
         self._joined: set[int] = set()  # numbers of the nodes that have ever been there
+        self._expected = launch.nodes + launch.spares  # of which more may come for the first time
         self._first: tuple[str, dict[str, Any]] | None = None  # the first host that was let in, and what it runs
         self._began = time.monotonic()
         self._generation = -1
@@ -103,9 +110,16 @@ class Coordinator:
         self._trace = FailureTrace(launch.arguments)
         self._refusals = Refusals()
         self._hooks: list[subprocess.Popen[bytes]] = []  # that were asked for a host
+        self._leadership: Leadership | None = None
+        self._took_over = False  # from another coordinator, and has started no generation yet
+        self._waits_for_etcd = False
 
     def run(self) -> int:
         """Coordinate until all ranks have ended, or none can be started any more."""
+        if self._launch.membership is not None:
+            code = self._lead(self._launch.membership)
+            if code is not None:
+                return code
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -128,6 +142,37 @@ class Coordinator:
             if code is not None:
                 self._dismiss(code)
                 return code
+            if self._leadership is not None and self._leadership.leader is not None:
+                say(f"error: {self._leadership.leader} coordinates this launch now; this coordinator ends")
+                return FAILED
+
+    def _lead(self, membership: StoreAddress) -> int | None:
+        """Wait until this coordinator leads, and continue the launch; an exit status if it is not to lead."""
+        launch = self._launch
+        me = (launch.address, self._listening.getsockname()[1])
+        digest = command_digest(launch.script, launch.arguments)
+        self._leadership = Leadership(membership, me, launch.heartbeat_timeout_s, launch.launch_id, digest)
+        try:
+            known = self._leadership.campaign()
+        except LaunchEndedError as ended:
+            say(f"{membership}: {ended}")
+            return ended.code
+        except OtherLaunchError as error:
+            say(f"error: --membership {error}")
+            return COULD_NOT_RUN
+        except MembershipError as error:
+            say(f"error: --membership {error}; start etcd there, or leave the flag out, which takes no etcd")
+            return COULD_NOT_RUN
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        self._began = self._since = time.monotonic()
+        self._generation = known["generation"]
+        self._took_over = self._generation >= 0
+        if self._took_over:  # some may have been lost before
+            self._expected = 0
+        self._launch = replace(launch, launch_id=known["launch_id"])
+        os.environ[LAUNCH_ID_VARIABLE] = known["launch_id"]
+        return None
 
     def _turn(self) -> int | None:
         """Read what every agent says, then see who is silent, then what follows; an exit status at the end."""
@@ -224,13 +269,26 @@ class Coordinator:
         self._first = self._first or (hello["host"], hello["versions"])
         agent.number, agent.address, agent.host = hello["number"], hello["address"], hello["host"]
         agent.copies = hello["copies"]
-        agent.place = agent.number if self._generation < 0 and agent.number < launch.nodes else None
+        agent.place = self._place_of(hello)
+        if self._took_over and not self._joined:  # until now all may have been connected to the other coordinator
+            self._began = self._since = time.monotonic()
         self._joined.add(agent.number)
         agent.connection.send("welcome", heartbeat_timeout_s=launch.heartbeat_timeout_s, launch_id=launch.launch_id)
         if agent.place is None:
             say(f"{agent} has joined as a spare")
             if self._state == "running" and self._port is not None:
                 agent.connection.send("wait", copies=self._copies_of_members())
+
+    def _place_of(self, hello: dict[str, Any]) -> int | None:
+        """The place of an agent that joins: its number in the first generation; later none, it is a spare.
+
+        After a takeover it keeps the place that it had, and with it the saves and the page cache of its host.
+        """
+        if self._generation < 0:
+            return hello["number"] if hello["number"] < self._launch.nodes else None
+        taken = {agent.place for agent in self._agents}
+        place = hello["place"]
+        return place if self._took_over and place >= 0 and place not in taken else None
 
     def _lose(self, agent: _Agent, why: str, *, replace: bool = True) -> None:
         """Have done with an agent. If it is a member, its ranks count as dead: it kills them before we come to this.
@@ -304,18 +362,20 @@ class Coordinator:
     def _gather(self) -> int | None:
         """Start the next generation if there are nodes for it; an exit status if there will not be."""
         launch = self._launch
+        if self._generation >= launch.max_restarts and self._took_over:
+            say(f"error: the ranks ended with their coordinator, and no restart of {launch.max_restarts} is left")
+            return FAILED
+        waited = time.monotonic() - self._since
         chosen = self._choose()
         if chosen is not None:
-            self._begin(chosen, None)
-            return None
-        waited = time.monotonic() - self._since
-        # At first all nodes import; later a node may come back whose link was cut for a moment.
-        patient = self._generation < 0 or self._awaits_first() or self._hooks
-        limit = launch.join_timeout_s if patient else launch.heartbeat_timeout_s
+            return self._begin_recorded(chosen, None, waited)
+        limit = self._patience()
         if waited <= limit:
             return None
-        if launch.allow_shrink and self._generation >= 0 and self._shrink():
-            return None
+        if launch.allow_shrink and self._generation >= 0:
+            chosen, layout = self._shrink()
+            if layout is not None:
+                return self._begin_recorded(chosen, layout, waited)
         present = {agent.place for agent in self._agents if agent.place is not None}
         missing = [place for place in range(launch.nodes) if place not in present]
         say(
@@ -324,27 +384,36 @@ class Coordinator:
         )
         return FAILED if self._generation >= 0 else COULD_NOT_RUN
 
+    def _patience(self) -> float:
+        """Seconds to wait for nodes that are missing."""
+        launch = self._launch
+        if self._generation < 0 or self._hooks:  # at first all nodes import
+            return launch.join_timeout_s
+        if self._took_over:
+            return self._takeover_s() if self._joined else launch.join_timeout_s
+        # A node may come back whose link was cut for a moment.
+        return launch.join_timeout_s if self._awaits_first() else launch.heartbeat_timeout_s
+
+    def _takeover_s(self) -> float:
+        """Seconds in which all agents find a coordinator that has taken over, counted from the first of them."""
+        return self._launch.heartbeat_timeout_s + _FIND_S
+
     def _what_helps(self) -> str:
         if not self._launch.allow_shrink or self._generation < 0:
             return "start the job again on nodes that live, give more hosts than it needs, or --allow-shrink"
         return "no layout of model and batch fits what is left (--allow-shrink); start the job again on more nodes"
 
-    def _shrink(self) -> bool:
-        """Start the next generation on a layout for the nodes that are left; False if none fits."""
+    def _shrink(self) -> tuple[list[_Agent], Layout | None]:
+        """The members of a generation on a layout for the nodes that are left, and this layout; None if none fits."""
         launch = self._launch
         known = sorted((agent for agent in self._agents if agent.number >= 0), key=_by_place)
         layout = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known)) if known else None
-        if layout is None:
-            return False
-        say(f"{len(known)} of {launch.nodes} nodes are left, and no spare: going on with {layout} (--allow-shrink)")
-        self._begin(known[: layout.nodes], layout)
-        return True
+        return ([], None) if layout is None else (known[: layout.nodes], layout)
 
     def _awaits_first(self) -> bool:
         """Whether nodes that were to be there have never been."""
-        expected = self._launch.nodes + self._launch.spares
         in_time = time.monotonic() - self._began <= self._launch.join_timeout_s
-        return in_time and len(self._joined) < expected
+        return in_time and len(self._joined) < self._expected
 
     def _choose(self) -> list[_Agent] | None:
         """The members of the next generation, by node rank; None if there are too few.
@@ -355,16 +424,39 @@ class Coordinator:
         known = [agent for agent in self._agents if agent.number >= 0]
         placed = {agent.place: agent for agent in known if agent.place is not None and agent.place < nodes}
         free = self._free(known)
-        first_wait = self._generation < 0 and time.monotonic() - self._began <= self._launch.join_timeout_s
+        limit = self._takeover_s() if self._took_over else self._launch.join_timeout_s
+        first_wait = (self._generation < 0 or self._took_over) and time.monotonic() - self._began <= limit
         if first_wait and len(placed) < nodes:
-            return None  # a node that still imports is not replaced by a spare
+            return None  # a node that still imports, or looks for this coordinator, is not replaced by a spare
         for place in range(nodes):
             if place not in placed and free:
                 placed[place] = free.pop(0)
         return [placed[place] for place in range(nodes)] if len(placed) == nodes else None
 
+    def _begin_recorded(self, members: list[_Agent], layout: Layout | None, waited: float) -> int | None:
+        """Begin the next generation once etcd has its number; an exit status if that takes too long."""
+        launch = self._launch
+        if self._leadership is None or self._leadership.record(self._generation + 1, launch.launch_id):
+            self._waits_for_etcd = False
+            self._begin(members, layout)
+            return None
+        if self._leadership.unreachable and not self._waits_for_etcd:
+            self._waits_for_etcd = True
+            say(f"all nodes are there; their ranks start once etcd at {launch.membership} answers")
+        if waited <= launch.join_timeout_s or self._leadership.leader is not None:
+            return None
+        say(
+            f"error: --membership {launch.membership}: no ranks start without etcd, and it did not answer within "
+            f"--join-timeout {launch.join_timeout_s:g}"
+        )
+        return FAILED if self._generation >= 0 else COULD_NOT_RUN
+
     def _begin(self, members: list[_Agent], layout: Layout | None) -> None:
         """Have node 0 of the next generation serve its rendezvous; all start when its port is known."""
+        self._took_over = False
+        if layout is not None:
+            nodes, launched = len([agent for agent in self._agents if agent.number >= 0]), self._launch.nodes
+            say(f"{nodes} of {launched} nodes are left, and no spare: going on with {layout} (--allow-shrink)")
         self._hooks = [hook for hook in self._hooks if hook.poll() is None]  # of others their host has come, or is late
         self._generation += 1
         self._members, self._layout = members, layout
@@ -460,6 +552,8 @@ class Coordinator:
 
     def _dismiss(self, code: int) -> None:
         """Have all agents end with `code`; those that do not listen are left to their nodes."""
+        if self._leadership is not None:
+            self._leadership.end(code, self._launch.launch_id)
         deadline = time.monotonic() + _EXIT_S
         for agent in self._agents:
             agent.connection.send("exit", code=code)

@@ -28,6 +28,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "hello": {
         "number": int, "address": str, "host": str, "ranks": int, "launch_id": str, "versions": dict,
         "copies": int,  # port of its process that holds copies of saves; 0: it has none
+        "place": int,  # the node rank of its ranks until its coordinator was lost; -1: it had none
     },
     "beat": {"number": int},
     "port": {"generation": int, "port": int},

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.launch.etcd import StoreAddress, host_port
+
 
 @dataclass(frozen=True)
 class Plan:
     """The ranks of this node. If `master_port` is None, every start uses a free port (one node, or a coordinator).
 
     With `standby` the ranks of the next start are set up ahead of a failure, and with `standby_load` they load each
-    checkpoint once it is there. With a `coordinator`, (host, port), that
-    decides on nodes, starts and restarts. Then `node_rank` is the number of this node, spares included, and `address`
-    where other nodes reach it.
+    checkpoint once it is there. With a `coordinator`, (host, port) or the etcd that has the address of the leading one,
+    that decides on nodes, starts and restarts. Then `node_rank` is the number of this node, spares included, and
+    `address` where other nodes reach it.
     """
 
     script: str
@@ -26,10 +28,16 @@ class Plan:
     shutdown_timeout_s: float
     standby: bool = False
     standby_load: bool = False
-    coordinator: tuple[str, int] | None = None
+    coordinator: tuple[str, int] | StoreAddress | None = None
     address: str = ""
     health_directory: str = ""  # on the disk that a health check tries
     health_interval_s: float = 60.0  # between the checks of a host that waits
+
+    @property
+    def coordinator_name(self) -> str:
+        """As on the command line."""
+        where = self.coordinator
+        return host_port(*where) if isinstance(where, tuple) else str(where)
 
     @property
     def keeps_saves(self) -> bool:

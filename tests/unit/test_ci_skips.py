@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
     assert "tests/install_system_packages.sh" in told
 
 
+OTHERS = ("google-chrome", "strace", "etcd", "mount", "umount", "unshare")
 CLUSTER = ("ip", "ssh", "sshd", "pdsh", "munged", "slurmd")
 
 
@@ -84,7 +86,7 @@ def install(tmp_path: Path, *there: str, apt: str = "") -> tuple[subprocess.Comp
 
 
 def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
-    done, asked = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare", *CLUSTER)
+    done, asked = install(tmp_path, *OTHERS, *CLUSTER)
     assert (done.returncode, done.stdout, done.stderr, asked) == (0, "", "", "")
 
 
@@ -93,14 +95,14 @@ def test_what_is_missing_is_installed_by_root(tmp_path: Path) -> None:
     assert done.returncode == 0
     if os.geteuid() == 0:
         assert asked.splitlines()[0].startswith("update")
-        assert asked.splitlines()[1].startswith("install") and asked.splitlines()[1].endswith(" chromium strace")
+        assert re.fullmatch("install .* chromium strace etcd-server", asked.splitlines()[1])
         assert asked.endswith(" slurm-wlm\n")
     else:
-        assert asked == "" and "tests will be skipped without: chromium strace slurm-wlm" in done.stderr
+        assert asked == "" and "tests will be skipped without: chromium strace etcd-server slurm-wlm" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="no cluster here: it takes root")
 def test_what_the_cluster_needs_may_fail_to_install(tmp_path: Path) -> None:
     """Its tests are skipped, then; the others are run."""
-    done, _ = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare", *CLUSTER[1:], apt="exit 100")
+    done, _ = install(tmp_path, *OTHERS, *CLUSTER[1:], apt="exit 100")
     assert done.returncode == 0 and "tests/cluster will be skipped without: iproute2" in done.stderr

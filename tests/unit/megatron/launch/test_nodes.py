@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -56,16 +57,16 @@ class Nodes:
         (directory / "script.py").write_text(textwrap.dedent(HEAD) + f"NAMES = {NAMES}\n" + textwrap.dedent(script))
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def coordinate(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+    def coordinate(self, *options: str, name: str = "coordinator", **variables: str) -> subprocess.Popen[bytes]:
         coordinator = self._start(
-            "coordinator", [sys.executable, "-m", "megatron.launch", "coordinate", "--nproc-per-node", RANKS,
-                            "--port-file", "port", *options, "script.py"], **variables,
+            name, [sys.executable, "-m", "megatron.launch", "coordinate", "--nproc-per-node", RANKS,
+                   "--port-file", "port", *options, "script.py"], **variables,
         )  # fmt: skip
         until(lambda: (self.directory / "port").exists() or coordinator.poll() is not None, "the coordinator's port")
         return coordinator
 
-    def agent(self, number: int, *options: str, **variables: str) -> subprocess.Popen[bytes]:
-        where = f"127.0.0.1:{(self.directory / 'port').read_text().strip()}"
+    def agent(self, number: int, *options: str, where: str | None = None, **variables: str) -> subprocess.Popen[bytes]:
+        where = where or f"127.0.0.1:{(self.directory / 'port').read_text().strip()}"
         words = ["--coordinator", where, "--address", "127.0.0.1", "--node-rank", str(number), *options]
         words = words if "--nproc-per-node" in words else ["--nproc-per-node", RANKS, *words]
         command = [sys.executable, "-c", AGENT, *words, "script.py"]
@@ -135,6 +136,8 @@ STRANGERS = (
     b'{"type": "hello", "number": "0"}\n',
     b'{"type": "ended", "generation": -1, "failures": []}\n',
     b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
+    b'"copies": 0, "place": -1}\n',
+    b'{"type": "hello", "number": 0, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
     b'"copies": 0}\n',
     b"[]\n",
     b'{"type": "steal"}\n',
@@ -428,7 +431,8 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
         heard[agent] += [message["type"] for message in agent.receive()]
         return kind in heard[agent]
 
-    hello = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, "copies": 0}
+    hello: dict[str, Any] = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}
+    hello |= {"copies": 0, "place": -1}
     for number, agent in enumerate(agents):
         agent.send("hello", number=number, **hello)
     until(lambda: hears(agents[0], "serve"), "the place of node 0")
