@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 HELP = """\
 commands: lose NODE | cut NODE | slow-link NODE [KBIT_PER_S] | slow-disk NODE [KBYTE_PER_S] | repair NODE |
-          slow-storage [KBYTE_PER_S] | stop NODE WORD | continue NODE WORD | signal NODE NAME PID | processes NODE |
-          spare [SECONDS] | nodes | help | exit (or end of input)
+          slow-storage [KBYTE_PER_S] | stop NODE WORD | continue NODE WORD | run NODE COMMAND | spare [SECONDS] |
+          nodes | help | exit (or end of input)
 repair undoes cut, slow-link and slow-disk, and restarts a lost node; slow-storage limits all nodes in total
-(0: no limit); stop and continue reach the processes with WORD in their command line, signal one by its number on
-the node; spare adds a node, whose monotonic clock is ahead by SECONDS
+(0: no limit); stop and continue reach the processes with WORD in their command line; run prints the output of COMMAND;
+spare adds a node, whose monotonic clock is ahead by SECONDS
 """
 SLOW_LINK_KBIT, SLOW_DISK_KBYTE, SLOW_STORAGE_KBYTE = 4000, 2000, 200_000
 _SOCKET = "control.sock"
@@ -71,10 +71,8 @@ def _act(node: Node, action: str, rest: list[str]) -> str:
             return f"{node.send(signal.SIGSTOP, word)} processes\n"
         case "continue", [word]:
             return f"{node.send(signal.SIGCONT, word)} processes\n"
-        case "signal", [name, pid]:
-            node.run("kill", f"-{name}", str(int(pid)))
-        case "processes", []:
-            return "".join(f"{command}\n" for command in node.processes().values())
+        case "run", _ if rest:
+            return node.run("bash", "-c", " ".join(rest)).stdout
         case _:
             raise UsageError(HELP)
     return ""

@@ -12,6 +12,7 @@ import pytest
 
 from tools.restart_drill.faults import FAULTS
 from tools.restart_drill.injection_points import STAGES
+from tools.restart_drill.soak.schedule import ENDS_THE_LAUNCH, HOST_FAULTS, NODE_FAULTS, NOT_INJECTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md")))
@@ -100,6 +101,17 @@ def test_every_fault_and_injection_point_is_documented() -> None:
     text = (ROOT / "docs" / "restart_drill.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w:-]+`", rows))
+
+
+def test_what_the_soak_does_with_every_fault_is_documented() -> None:
+    text = (ROOT / "docs" / "restart_drill.md").read_text().partition("## Soak\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+
+    def those(where: str) -> set[str]:
+        return {fault for faults, what in rows if where in what for fault in re.findall(r"`([\w:-]+)`", faults)}
+
+    assert (those("on one host"), those("on nodes")) == (set(HOST_FAULTS), set(NODE_FAULTS))
+    assert (those("they end the launch"), those("not injected")) == (set(ENDS_THE_LAUNCH), set(NOT_INJECTED))
 
 
 def test_the_readme_is_short_and_names_commands_that_there_are() -> None:

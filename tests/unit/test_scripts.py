@@ -49,11 +49,22 @@ def test_no_script_is_forgotten() -> None:
     assert {path.name for path in BENCH.glob("run_*.sh")} == {*SCRIPTS, TINY}
 
 
-@pytest.mark.parametrize("path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str)
+SHELL = [*sorted(BENCH.rglob("*.sh")), ROOT / "run_tests.sh", ROOT / ".ci" / "run", ROOT / ".ci" / "nightly"]
+
+
+@pytest.mark.parametrize("path", SHELL, ids=str)
 def test_scripts_are_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=300)
-    if path.name.startswith("run") or path.name == "setup_env.sh":
+    if path.name.startswith("run") or path.name in ("setup_env.sh", "nightly"):
         assert os.access(path, os.X_OK)
+
+
+def test_scheduled_checks_are_those_of_the_document() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Longer than a test")[2].partition("### ")[0]
+    told = set(re.findall(r"-m (?:tools|tests)[\w.]+|\b[A-Z_]+=\w+|\btests/\w+/\w+\.py|--minutes|-k \w+", text))
+    assert {"-m tools.restart_drill.soak", "-m tools.restart_drill.matrix", "-m tests.cluster", "KILLS=200"} <= told
+    run = (ROOT / ".ci" / "nightly").read_text()
+    assert not [words for words in told if words not in run]
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)

@@ -37,19 +37,19 @@ def run_drill(plan: Plan, say: Say, done: list[Injection]) -> None:
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
     with supervisor_of(plan) as supervisor:
         for cycle, planned in enumerate(plan.injections):
-            done.append(_inject_and_restart(supervisor, cycle, planned, checkpoints))
+            supervisor.start(cycle)
+            done.append(inject_and_restart(supervisor, cycle, planned, checkpoints))
             say(_summary(done[-1]))
         _finish(supervisor, len(plan.injections))
 
 
-def _inject_and_restart(
+def inject_and_restart(
     supervisor: Supervisor, cycle: int, planned: PlannedInjection, checkpoints: Checkpoints
 ) -> Injection:
-    """Run a cycle until the fault has brought it down, and let the next one start.
+    """Run a cycle that was started until the fault has brought it down, and let the next one start.
 
     The caller must call `start` for the next cycle at once, since any delay adds to the restart time.
     """
-    supervisor.start(cycle)
     effect = inject_and_watch(supervisor, cycle, planned)
     exit_code = supervisor.wait_until_down(cycle, planned.fault, effect.hangs)
     begin = time.monotonic()
@@ -123,7 +123,7 @@ def _summary(injection: Injection) -> str:
         f"{injection.processes} processes after iteration {injection.iteration}; "
     )
     if injection.failed_save is not None:
-        text += "a save failed, training continued, and all ranks were killed; "
+        text += "a save failed, training continued, and ranks were killed; "
     if injection.damaged is not None:
         text += f"{injection.damaged} was damaged; "
     if injection.exit_code is None:

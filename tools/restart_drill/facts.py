@@ -27,6 +27,7 @@ class CycleFacts:
     hashed: set[int] = field(default_factory=set)  # ranks whose restored state had the hashes of the saved one
     rejected: list[str] = field(default_factory=list)  # checkpoints that loads rejected, and why
     tiers: dict[int, str] = field(default_factory=dict)  # rank -> tier that it loaded, if saves are kept in memory
+    committed: list[int] = field(default_factory=list)  # steps of the saves that rank 0 recorded as successful
 
 
 def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
@@ -58,6 +59,8 @@ def _add(facts: CycleFacts, record: dict[str, Any]) -> None:
         if record["outcome"] == "ok" and "step" in record:
             facts.resumed[rank] = record["step"]
             facts.tiers |= {rank: record["tier"]} if "tier" in record else {}
+    elif kind == "operation_end" and record["operation"] == "save":
+        facts.committed += [record["step"]] if rank == 0 and record["outcome"] == "ok" else []
     elif kind == "event" and record["phase"] == "checkpoint_rejected":
         facts.rejected.append(record["detail"])
     elif kind == "span" and record["operation"] == "load" and record.get("file", "").startswith(_HASHES):

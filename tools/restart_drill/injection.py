@@ -20,6 +20,7 @@ from .storage_proxy import FaultProxy
 from .supervisors import Supervisor
 
 _POLL_S = 0.005
+_NO_ERROR = "no error is on record"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def inject_and_watch(supervisor: Supervisor, cycle: int, planned: PlannedInjecti
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
     # A later save may already be in the slot of the one before the damaged save: then only storage has one left.
     saves_each = plan.saves_until_stored if planned.fault in DAMAGE else plan.saves_until_resumable
-    commits = commits_needed(planned.fault, cycle == 0, saves_each)
+    commits = max(planned.commits, commits_needed(planned.fault, cycle == 0, saves_each))
     iteration = wait_for(planned.point, launch, plan.trace_dir, cycle, commits, plan.limit_s)
     launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # during a start-up some are missing
     if supervisor.has_failed():
@@ -122,7 +123,8 @@ class _Watch:
             # and there must be work after it that can be lost.
             trained = self._trained if proxy_fault(fault) is None else self._after_save
             if fault in SLOWS and trained > 1:
-                return Effect(iteration=self._iteration, then="sigkill-one")
+                failed = None if self._failed is None else self._failed.get("error", _NO_ERROR)
+                return Effect(failed_save=failed, iteration=self._iteration, then="sigkill-one")
             if fault in HANGS and time.monotonic() - self._progress > self._plan.hang_limit_s:
                 return Effect(hangs=True)
             if time.monotonic() > deadline:
@@ -145,7 +147,7 @@ class _Watch:
                 self._trained += 1
                 self._after_save += self._saved
                 if self._failed is not None and record["end_ns"] > self._failed["end_ns"]:
-                    self._continued_after = self._failed.get("error", "no error is on record")
+                    self._continued_after = self._failed.get("error", _NO_ERROR)
             elif (record["type"], record.get("operation")) == ("operation_end", "save"):
                 failed = record["outcome"] == "failed" and record["end_ns"] > self._since_ns
                 self._failed = record if failed else self._failed

@@ -112,7 +112,7 @@ def wait_for(point: InjectionPoint, launch: Launch, trace_dir: Path, cycle: int,
     Raises DrillError if the command ends or `limit_s` passes first.
     """
     finished = 0
-    wanted = "checkpoint" if commits == 1 else "second checkpoint"
+    wanted = "checkpoint" if commits == 1 else f"checkpoint number {commits}"
 
     def why() -> str:
         if point.during_restart or commits <= 0 or not finished:

@@ -45,7 +45,7 @@ class Launch:
 
     def __init__(self, command: list[str], log_path: Path, echo: bool) -> None:
         self.log_path = log_path
-        self._mark = uuid.uuid4().hex
+        self.id = self._mark = uuid.uuid4().hex  # in LAUNCH_ID_VARIABLE of its processes on all hosts
         environment = os.environ | {MARK_VARIABLE: self._mark, LAUNCH_ID_VARIABLE: self._mark}
         # An outer launcher may have set these; the command's own launcher must not read them.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

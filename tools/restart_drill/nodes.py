@@ -7,9 +7,8 @@ The program reads commands, one a line. After each it prints a line `ok`, or one
     cut NODE                disconnect its network link; its processes continue
     slow-link NODE          slow its link down
     slow-disk NODE          slow its disk down
-    signal NODE NAME PID    send a signal (STOP or KILL) to a process; PID is in the pid namespace of that node
     repair NODE             undo all of these; a lost node is switched on again
-    processes NODE          print the command line of each of its processes, one a line, before the `ok`
+    run NODE COMMAND        run a shell command on the node, and print its output before the `ok`
 
 NODE is the host name that the node's ranks record. The program ends at the end of its input.
 """
@@ -26,6 +25,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from restart_trace.clock import now_ns
 
 from .launch import DrillError, Launch, RankLocation, recorded_ranks
@@ -37,6 +38,8 @@ _POLL_S = 0.1
 NODE_FAULTS = {"node-loss": "lose", "link-cut": "cut", "link-slow": "slow-link", "disk-slow": "slow-disk"}
 RANK_FAULTS = {"rank-stopped": "STOP", "sigkill-one": "KILL"}  # fault -> signal to the last rank of the node
 _ERROR_OF_RANK = re.compile(rb"error on rank (\d+), ")
+# Lines of the coordinator about spares: one has joined, one replaces a lost node, one is lost.
+_SPARE = re.compile(rb"\[launch\] node (\d+) \(\S+\) (?:(has joined as a spare)|takes the place|is lost)")
 LOST = "node-loss"  # the node runs nothing of the launch again
 TAKES_A_SPARE = (LOST, "link-cut")
 
@@ -55,7 +58,10 @@ class Program:
         threading.Thread(target=self._read, name="nodes-command", daemon=True).start()
 
     def call(self, *words: str) -> list[str]:
-        """Give it a command. Returns the lines that it prints before `ok`; raises DrillError if it prints no `ok`."""
+        """Give it a command. Returns the lines that it prints before `ok`; raises DrillError if it prints no `ok`.
+
+        `words` are sent unchanged, separated by blanks.
+        """
         with self._lock:
             printed: list[str] = []
             try:
@@ -113,7 +119,7 @@ class Nodes:
     def inject(self, fault: str, node: str, pid: int, cycle: int) -> None:
         """Raises DrillError if the program fails."""
         if fault in RANK_FAULTS:
-            self._program.call("signal", node, RANK_FAULTS[fault], str(pid))
+            self.run(node, "kill", f"-{RANK_FAULTS[fault]}", str(pid))
             return
         with self._lock:
             self._faulty[node] = (fault, cycle)
@@ -136,9 +142,13 @@ class Nodes:
                     if self._faulty.get(node) == (fault, cycle):
                         del self._faulty[node]
 
+    def run(self, node: str, *command: str) -> list[str]:
+        """Run a command on a node. Returns the lines that it prints; raises DrillError if the program fails."""
+        return self._program.call("run", node, shlex.join(command))
+
     def processes(self, node: str, text: str) -> list[str]:
         """The command lines of processes on a node that contain `text`."""
-        return [line for line in self._program.call("processes", node) if text in line]
+        return [line for line in self.run(node, "ps", "-eo", "args=") if text in line]
 
 
 class LaunchOnNodes(Launch):
@@ -148,6 +158,7 @@ class LaunchOnNodes(Launch):
         # Rank that ended with an error since the last fault -> (time at which the line arrived, the line). Set first,
         # since super().__init__ starts to read the output.
         self._errors: dict[int, tuple[int, str]] = {}
+        self._spares: set[int] = set()  # numbers of the spare nodes that wait to replace a lost node
         super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir
@@ -207,6 +218,21 @@ class LaunchOnNodes(Launch):
         found = _ERROR_OF_RANK.match(line)
         if found is not None:
             self._errors[int(found[1])] = (now_ns(), line.decode(errors="replace"))
+        spare = _SPARE.match(line)
+        if spare is not None:
+            (self._spares.add if spare[2] else self._spares.discard)(int(spare[1]))
+
+    def await_spare(self, limit_s: float) -> None:
+        """Wait until a spare node can replace a lost one. Raises DrillError after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not self._spares:
+            if time.monotonic() > deadline or self.exit_code is not None:
+                raise DrillError(f"no spare has joined within {limit_s:g} s; see {self.log_path}")
+            time.sleep(_POLL_S)
+
+    def coordinator(self) -> list[psutil.Process]:
+        """The process on this host that starts and ends the ranks on all nodes."""
+        return [process for process in self.everything() if "coordinate" in process.cmdline()]
 
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Also waits on all nodes that have run ranks. Repairs them first, so that a node cut off learns of the end."""

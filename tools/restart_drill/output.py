@@ -15,7 +15,7 @@ from .facts import CycleFacts
 from .launch import DrillError
 from .plan import Injection
 from .reference import Reference
-from .verify import Verdict, check_losses, judge
+from .verify import Verdict, check_losses, judge, with_last_resume_source
 
 ROOT = Path(__file__).resolve().parents[2]
 _ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
@@ -49,8 +49,8 @@ def describe(
     restarts = {restart["cycle"]: restart for restart in report["restarts"]} if report is not None else {}
     losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated)
     entries = []
-    for injection in injections:
-        verdict = judge(injection, cycles, losses)
+    for injection, expected in zip(injections, with_last_resume_source(injections, cycles), strict=True):
+        verdict = judge(expected, cycles, losses)
         entries.append(_entry(injection, restarts.get(injection.cycle + 1), verdict, cycles))
     return {
         "supervisor": supervisor,

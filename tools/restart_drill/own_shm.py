@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
-_LISTED = 'mount -t tmpfs none /dev/shm && "$@"; code=$?; ls -A /dev/shm >"$0"; exit "$code"'
+SHM = Path("/dev/shm")
+_OWN = "mount -t tmpfs none /dev/shm"
+_LISTED = _OWN + ' && "$@"; code=$?; ls -A /dev/shm >"$0"; exit "$code"'
+_ENTERED = "RESTART_DRILL_OWN_SHM"  # set for a program that was started again with a private /dev/shm
 
 
 def in_own_shm(command: list[str], listing: Path) -> list[str]:
@@ -23,8 +28,22 @@ def left_in_shm(listing: Path) -> list[str]:
     return listing.read_text().split() if may_mount() else []
 
 
+def enter_own_shm(module: str) -> bool:
+    """Give this program, which runs as `python -m module`, a private /dev/shm. Returns False if it may not mount.
+
+    The process is replaced by one that runs the same command with the private /dev/shm; there this returns True.
+    """
+    if os.environ.pop(_ENTERED, None) is not None:
+        return True
+    if not may_mount():
+        return False
+    os.environ[_ENTERED] = "1"
+    command = [sys.executable, "-m", module, *sys.argv[1:]]
+    os.execvp("unshare", ["unshare", "--mount", "bash", "-c", f'{_OWN} && exec "$@"', "bash", *command])
+
+
 @functools.cache
 def may_mount() -> bool:
     """Whether this process may have private mounts; if not, /dev/shm is not checked."""
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+    command = ["unshare", "--mount", *_OWN.split()]
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0

@@ -16,10 +16,14 @@ SUPERVISORS = (RELAUNCH, TORCHRUN, LAUNCH)
 
 
 class PlannedInjection(NamedTuple):
-    """A fault, and the point at which it is to be injected."""
+    """A fault, and the point at which it is to be injected.
+
+    Unless the point is in a restart, it counts only after its cycle has committed `commits` checkpoints.
+    """
 
     fault: str
     point: InjectionPoint
+    commits: int = 0
 
 
 def injection_before_restart(supervisor: str) -> PlannedInjection:

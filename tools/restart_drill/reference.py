@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,36 @@ def run_reference(
     where = plan.out / DIRECTORY
     (where / "trace").mkdir(parents=True)
     command = commands.completed(training, where / "checkpoints", where / "trace", engine, persist_interval)
+    _train(command, training, where, plan.limit_s, echo=plan.echo)
+    return Reference(facts_of(where / "trace")[0], where)
+
+
+def reference_of(training: list[str], out: Path, steps: int, limit_s: float) -> Reference:
+    """A run of at least `steps` iterations without faults and checkpoints, in `out`: that of an earlier call, or a new
+    one. Raises DrillError.
+
+    The run may take `limit_s`, and one second for each iteration.
+    """
+    where = out / DIRECTORY
+    facts = facts_of(where)[0] if (where / _TRAINING).is_file() else None
+    if facts is None or max(facts.losses) < steps:
+        shutil.rmtree(where, ignore_errors=True)
+        where.mkdir(parents=True)
+        words = [*commands.completed(training, where / "checkpoints", where, "none"), "--exit-interval", str(steps)]
+        _train(words, training, where, limit_s + steps, echo=False)
+        facts = facts_of(where)[0]
+    return Reference(facts, where)
+
+
+def _train(command: list[str], training: list[str], where: Path, limit_s: float, *, echo: bool) -> None:
+    """Run `command` until it ends with 0, then record the `training` it was made from. Raises DrillError."""
     log = where / "launch.log"
-    with launched(command, log, plan.echo) as launch:
-        exit_code = launch.wait(plan.limit_s)
+    with launched(command, log, echo) as launch:
+        exit_code = launch.wait(limit_s)
         if exit_code != 0:
             raise DrillError(f"the reference run ended with exit code {exit_code}; see {log}")
         launch.wait_until_gone(GRACE_S)
     (where / _TRAINING).write_text(json.dumps({"command": redact_command(training)}) + "\n")
-    return Reference(facts_of(where / "trace")[0], where)
 
 
 def stored_reference(out: Path, training: list[str]) -> Reference:

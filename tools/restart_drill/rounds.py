@@ -37,6 +37,7 @@ from .injection_points import TraceTail, stage_begun_by
 from .launch import DrillError, Launch
 from .plan import say
 from .preset import expanded
+from .reference import reference_of
 
 ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
 KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process in which an engine writes files
@@ -234,15 +235,8 @@ class EngineRounds:
         cycles = facts_of(self._trace)
         self.tally.committed = len(self._committed())
         self.tally.steps = max(step for facts in cycles.values() for step in facts.losses)
-        reference = self._out / "reference"
-        words = commands.completed(self._training, reference / "checkpoints", reference, "none")
-        words = [*_on_free_port(words), "--exit-interval", str(self.tally.steps)]
-        launch = Launch(words, self._out / "reference.log", echo=False)
-        self._all.append(launch)
-        code = launch.wait(self._limit_s + self.tally.steps)
-        if code != 0:
-            raise DrillError(f"the reference run ended with exit code {code}; see {self._out / 'reference.log'}")
-        expected = facts_of(reference)[0].losses
+        training = _on_free_port(self._training)
+        expected = reference_of(training, self._out, self.tally.steps, self._limit_s).facts.losses
         for facts in cycles.values():
             self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
 

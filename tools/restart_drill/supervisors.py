@@ -74,6 +74,15 @@ class Supervisor(ABC):
         """Do what is needed before the fault is injected."""
         return None
 
+    def _wait_until_gone(self, cycle: int, fault: str) -> int:
+        """Wait until no process is left of a launch that the fault has ended. Returns the launcher's exit code."""
+        exit_code = self.launch.wait(GRACE_S)
+        if exit_code == 0 and fault not in MAY_END_WELL:
+            raise DrillError(f"--fault {fault}: the launcher ended with exit code 0 in spite of the fault")
+        self.launch.wait_until_gone(GRACE_S)
+        self.trace.failure("stopped", cycle=cycle)
+        return exit_code
+
     @abstractmethod
     def start(self, cycle: int) -> None:
         """Set `launch` to the launch in which the ranks of `cycle` run."""
@@ -109,14 +118,8 @@ class Relaunch(Supervisor):
         self.trace.failure("detected", cycle=cycle)
         if hangs:
             self.launch.kill(Launch.everything)
-            exit_code = -int(signal.SIGSTOP)
-        else:
-            exit_code = self.launch.wait(GRACE_S)
-            if exit_code == 0 and fault not in MAY_END_WELL:
-                raise DrillError(f"--fault {fault}: the launcher ended with exit code 0 in spite of the fault")
-        self.launch.wait_until_gone(GRACE_S)
-        self.trace.failure("stopped", cycle=cycle)
-        return exit_code
+        exit_code = self._wait_until_gone(cycle, fault)
+        return -int(signal.SIGSTOP) if hangs else exit_code
 
     def let_restart(self, cycle: int, fault: str) -> None:
         self.trace.failure("relaunched", cycle=cycle)
@@ -255,6 +258,27 @@ class LauncherInPlace(Supervisor):
         return (phase, self._cycle) in self._seen
 
 
+class LauncherAgain(LauncherInPlace):
+    """Like LauncherInPlace, but if a fault ends the launcher itself, the job is launched again."""
+
+    def start(self, cycle: int) -> None:
+        super().start(cycle)
+        if self.launch.exit_code is not None:
+            self.launch = self._launch(cycle)
+
+    def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
+        if self.launch.exit_code is None:
+            return super().wait_until_down(cycle, fault, hangs)
+        self.trace.failure("detected", cycle=cycle)
+        return self._wait_until_gone(cycle, fault)
+
+    def let_restart(self, cycle: int, fault: str) -> None:
+        if self.launch.exit_code is None:
+            super().let_restart(cycle, fault)
+        else:
+            self.trace.failure("relaunched", cycle=cycle)
+
+
 class AgentsOnNodes(LauncherInPlace):
     """--supervisor launch with --nodes-command: one launch over several nodes.
 
@@ -268,9 +292,9 @@ class AgentsOnNodes(LauncherInPlace):
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> AgentsOnNodes:
         super().__enter__()
-        self._nodes = self._stack.enter_context(nodes_of(list(self.plan.nodes_command), self.plan.nodes))
+        self.nodes = self._stack.enter_context(nodes_of(list(self.plan.nodes_command), self.plan.nodes))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -286,11 +310,11 @@ class AgentsOnNodes(LauncherInPlace):
             self._threads[-1].start()
             return
         plan = self.plan
-        self._on_nodes = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self._nodes, plan.trace_dir)
-        self.launch = self._stack.enter_context(cleaned_up(self._on_nodes))
+        self.on_nodes = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self.nodes, plan.trace_dir)
+        self.launch = self._stack.enter_context(cleaned_up(self.on_nodes))
 
     def memory_saves(self) -> MemorySaves | None:
-        return self._on_nodes.memory_saves() if self.plan.saves_in_memory else None
+        return self.on_nodes.memory_saves() if self.plan.saves_in_memory else None
 
     def _repair_after_first_step(self, cycle: int) -> None:
         tail = TraceTail(self.plan.trace_dir, cycle)
@@ -298,7 +322,7 @@ class AgentsOnNodes(LauncherInPlace):
             if self._closing.wait(_REPAIR_POLL_S):
                 return
         with contextlib.suppress(DrillError):  # tried again at the end of the drill, where errors are reported
-            self._nodes.repair(before=cycle)
+            self.nodes.repair(before=cycle)
 
 
 def supervisor_of(plan: Plan) -> Supervisor:

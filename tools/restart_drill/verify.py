@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from restart_trace.schema import LOCAL_MEMORY, PEER
 
@@ -81,6 +81,20 @@ class Verdict:
     state_hashes: str
     wrong: list[str]
     tier: str | None = None  # with saves in memory: the tier that was loaded, see `_tier`
+
+
+def with_last_resume_source(injections: Sequence[Injection], cycles: dict[int, CycleFacts]) -> list[Injection]:
+    """The injections, each with what was left to resume from when training continued.
+
+    A fault during the restart may take away more, such as saves in memory.
+    """
+    found = []
+    for injection in injections:
+        trained = next((cycle for cycle, facts in cycles.items() if cycle > injection.cycle and facts.losses), 0)
+        last = [injection, *(other for other in injections if injection.cycle < other.cycle < trained)][-1]
+        left = (last.expected_step, last.expected_tier, last.lost_at_most)
+        found.append(replace(injection, expected_step=left[0], expected_tier=left[1], lost_at_most=left[2]))
+    return found
 
 
 def judge(injection: Injection, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:

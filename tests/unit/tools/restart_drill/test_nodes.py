@@ -15,8 +15,8 @@ while read -r action node rest; do
     echo "$action $node $rest" >> "$0.log"
     case "$action $node" in
     *nobody) echo "error: no such node" ;;
-    processes*) printf "python train.py --save /a\\nsshd\\nok\\n" ;;
     *dies) exit 3 ;;
+    run*) printf "python train.py --save /a\\nsshd\\nok\\n" ;;
     *) echo ok ;;
     esac
 done
@@ -41,7 +41,7 @@ def test_what_was_harmed_is_mended(program: Path) -> None:
         nodes.inject("rank-stopped", "c", 42, 1)
         nodes.inject("disk-slow", "d", 1, 1)
         nodes.repair(before=1)  # not what is lost, and not what got its fault in cycle 1
-        assert commands(program) == ["lose a", "cut b", "signal c STOP 42", "slow-disk d", "repair b"]
+        assert commands(program) == ["lose a", "cut b", "run c kill -STOP 42", "slow-disk d", "repair b"]
         assert nodes.processes("c", "/a") == ["python train.py --save /a"] and nodes.processes("c", "/b") == []
     assert commands(program)[-2:] == ["repair a", "repair d"]
 
@@ -57,9 +57,9 @@ def test_which_nodes_nobody_reaches(program: Path) -> None:
 
 def test_a_program_that_fails_is_named(program: Path) -> None:
     with nodes_of(["bash", str(program)], [-1]) as nodes:
-        with pytest.raises(DrillError, match="program.sh: processes nobody: error: no such node"):
+        with pytest.raises(DrillError, match="program.sh: run nobody ps -eo args=: error: no such node"):
             nodes.processes("nobody", "")
-        with pytest.raises(DrillError, match="program.sh: signal dies KILL 1: the program has ended"):
+        with pytest.raises(DrillError, match="program.sh: run dies kill -KILL 1: the program has ended"):
             nodes.inject("sigkill-one", "dies", 1, 0)
     with pytest.raises(DrillError, match="--nodes-command /no/such: cannot be started"), nodes_of(["/no/such"], [-1]):
         pass

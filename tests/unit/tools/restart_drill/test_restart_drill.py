@@ -14,7 +14,7 @@ from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import commits_needed
 from tools.restart_drill.injection_points import STAGES, parse_injection_point, stage_begun_by
 from tools.restart_drill.output import describe, table
-from tools.restart_drill.plan import Injection, planned_injections
+from tools.restart_drill.plan import Injection, PlannedInjection, planned_injections
 from tools.restart_drill.reference import Reference
 
 
@@ -183,7 +183,7 @@ def test_a_fault_during_a_restart_needs_one_before() -> None:
     assert [(i.fault, i.point.text) for i in planned_injections("sigstop", load, 2)] == [
         ("sigkill-all", "after-commit"), ("sigstop", "mid-load"), ("sigstop", "mid-load"),
     ]  # fmt: skip
-    assert planned_injections("sigstop", step, 2) == (("sigstop", step),) * 2
+    assert planned_injections("sigstop", step, 2) == (PlannedInjection("sigstop", step),) * 2
 
 
 def test_checkpoints_that_a_fault_needs() -> None:

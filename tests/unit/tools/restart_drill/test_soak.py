@@ -1,20 +1,44 @@
-"""What a soak looks at: growth of real processes, and what is left in the directory of checkpoints."""
+"""The checks of a soak: growth of real processes, and what a launch leaves, as processes and in its directories."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
+from megatron.checkpointing.engines.registry import builtin_engines
 from tests.unit.tools.restart_drill.test_faults import checkpoint
 from tools.restart_drill.checkpoints import Checkpoints
-from tools.restart_drill.growth import Growth, Usage, grown
-from tools.restart_drill.soak import goals, left_files, main, parse_arguments
+from tools.restart_drill.facts import CycleFacts
+from tools.restart_drill.faults import DAMAGE, FAULTS
+from tools.restart_drill.launch import LAUNCH_ID_VARIABLE, RankLocation
+from tools.restart_drill.plan import Injection
+from tools.restart_drill.soak.cli import ENGINES, LEFT_OUT, goals, main, parse_arguments
+from tools.restart_drill.soak.engine_soak import lost_checkpoints
+from tools.restart_drill.soak.growth import Growth, Usage, grown
+from tools.restart_drill.soak.hosts import Hosts
+from tools.restart_drill.soak.leftovers import left_files
+from tools.restart_drill.soak.samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
+from tools.restart_drill.soak.schedule import (
+    HOST_FAULTS,
+    NODE_FAULTS,
+    NOT_INJECTED,
+    in_order,
+    possible_faults,
+    random_injection_point,
+)
+from tools.restart_drill.soak.snapshot import Process, Snapshot, take
 
-# Answers each line when it has done what it says: keeps more of it each time, or gives it back.
+LAUNCH = "a launch of this test"
+# For each line it reads, it takes more of that resource, or takes and frees some, and then prints a line.
 _PROGRAM = """
 import os, sys, threading, subprocess
 kept = []
@@ -26,6 +50,14 @@ for line in sys.stdin:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     elif what == "memory":
         kept.append(bytearray(b"x" * (8 << 20)))
+    elif what == "slots":
+        slot = os.memfd_create("slot")
+        os.posix_fallocate(slot, 0, 8 << 20)
+    elif what == "processes":
+        kept.append(subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+    elif what == "zombies":
+        if os.fork() == 0:
+            os._exit(0)
     else:
         file = open(os.devnull)
         content = bytearray(b"x" * (8 << 20))
@@ -34,6 +66,25 @@ for line in sys.stdin:
         del content
     print("done", flush=True)
 """
+# Starts a process that outlives it, and prints its process id.
+_ORPHANS = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=subprocess.DEVNULL).pid, flush=True)"
+
+
+@contextlib.contextmanager
+def launched(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of LAUNCH. At the end no process of LAUNCH is left."""
+    environment = os.environ | {LAUNCH_ID_VARIABLE: LAUNCH}
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        while left := take(LAUNCH, "").processes:
+            for one in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, 9)
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -42,40 +93,71 @@ for line in sys.stdin:
         ("descriptors", ["3 more descriptors at the end"]),
         ("threads", ["3 more threads at the end"]),
         ("memory", ["MiB more memory at the end, and 16 are allowed"]),
+        ("slots", ["3 more descriptors at the end", "MiB more memory at the end, and 16 are allowed"]),
+        ("processes", ["3 more processes at the end"]),
+        ("zombies", ["3 more processes at the end"]),
         ("nothing", []),
     ],
 )
-def test_what_a_process_never_gives_back_is_found(leaks: str, found: list[str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    samples = []
-    try:
+def test_a_leak_is_found(leaks: str, found: list[str]) -> None:
+    samples = Samples()
+    with launched(sys.executable, "-c", _PROGRAM) as process:
+        assert process.stdin is not None and process.stdout is not None
         for _ in range(8):
             process.stdin.write(f"{leaks}\n")
             process.stdin.flush()
             assert process.stdout.readline() == "done\n"
-            samples.append(Usage.of(psutil.Process(process.pid)))
-    finally:
-        process.stdin.close()
-        process.wait()
-        process.stdout.close()
-    told = grown(samples).excess(memory_MiB=16)
-    assert len(told) == len(found) and all(part in line for part, line in zip(found, told, strict=True)), told
+            samples.add(SAVES, "here", take(LAUNCH, ""), {})
+    messages = [line for one in samples.growth().values() for line in one.excess(memory_MiB=16)]
+    assert len(messages) == len(found), messages
+    assert all(part in line for part, line in zip(found, messages, strict=True)), messages
 
 
-def test_work_under_way_is_no_growth() -> None:
+def test_ranks_and_other_processes_are_sampled_separately() -> None:
+    def snapshot(number: int) -> Snapshot:
+        rank, writer = Process(2, 1, 0.0, "python", 1, 9, number << 20), Process(3, 2, 0.0, "python", 1, 9, 0)
+        return Snapshot([Process(1, 0, 0.0, "python", 1, number, 0), rank, writer], 0, [], [])
+
+    samples = Samples()
+    for number in range(4):
+        samples.add(SAVES, "a", snapshot(number), {0: RankLocation(2, "", "a"), 1: RankLocation(1, "", "b")})
+        samples.add(RESTARTS, "a", snapshot(7), {0: RankLocation(2, "", "a")})
+    growth = samples.growth()
+    assert largest(growth, RANKS) == Growth(memory_MiB=2.0) and largest(growth, OTHERS) == Growth(descriptors=2)
+    assert {name for (whose, over, name) in growth if (whose, over) == (RANKS, SAVES)} == {"a, ranks from 0"}
+    assert not [key for key in growth if key[:2] == (RANKS, RESTARTS)], "each start has new ranks"
+
+
+def test_an_orphaned_process_is_found(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, own_shm=False)
+    with launched("bash", "-c", f'{sys.executable} -c "{_ORPHANS}"; read') as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        while len(take(LAUNCH, "").processes) > 2:  # its parent has not ended yet
+            time.sleep(0.01)
+        snapshots = hosts.snapshots(LAUNCH, 1)
+        (found,) = hosts.new_orphans(LAUNCH, snapshots, 0.0)
+        assert f"process {left} (sleep)" in found and hosts.new_orphans(LAUNCH, snapshots, 0.0) == []
+        process.communicate("\n")
+        (tmp_path / "torch_1234").touch()
+        assert [line.partition(": ")[2] for line in hosts.left_over(LAUNCH, 0.0)] == [
+            f"process {left} (sleep)", "in TMPDIR: torch_1234",
+        ]  # fmt: skip
+
+
+def test_work_in_progress_is_not_growth() -> None:
     saving, idle = Usage(3, 9, 20, 50 << 20), Usage(2, 4, 12, 40 << 20)
     assert grown([idle, saving, idle, saving]) == Growth()
-    assert grown([idle]) == Growth()
+    assert grown([idle, saving]) == Growth()
+    assert grown([saving, idle, saving, saving]).excess(0) and not grown([saving, idle, saving, saving], max).excess(0)
+    assert grown([Usage(descriptors=number) for number in range(5)], max) == Growth(descriptors=1)
     assert grown([idle, idle, saving, saving]).excess(0) == [
         "1 more processes at the end", "5 more threads at the end", "8 more descriptors at the end",
         "10.0 MiB more memory at the end, and 0 are allowed",
     ]  # fmt: skip
 
 
-def test_whatever_is_left_beside_checkpoints_is_found(tmp_path: Path) -> None:
+def test_files_left_beside_checkpoints_are_found(tmp_path: Path) -> None:
     newest = [checkpoint(tmp_path, step) for step in (1, 2, 3)][-1]
     checkpoints = Checkpoints(tmp_path)
     assert left_files(checkpoints, 3) == []
@@ -90,27 +172,82 @@ def test_whatever_is_left_beside_checkpoints_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--minutes 2 --saves 10", "--minutes 2: says how long; drop it, or --saves and --restarts"),
+        ("--minutes 2 --saves 10", "--minutes 2: sets the duration; remove it, or --saves and --restarts"),
         ("--restarts 2 --engines torch,lazy,dcp-async", "--restarts 2: must be at least 1 for each of the 3 engines"),
         ("--minutes 0", "--minutes 0: must be more than 0"),
+        ("--engines lazy,slow", "--checkpoint-engine slow: no such engine"),
+        ("--faults disk-full", "--faults disk-full: these options allow sigkill-one"),
+        ("--faults sigkill-all --nodes-command mine --spares 2", "--faults sigkill-all: these options allow"),
+        ("--nodes-command mine --spares 1", "--spares 1: must be at least 2"),
+        ("--nodes-command mine --spares 2 --checkpoints d", "--checkpoints d: disk-full cannot be injected on nodes"),
     ],
 )
-def test_what_cannot_be_a_soak_is_named(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["--out", "x", *arguments.split()])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert main(["--out", str(tmp_path), "--minutes", "1"]) == 2
-    assert f"--out {tmp_path}: is there already, and not of a soak with these options" in capsys.readouterr().err
+    assert f"--out {tmp_path}: already exists and is not of a soak with these options" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_what_is_asked_for_is_divided_over_the_engines() -> None:
+def test_saves_and_restarts_are_divided_among_the_engines() -> None:
     args = parse_arguments(["--out", "x", "--saves", "10", "--restarts", "5", "--engines", "torch,lazy,dcp-async"])
     divided = goals(args)
     assert [goal.restarts for goal in divided] == [2, 2, 1] and sum(goal.saves for goal in divided) >= 10
+    assert [goal.first for goal in divided] == [0, 2, 4], "the engines share one sequence of faults"
     timed = goals(parse_arguments(["--out", "x", "--minutes", "2", "--engines", "torch,lazy"]))
     assert [goal.seconds for goal in timed] == [60.0, 60.0]
+
+
+def test_no_engine_is_left_out_without_a_reason() -> None:
+    assert {*ENGINES, *LEFT_OUT} == set(builtin_engines()) and not set(ENGINES) & set(LEFT_OUT)
+    assert parse_arguments(["--out", "x"]).engines == list(ENGINES)
+
+
+def test_all_faults_are_injected_in_turn() -> None:
+    assert {*HOST_FAULTS, *NODE_FAULTS, *NOT_INJECTED} == set(FAULTS)
+    faults = possible_faults(on_nodes=False, fills_disk=False)
+    assert set(HOST_FAULTS) - set(faults) == {"disk-full"}
+    order = in_order(faults, seed=1, first=0)
+    drawn = [next(order) for _ in range(3 * len(faults))]
+    assert all(set(drawn[i : i + len(faults)]) == set(faults) for i in range(0, len(drawn), len(faults)))
+    later = in_order(faults, seed=1, first=7)
+    assert [next(later) for _ in range(9)] == drawn[7:16]
+
+
+@pytest.mark.parametrize("fault", [*HOST_FAULTS, *NODE_FAULTS])
+def test_every_fault_has_injection_points(fault: str) -> None:
+    rng = random.Random(1)
+    on_nodes = fault not in HOST_FAULTS
+    found = [random_injection_point(fault, rng, on_nodes=on_nodes, in_training=False) for _ in range(100)]
+    assert len(set(found)) > 1
+    assert fault not in (*DAMAGE, "disk-full", "sigterm") or not any(point.during_restart for point in found)
+    early = [random_injection_point(fault, rng, on_nodes=on_nodes, in_training=True) for _ in range(100)]
+    assert not any(point.during_restart for point in early)
+
+
+def injected(cycle: int, fault: str, expected: int, **other: Any) -> Injection:
+    return Injection(cycle, fault, "mid-step", 0, 2, None, expected, **other)
+
+
+def test_lost_checkpoints_are_found() -> None:
+    cycles = {0: CycleFacts(committed=[1, 2, 3]), 1: CycleFacts(committed=[4, 5]), 2: CycleFacts(), 3: CycleFacts()}
+    sound = [injected(0, "sigkill-all", 3), injected(1, "bitflip", 4, damaged="x"), injected(2, "sigkill-one", 4)]
+    assert lost_checkpoints(cycles, sound) == []
+    assert lost_checkpoints(cycles, [injected(0, "sigkill-all", 2)]) == [
+        "cycle 0, sigkill-all: iteration 3 was saved, the newest that exists is 2"
+    ]
+    assert lost_checkpoints(cycles, [injected(0, "truncate", 1, damaged="x")]) == [
+        "cycle 0, truncate: iteration 2 was saved, the newest that exists is 1"
+    ]
+    gone = [injected(1, "sigkill-node", 2, expected_tier="storage", lost_at_most=4)]
+    assert lost_checkpoints(cycles, gone) == [], "saves in memory since the last one on storage"
+    gone = [injected(1, "sigkill-node", 1, expected_tier="storage", lost_at_most=4)]
+    assert lost_checkpoints(cycles, gone) == [
+        "cycle 1, sigkill-node: iteration 2 was saved, the newest that exists is 1"
+    ]

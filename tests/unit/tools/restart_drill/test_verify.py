@@ -11,7 +11,7 @@ from restart_trace.schema import SPAN
 from tools.restart_drill.facts import CycleFacts, facts_of
 from tools.restart_drill.output import lost_work
 from tools.restart_drill.plan import Injection
-from tools.restart_drill.verify import check_losses, judge, repeated, repetition_table
+from tools.restart_drill.verify import check_losses, judge, repeated, repetition_table, with_last_resume_source
 
 INJECTION = Injection(0, "sigkill-all", "mid-step", 9, 2, 1, expected_step=8)
 ONE, OTHER = (2, 1, 1), (1, 2, 1)
@@ -74,6 +74,19 @@ def test_it_must_load_from_where_the_newest_save_was() -> None:
     cycles[1].tiers[1] = "storage"
     found = verdict(cycles, injection=in_memory)
     assert found.tier is None and found.wrong == ["loaded from local_memory, storage, expected local_memory"]
+
+
+def test_a_fault_during_a_restart_may_take_the_resume_source_away() -> None:
+    """Cycle 1 starts from memory, and its launcher is killed before it trains."""
+    first = replace(INJECTION, expected_tier="local_memory", lost_at_most=1)
+    second = Injection(1, "sigkill-launcher", "mid-load", 0, 1, 137, 7, expected_tier="storage", lost_at_most=4)
+    cycles = {0: cycle(range(1, 10)), 1: cycle(range(0)), 2: cycle(range(8, 13), resumed=7)}
+    cycles[2].tiers = dict.fromkeys((0, 1), "storage")
+    assert verdict(cycles, injection=first).wrong
+    expected = with_last_resume_source([first, second], cycles)
+    assert [verdict(cycles, injection=one).wrong for one in expected] == [[], []]
+    cycles = {0: cycle(range(1, 3)), 1: cycle(range(1, 3))}
+    assert with_last_resume_source([first, replace(second, cycle=2)], cycles)[0] == first
 
 
 def test_copies_on_peers_must_be_used_where_a_host_is_gone_and_storage_not_read() -> None:
@@ -201,5 +214,5 @@ def test_facts_of_a_trace(tmp_path: Path) -> None:
     (tmp_path / "rank_00000_cycle_001.jsonl").write_text("".join(rank_0))
     (tmp_path / "rank_00001_cycle_001.jsonl").write_text("".join(rank_1))
     (tmp_path / "cycle_001.json").write_text("{}")
-    expected = CycleFacts(2, (2, 1, 1), {6: 1.5, 7: 1.25}, {0: 5}, {0}, ["a is damaged"])
+    expected = CycleFacts(2, (2, 1, 1), {6: 1.5, 7: 1.25}, {0: 5}, {0}, ["a is damaged"], committed=[7])
     assert facts_of(tmp_path) == {1: expected}

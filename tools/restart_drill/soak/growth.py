@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-import psutil
+from .snapshot import Process
 
 
 @dataclass(frozen=True)
 class Usage:
     """Resources that several processes use at one time, in total. `memory`: resident bytes."""
 
-    processes: int
-    threads: int
-    descriptors: int
-    memory: int
+    processes: int = 0
+    threads: int = 0
+    descriptors: int = 0
+    memory: int = 0
 
     @staticmethod
-    def of(*processes: psutil.Process) -> Usage:
-        """Raises psutil.Error if a process ends while it is sampled."""
+    def of(processes: Iterable[Process]) -> Usage:
+        found = list(processes)
         return Usage(
-            len(processes),
-            sum(process.num_threads() for process in processes),
-            sum(process.num_fds() for process in processes),
-            sum(process.memory_info().rss for process in processes),
+            len(found),
+            sum(one.threads for one in found),
+            sum(one.descriptors for one in found),
+            sum(one.memory for one in found),
         )
 
 
@@ -52,19 +52,20 @@ class Growth:
         return found
 
 
-def grown(samples: Sequence[Usage]) -> Growth:
-    """The minimum over the second half of the samples minus the lower median of the first half.
+def grown(samples: Sequence[Usage], usual: Callable[[Iterable[int]], int] = median_low) -> Growth:
+    """The minimum over the second half of the samples minus the `usual` value of the first half.
 
     Work that is in progress when a sample is taken, such as a save in the background, is in some samples only; a leak
-    is in every later sample. With fewer than two samples the growth is 0.
+    is in every later sample. `max` as `usual` is for few samples: a leak that continues exceeds the maximum, too. With
+    fewer than three samples the growth is 0.
     """
-    if len(samples) < 2:
+    if len(samples) < 3:
         return Growth()
     half = len(samples) // 2
     before, after = samples[:half], samples[half:]
 
     def more(use: Callable[[Usage], int]) -> int:
-        return min(map(use, after)) - median_low(map(use, before))
+        return min(map(use, after)) - usual(map(use, before))
 
     return Growth(
         more(lambda one: one.processes),

@@ -1,0 +1,296 @@
+"""The soak of one engine: one fault after the other, saves without faults, and what is left at the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import command as commands
+from ..checkpoints import Checkpoints
+from ..cli import saves
+from ..drill import inject_and_restart
+from ..facts import CycleFacts, facts_of
+from ..faults import DISK_FULL
+from ..full_disk import check_disk
+from ..injection_points import TraceTail, stage_begun_by
+from ..launch import GRACE_S, DrillError, recorded_ranks
+from ..nodes import LOST, TAKES_A_SPARE
+from ..plan import LAUNCH, Injection, Plan, PlannedInjection
+from ..reference import reference_of
+from ..supervisors import AgentsOnNodes, LauncherAgain
+from ..verify import check_losses, judge, with_last_resume_source
+from .hosts import Hosts
+from .leftovers import left_files
+from .result import EngineResult, Goal
+from .samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
+from .schedule import in_order, random_injection_point
+from .snapshot import Snapshot
+
+KEPT = 3  # checkpoints: a fault may damage the newest, and end the ranks while they remove the one before it
+SETTLED = 4  # commits after the last restart before the ranks are sampled
+WITHOUT_FAULTS = 16  # minimum number of commits after that
+SAMPLES = 32  # minimum number of samples of each host's ranks after that; on one host, one after each commit
+_ON_NODES_AT_ONCE = 4  # samples: it takes a second to reach a node
+_AT_RESTARTS = 8  # snapshots in each cycle, of which the minimum is one sample
+_TIME_OF_FAULTS = 2 / 3  # part of --minutes
+PERSIST_INTERVAL = 4  # of engine memory
+_UNLIMITED = 1_000_000
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """What the soaks of all engines have in common."""
+
+    training: list[str]
+    out: Path
+    faults: tuple[str, ...]
+    seed: int
+    limit_s: float  # of each wait
+    hang_limit_s: float
+    memory_MiB: float  # allowed growth of each process, and of the ranks of a host in total
+    own_shm: bool  # this process has a private /dev/shm
+    checkpoints: Path | None = None  # on a small file system of at most `disk_bytes`; None: below `out`
+    disk_bytes: int = 0
+    nodes_command: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # with nodes_command: the nodes, spares included
+    spares: int = 0
+
+
+class EngineSoak:
+    def __init__(self, options: SoakOptions, engine: str, goal: Goal) -> None:
+        self._options, self._goal = options, goal
+        self.result = EngineResult(engine)
+        self._rng = random.Random(f"{options.seed}/{engine}")
+        self._faults = in_order(options.faults, options.seed, goal.first)
+        self._plan, directory = _plan(options, engine)
+        self._checkpoints = Checkpoints(directory)
+        self._injections: list[Injection] = []
+        self._lost_nodes = 0
+        self._samples = Samples()
+        self._tail = TraceTail(self._plan.trace_dir, 0)
+        self._commits = 0  # of the current cycle
+
+    def run(self) -> EngineResult:
+        begin = time.monotonic()
+        for directory in (self._plan.out / "logs", self._plan.trace_dir):
+            directory.mkdir(parents=True)
+        self._checkpoints.create()
+        if DISK_FULL in self._options.faults:
+            check_disk(self._checkpoints.directory, self._plan.trace_dir, self._options.disk_bytes)
+        with ExitStack() as stack:
+            temporary = stack.enter_context(_private_tmpdir())
+            on_nodes = AgentsOnNodes(self._plan) if self._plan.on_nodes else None
+            self._supervisor = stack.enter_context(on_nodes or LauncherAgain(self._plan))
+            nodes = None if on_nodes is None else on_nodes.nodes
+            options = self._options
+            self._hosts = Hosts(temporary, own_shm=options.own_shm, nodes=nodes, names=options.hosts)
+            stack.callback(self._hosts.remove_temporary)
+            seconds = self._goal.seconds or 0.0
+            self._inject_faults(begin + _TIME_OF_FAULTS * seconds)
+            self._train_without_faults(begin + seconds)
+            self._end()
+        self.result.shared_memory = "checked" if self._options.own_shm else "not checked on this host: needs root"
+        self.result.leaked += left_files(self._checkpoints, KEPT)
+        self._check_growth()
+        self._check_trace()
+        if self.result.passed and self._options.checkpoints is not None:
+            self._checkpoints.remove()  # the next engine needs the space
+        self.result.seconds = time.monotonic() - begin
+        return self.result
+
+    # Faults
+
+    def _inject_faults(self, until: float) -> None:
+        """Until the restarts of the goal are done or, without that number, until this time (monotonic, s)."""
+        goal, supervisor = self._goal, self._supervisor
+        restarts = _UNLIMITED if goal.restarts is None else goal.restarts
+        commits_each = max(2, (goal.saves - WITHOUT_FAULTS - SETTLED) // restarts)
+        supervisor.start(0)
+        while len(self._injections) < restarts:
+            if goal.restarts is None and time.monotonic() > until and self._injections:
+                break
+            planned = self._plan_injection(commits_each)
+            injection = inject_and_restart(supervisor, len(self._injections), planned, self._checkpoints)
+            self._injections.append(injection)
+            if supervisor.launch.exit_code is not None:
+                self._check_hosts_after(injection.fault)
+            cycle = len(self._injections)
+            supervisor.start(cycle)
+            self._tail, self._commits = TraceTail(self._plan.trace_dir, cycle), 0
+
+    def _plan_injection(self, commits: int) -> PlannedInjection:
+        """The next fault. If it comes during training, this cycle makes at least `commits` commits before."""
+        fault = next(fault for fault in self._faults if not self._takes_last_spare(fault))
+        plan, injections = self._plan, self._injections
+        # A fault during the restart after damage may end the launcher, and the damaged slot with it, before a rank has
+        # reported the damage.
+        in_training = not injections or (plan.saves_in_memory and injections[-1].damaged is not None)
+        point = random_injection_point(fault, self._rng, on_nodes=plan.on_nodes, in_training=in_training)
+        if isinstance(self._supervisor, AgentsOnNodes):
+            self._lost_nodes += fault == LOST
+            self._supervisor.nodes.which = (self._rng.choice((0, -1)),)
+            if fault in TAKES_A_SPARE:
+                self._supervisor.on_nodes.await_spare(self._options.limit_s)
+        if point.during_restart:
+            return PlannedInjection(fault, point)
+        self._await_commits(1 if injections or not plan.saves_in_memory else PERSIST_INTERVAL)
+        self._sample(RESTARTS, _AT_RESTARTS)
+        self._count_commits()  # the snapshots took time
+        return PlannedInjection(fault, point, max(commits, self._commits + 1))
+
+    def _takes_last_spare(self, fault: str) -> bool:
+        """Lost nodes do not return. The last spare is for nodes whose links are cut, which do."""
+        return fault == LOST and self._lost_nodes + 1 >= self._options.spares
+
+    # Checks while it runs
+
+    def _await_commits(self, number: int) -> None:
+        """Wait until this cycle has made `number` commits."""
+        launch = self._supervisor.launch
+        deadline = time.monotonic() + self._options.limit_s
+        while self._count_commits() < number:
+            if launch.exit_code is not None:
+                raise DrillError(f"the launch ended with exit code {launch.exit_code}; see {launch.log_path}")
+            if time.monotonic() > deadline:
+                raise DrillError(
+                    f"no {number} checkpoints were committed within {self._options.limit_s:g} s; raise --time-limit, "
+                    f"or see {launch.log_path}"
+                )
+            time.sleep(_POLL_S)
+
+    def _count_commits(self) -> int:
+        """The number of commits of this cycle."""
+        self._commits += sum(stage_begun_by(record) == "after-commit" for record in self._tail.new_records())
+        return self._commits
+
+    def _sample(self, over: str, times: int) -> None:
+        """Sample what the launch uses on all hosts, and report orphaned processes."""
+        launch_id, cycle = self._supervisor.launch.id, len(self._injections)
+        _, ranks = recorded_ranks(self._plan.trace_dir, cycle)
+        snapshots = self._hosts.snapshots(launch_id, times)
+        for host, found in snapshots.items():
+            # There is one sample in each cycle: work in progress, such as a copy of a save, would look like growth.
+            for snapshot in [Snapshot.minimum(found)] if over == RESTARTS else found:
+                self._samples.add(over, host, snapshot, ranks)
+        orphans = self._hosts.new_orphans(launch_id, snapshots, GRACE_S)
+        self.result.leaked += [f"cycle {cycle}: {line}" for line in orphans]
+
+    def _train_without_faults(self, until: float) -> None:
+        """Until the saves of the goal and all samples are made, and at least until this time (monotonic, s)."""
+        before = sum(len(facts.committed) for facts in facts_of(self._plan.trace_dir).values()) - self._commits
+        wanted = max(SETTLED + WITHOUT_FAULTS, self._goal.saves - before)
+        self._await_commits(SETTLED)
+        while self._samples.of_each_host() < SAMPLES or time.monotonic() < until or self._count_commits() < wanted:
+            self._await_commits(self._commits + 1)
+            self._sample(SAVES, _ON_NODES_AT_ONCE if self._plan.on_nodes else 1)
+
+    def _end(self) -> None:
+        """End the training with SIGTERM, as a user does: the ranks must save once more and end with 0."""
+        supervisor, launch = self._supervisor, self._supervisor.launch
+        asked = supervisor.on_nodes.coordinator() if isinstance(supervisor, AgentsOnNodes) else launch.launcher()
+        launch.send(signal.SIGTERM, asked)
+        code = launch.wait(self._options.limit_s)
+        if code != 0:
+            self.result.wrong.append(f"after SIGTERM the launch ended with {code}")
+        try:
+            launch.wait_until_gone(GRACE_S)
+        except DrillError as error:
+            self.result.leaked.append(str(error))
+        self._check_hosts_after("the end")
+
+    def _check_hosts_after(self, event: str) -> None:
+        found = self._hosts.left_over(self._supervisor.launch.id, GRACE_S)
+        self.result.leaked += [f"after {event}, cycle {len(self._injections)}: {line}" for line in found]
+
+    # Checks at the end
+
+    def _check_growth(self) -> None:
+        growth = self._samples.growth()
+        self.result.samples = self._samples.as_lists()
+        self.result.growth = {whose: largest(growth, whose).memory_MiB for whose in (RANKS, OTHERS)}
+        for (_, over, name), grown in growth.items():
+            self.result.leaked += [f"{name}: {line} of {over}" for line in grown.excess(self._options.memory_MiB)]
+
+    def _check_trace(self) -> None:
+        """Check every restart as a drill does, and all losses against a run without faults."""
+        result, cycles, injections = self.result, facts_of(self._plan.trace_dir), self._injections
+        steps = max(step for facts in cycles.values() for step in facts.losses)
+        reference = reference_of(self._options.training, self._options.out, steps, self._options.limit_s)
+        losses = check_losses(cycles, reference.facts, 0.0)
+        result.compared = sum(check.compared for check in losses.values())
+        for injection in with_last_resume_source(injections, cycles):
+            wrong = judge(injection, cycles, losses).wrong
+            result.verified += not wrong
+            name = f"cycle {injection.cycle}, {injection.fault} at {injection.injection_point}"
+            result.wrong += [f"{name}: {line}" for line in wrong]
+        different = losses[max(cycles)].different
+        result.wrong += [line for line in different if not any(line in other for other in result.wrong)]
+        if len(cycles) != len(injections) + 1:
+            result.wrong.append(f"{len(cycles)} starts after {len(injections)} faults")
+        result.lost += lost_checkpoints(cycles, injections)
+        result.saves = sum(len(facts.committed) for facts in cycles.values())
+        result.restarts = len(injections)
+        result.faults = dict(Counter(injection.fault for injection in injections))
+
+
+def lost_checkpoints(cycles: dict[int, CycleFacts], injections: Sequence[Injection]) -> list[str]:
+    """A message for each fault after which the newest save that rank 0 had recorded before it no longer existed.
+
+    If the fault damaged that save, the one before must exist. If it ended all saves in memory, those since the last
+    save to storage may be lost.
+    """
+    found = []
+    committed = [0]  # steps of the saves that exist, the newest last
+    for injection in injections:
+        committed += cycles[injection.cycle].committed
+        in_memory = injection.expected_tier is not None
+        may_lose = (injection.lost_at_most or 0) - 1 if in_memory else 0
+        at_least = committed[-2 if injection.damaged is not None else -1] - may_lose
+        if injection.expected_step < at_least:
+            newest = f"iteration {at_least} was saved, the newest that exists is {injection.expected_step}"
+            found.append(f"cycle {injection.cycle}, {injection.fault}: {newest}")
+        committed = [injection.expected_step]
+    return found
+
+
+def _plan(options: SoakOptions, engine: str) -> tuple[Plan, Path]:
+    """The plan, and the directory of the checkpoints."""
+    out, on_nodes = options.out / engine, bool(options.nodes_command)
+    checkpoints = out / "checkpoints" if options.checkpoints is None else options.checkpoints / engine
+    command = commands.completed(options.training, checkpoints, out / "trace", engine, PERSIST_INTERVAL)
+    if not commands.repeats_exactly(command):
+        raise DrillError("the soak compares losses bit for bit, and this training on GPUs need not repeat them")
+    command = [*command, "--keep-last", str(KEPT), "--exit-signal-handler"]
+    command = commands.supervised(command, LAUNCH, _UNLIMITED, options.hang_limit_s, on_nodes=on_nodes)
+    plan = Plan(
+        command=command, resumed_command=command, injections=(), supervisor=LAUNCH, out=out, checkpoints=checkpoints,
+        limit_s=options.limit_s, hang_limit_s=options.hang_limit_s, echo=False, disk_limit_bytes=options.disk_bytes,
+        nodes_command=options.nodes_command, **saves(command, on_nodes),
+    )  # fmt: skip
+    return plan, checkpoints
+
+
+@contextmanager
+def _private_tmpdir() -> Iterator[Path]:
+    """A TMPDIR for the launch alone, with the same path on all nodes."""
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "EXPORT")}
+    temporary = Path(tempfile.mkdtemp(prefix="soak-"))
+    os.environ |= {"TMPDIR": str(temporary), "EXPORT": f"{before['EXPORT'] or ''} TMPDIR"}
+    try:
+        yield temporary
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(temporary, ignore_errors=True)  # nodes that share /tmp with this host have removed it

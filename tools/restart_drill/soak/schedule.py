@@ -1,0 +1,60 @@
+"""Which faults a soak injects, in which order, and at which injection points. The seed decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from itertools import count
+from pathlib import Path
+
+from ..faults import DAMAGE, DISK_FULL, STORAGE_FAULTS
+from ..injection_points import InjectionPoint, parse_injection_point
+from ..matrix import cells
+from ..plan import LAUNCH, RELAUNCH
+
+ENDS_THE_LAUNCH = ("sigkill-launcher", "sigkill-node", "sigterm")  # which is then launched again
+HOST_FAULTS = (
+    "sigkill-one", "sigkill-all", *ENDS_THE_LAUNCH, "sigstop", "exception", "device-error", *DAMAGE, DISK_FULL,
+)  # fmt: skip
+NODE_FAULTS = ("sigkill-one", "rank-stopped", "node-loss", "link-cut", "link-slow")
+# Fault that no soak injects -> reason. docs/restart_drill.md has the same reasons.
+NOT_INJECTED = {
+    "disk-slow": "not every kernel can slow down the disk of a single node",
+    **dict.fromkeys(STORAGE_FAULTS, "may leave objects in a bucket, which tests/object_storage_kills.py checks"),
+}
+# A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
+# checkpoint before. Until its handlers are installed, SIGTERM ends a rank and not the launch.
+_INVALID = {
+    ("exception", "mid-load"),
+    ("device-error", "mid-load"),
+    ("sigterm", "mid-load"),
+    ("sigterm", "mid-startup"),
+}
+
+
+def possible_faults(*, on_nodes: bool, fills_disk: bool) -> tuple[str, ...]:
+    """`fills_disk`: whether the checkpoints are on a small file system of their own."""
+    if on_nodes:
+        return NODE_FAULTS
+    return tuple(fault for fault in HOST_FAULTS if fills_disk or fault != DISK_FULL)
+
+
+def in_order(faults: Collection[str], seed: int, first: int) -> Iterator[str]:
+    """An endless sequence, from its element number `first`: all faults in random order, then all again, and so on."""
+    chosen = sorted(faults)
+    for number in count(first // len(chosen)):
+        shuffled = random.Random(f"{seed}/{number}").sample(chosen, len(chosen))
+        yield from shuffled[first % len(chosen) :] if number == first // len(chosen) else shuffled
+
+
+def random_injection_point(fault: str, rng: random.Random, *, on_nodes: bool, in_training: bool) -> InjectionPoint:
+    """A valid injection point for the fault. `in_training`: not one during a restart."""
+    supervisor = RELAUNCH if fault in ENDS_THE_LAUNCH else LAUNCH
+    disk = Path() if fault == DISK_FULL else None
+    valid = [
+        parse_injection_point(cell.injection_point)
+        for cell in cells((supervisor,), ("",), disk, (fault,), on_nodes=on_nodes)
+        if (fault, cell.injection_point) not in _INVALID
+    ]
+    point = rng.choice([one for one in valid if not (in_training and one.during_restart)])
+    return point if point.seed is None else parse_injection_point(f"random:{rng.randrange(1000)}")
