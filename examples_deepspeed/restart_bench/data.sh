@@ -4,7 +4,7 @@
 settle_data() {
     DATA_KIND=given
     if [[ -z ${DATA_PATH:-} ]]; then
-        refuse_given "is of the tokenizer of DATA_PATH, which is not set: set that, too, or leave this out" \
+        refuse_given "has an effect only with DATA_PATH, which is not set; set DATA_PATH, or leave this out" \
             TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE
         if [[ $MODEL == tiny ]]; then
             DATA_KIND=corpus

@@ -68,9 +68,9 @@ check_launcher_settings() {
     if [[ $LAUNCHER != fork || ${MAX_RESTARTS:-0} == 0 ]]; then
         [[ ${SPARES:-0} == 0 ]] ||
             die "SPARES=$SPARES: only LAUNCHER=fork with MAX_RESTARTS uses spare nodes; leave it out"
-        refuse_given "is for LAUNCHER=fork with MAX_RESTARTS; leave it out, or give these" "${OF_A_COORDINATOR[@]}"
+        refuse_given "has an effect only with LAUNCHER=fork and MAX_RESTARTS; set both, or leave it out" "${OF_A_COORDINATOR[@]}"
     fi
-    [[ $LAUNCHER == deepspeed ]] || refuse_given "is for LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
+    [[ $LAUNCHER == deepspeed ]] || refuse_given "has an effect only with LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
     [[ $LAUNCHER != srun ]] || refuse_given "srun starts the ranks of all nodes; leave it out" NODE_RANK
     [[ -n ${STANDBY:-} ]] || return 0
     [[ ${MAX_RESTARTS:-0} != 0 && -z ${HOSTFILE:-} ]] ||
@@ -81,7 +81,7 @@ check_launcher_settings() {
 
 # Refuses settings that a launch on these nodes ignores.
 check_launch_settings() {
-    local of_hosts="is for a launch with MAX_RESTARTS over several hosts of HOSTFILE; leave it out"
+    local of_hosts="has an effect only with MAX_RESTARTS over several hosts of HOSTFILE; leave it out"
     [[ $ENGINE != memory || $LAUNCHER == fork ]] ||
         die "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork, or another engine"
     [[ -z ${STANDBY:-} || $DEVICE == cpu ]] ||
@@ -96,9 +96,9 @@ HOSTFILE; leave it out (COORDINATOR_ADDR: where the hosts reach this one)" MASTE
             die "MAX_RESTARTS=$MAX_RESTARTS: launchers that are started on each of $NNODES nodes do not agree on restarts; name the" \
                 "hosts in HOSTFILE, without NODE_RANK, or leave it out"
     fi
-    over_hosts || refuse_given "is for LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
+    over_hosts || refuse_given "has an effect only with LAUNCHER=deepspeed over HOSTFILE; leave it out" HOST_GRACE
     if [[ -z ${NODE_RANK:-} ]] || ((NNODES == 1)); then
-        refuse_given "is for launches that are started on each of several nodes with NODE_RANK; leave it out" MEET_TIMEOUT
+        refuse_given "has an effect only if you start the launch on each of several nodes with NODE_RANK; leave it out" MEET_TIMEOUT
     elif [[ $LAUNCHER == deepspeed ]]; then
         die "NODE_RANK=$NODE_RANK: LAUNCHER=deepspeed starts the ranks of all nodes from one; name them in HOSTFILE, and leave it out"
     fi

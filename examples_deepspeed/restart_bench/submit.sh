@@ -222,7 +222,7 @@ write_job() {
     for variable in "$@"; do
         printf 'export %s=%q\n' "${variable%%=*}" "${variable#*=}"
     done
-    [[ -z ${IMAGE:-} ]] || printf 'unset IMAGE\n' # PYTHON says it; sbatch takes over this environment
+    [[ -z ${IMAGE:-} ]] || printf 'unset IMAGE\n' # PYTHON already names it, and sbatch passes this environment on
     printf 'exec bash %q\n' "$SCRIPTS/run_$PRESET.sh"
 }
 

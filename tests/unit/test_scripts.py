@@ -328,7 +328,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (TINY, {"MEET_TIMEOUT": "0"}, "MEET_TIMEOUT=0: give whole seconds, at least 1"),
         (TINY, {"ENGINE": "memory"}, "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork"),
         (TINY, {"IMAGE": "x.sif"}, "IMAGE=x.sif: submit.sh runs ranks with the Python of an image"),
-        (TINY, {"TOKENIZER_MODEL": "/m"}, "TOKENIZER_MODEL=/m: is of the tokenizer of DATA_PATH, which is not set"),
+        (TINY, {"TOKENIZER_MODEL": "/m"}, "TOKENIZER_MODEL=/m: has an effect only with DATA_PATH"),
         (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1 or load, or leave it out"),
         (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
         (TINY, {"MASTER_PORT": "rendezvous"}, "MASTER_PORT=rendezvous: give the number of a port, 1 to 65535"),

@@ -256,7 +256,7 @@ check_hosts() {
 # Waits for the launches that are started by hand on the other hosts, and compares these hosts.
 meet_hosts() {
     local wrong
-    trap - EXIT # what is wrong from here on, the meeting tells
+    trap - EXIT # from here on the meeting itself tells the other nodes what is wrong
     wrong=$(run_tool megatron.launch.check_hosts meet --place "$NODE_RANK" --nodes "$NNODES" \
         --timeout "${MEET_TIMEOUT:-600}" --address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}") ||
         die "${wrong:-the hosts could not be compared}"

@@ -38,7 +38,7 @@ _EXAMPLE = """examples:
   DP=1 python -m tests.cluster run --nodes 2 --spares 3 -- bash -c '%(prog)s --out runs/soak_on_nodes \\
       --nodes-command "$NODES_COMMAND" --spares 3 --restarts 30'
 
-If --out is of an earlier call with the same options, the soak continues with the engines that are not finished.
+If an earlier call with the same options wrote --out, the soak continues with the engines that are not finished.
 
 exit status: 0 nothing was lost or leaked, 1 something was, 2 could not be carried out
 """
