@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.launchers.measure import sample
 from benchmarks.launchers.report import analyse, render
 from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
-from benchmarks.launchers.variants import VARIANTS, MeasurementError, Setting, prepare_data
+from benchmarks.launchers.variants import DTYPES, VARIANTS, MeasurementError, Setting, prepare_data
 from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
 
@@ -42,6 +42,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_options(parser, VARIANTS, repeat=5, engine="torch", time_limit_s=300)
     parser.add_argument("--dp", type=int, default=2, metavar="N", help="replicas of TP2 PP2 (default: 2)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0],
+        help="of the weights in training (default: %(default)s). The plain script's products in bf16 are slow on CPUs "
+        "without AVX-512",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     check_options(parser, arguments, ("repeat", "dp"))
     return arguments
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = machine()
     try:
         with tempfile.TemporaryDirectory(prefix="restart_speed_", dir=arguments.dir) as directory:
-            setting = Setting(Path(directory), arguments.dp, arguments.engine)
+            setting = Setting(Path(directory), arguments.dp, arguments.engine, arguments.dtype)
             found = analyse(_measure(arguments, setting), setting, before)
     except (OSError, MeasurementError) as exc:
         print(f"restart_speed: {exc}", file=sys.stderr)

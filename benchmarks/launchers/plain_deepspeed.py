@@ -181,6 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="PREFIX.bin holds token ids, two bytes each")
     parser.add_argument("--save", required=True, help="directory of the checkpoints; resumed from if there is one")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights in training")
     for name, default in (
         ("--tensor-parallel", 2), ("--pipeline-parallel", 2), ("--layers", 4), ("--hidden-size", 128),
         ("--ffn-size", 344), ("--heads", 4), ("--kv-heads", 2), ("--vocab-size", 4096), ("--seq-length", 128),
@@ -220,7 +221,7 @@ def main() -> None:
             "train_batch_size": args.global_batch,
             "train_micro_batch_size_per_gpu": args.micro_batch,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": args.dtype == "bf16"},
             "zero_optimization": {"stage": 1},
             "steps_per_print": 1_000_000,
         },

@@ -21,6 +21,7 @@ def analyse(samples: Mapping[str, Sequence[float]], setting: Setting, machine: M
         "machine": dict(machine) | {name: metadata.version(name) for name in ("torch", "deepspeed")},
         "layout": {"tp": TP, "pp": PP, "dp": setting.dp},
         "engine": setting.engine,
+        "dtype": setting.dtype,
         "rounds": max(map(len, samples.values())),
         "variants": {
             name: {
@@ -42,8 +43,8 @@ def render(found: Mapping[str, Any]) -> str:
     layout = found["layout"]
     ranks = layout["tp"] * layout["pp"] * layout["dp"]
     lines = [
-        f"restart_s: SIGKILL of all {ranks} ranks (TP{layout['tp']} PP{layout['pp']} DP{layout['dp']}) to the end of "
-        f"the first step after it; {found['rounds']} interleaved rounds",
+        f"restart_s: SIGKILL of all {ranks} ranks (TP{layout['tp']} PP{layout['pp']} DP{layout['dp']}, "
+        f"{found['dtype']}) to the end of the first step after it; {found['rounds']} interleaved rounds",
         f"  {'':14} {'median':>8} {'min':>8} {'max':>8} {'ratio':>6}",
     ]
     for name, variant in found["variants"].items():

@@ -16,6 +16,7 @@ _PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.
 TP, PP = 2, 2  # of the preset
 SAVE_INTERVAL = 5
 ITERATIONS = 40  # more than a sample needs: nothing ends by itself before the fault
+DTYPES = ("bf16", "fp32")
 _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
 
 BASELINE = "plain"
@@ -43,6 +44,7 @@ class Setting:
     directory: Path
     dp: int
     engine: str
+    dtype: str  # of DTYPES
 
     @property
     def world_size(self) -> int:
@@ -87,7 +89,7 @@ def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
     settings = {
         "DRY_RUN": "1", "KILL_AT": "none", "DEVICE": "cpu", "SKIP_SETUP": "1", "PYTHON": sys.executable,
         "WORK_DIR": str(setting.directory), "SAVE_DIR": str(save), "DP": str(setting.dp), "ENGINE": setting.engine,
-        "ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL),
+        "ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "DTYPE": setting.dtype,
         "NODE_RANK": "0",  # each launch gets its identity from its environment
     }  # fmt: skip
     if variant == "torchrun":
@@ -115,5 +117,5 @@ def _plain(setting: Setting, save: Path) -> list[str]:
         "--data", str(setting.data / "corpus_text_document"), "--save", str(save),
         "--tensor-parallel", str(TP), "--pipeline-parallel", str(PP), "--vocab-size", str(_VOCABULARY),
         "--global-batch", str(setting.global_batch), "--iterations", str(ITERATIONS),
-        "--save-interval", str(SAVE_INTERVAL),
+        "--save-interval", str(SAVE_INTERVAL), "--dtype", setting.dtype,
     ]  # fmt: skip

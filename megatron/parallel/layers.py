@@ -14,6 +14,7 @@ from torch import nn
 from megatron.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
+from megatron.parallel.products import linear
 from megatron.parallel.sequence import linear_of_gathered_sequence, reduce_scatter_sequence, replicated
 from megatron.parallel.topology import TensorParallelGroup
 
@@ -24,7 +25,7 @@ def column_parallel_linear(
     """x W^T + b where each rank has some rows of W and b; see ColumnParallelLinear."""
     if tp.splits_sequence:
         return linear_of_gathered_sequence(x, weight, bias, tp)
-    return F.linear(copy_to_tensor_parallel_region(x, tp), weight, bias)
+    return linear(copy_to_tensor_parallel_region(x, tp), weight, bias)
 
 
 def _sum_over_ranks(partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
@@ -90,7 +91,7 @@ class RowParallelLinear(DrawnLayer):
         self.bias = place.parameter(output_size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _sum_over_ranks(F.linear(x, self.weight), self.tp)
+        y = _sum_over_ranks(linear(x, self.weight), self.tp)
         return y if self.bias is None else y + replicated(self.bias, self.tp)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron.parallel.mappings import copy_to_tensor_parallel_region
+from megatron.parallel.products import linear, matmul
 from megatron.parallel.topology import TensorParallelGroup
 
 
@@ -45,14 +45,14 @@ class _LinearOfGathered(torch.autograd.Function):
         ctx.tp = tp
         ctx.has_bias = bias is not None
         ctx.save_for_backward(part, weight)
-        return F.linear(_all_gather(part, tp), weight, bias)
+        return linear(_all_gather(part, tp), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         part, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, 1)  # [b s, n]
-        of_weight = grad.t() @ _all_gather(part, ctx.tp).flatten(0, 1)
-        of_input = (grad @ weight).view(*grads[0].shape[:2], -1)
+        of_weight = matmul(grad.t(), _all_gather(part, ctx.tp).flatten(0, 1))
+        of_input = matmul(grad, weight).view(*grads[0].shape[:2], -1)
         return _reduce_scatter(of_input, ctx.tp), of_weight, grad.sum(0) if ctx.has_bias else None, None
 
 

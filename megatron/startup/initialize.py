@@ -160,7 +160,6 @@ def _prepare_accelerator(config: Config) -> tuple[bool, str]:
     if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True
-        logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
     if config.training.deterministic:
         make_deterministic()
     return on_cuda, backend

@@ -63,9 +63,9 @@ class Job:
         self.launches.append(started)
         return started
 
-    def train_and_kill(self) -> None:
+    def train_and_kill(self, **settings: str) -> None:
         """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
-        started = self._start_and_hold(0, HELD_AT)
+        started = self._start_and_hold(0, HELD_AT, **settings)
         assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
         assert started.wait(HANGS_S) != 0, self.log[-6000:]
         for node in (*self.nodes, self.preset.cluster.login):
@@ -78,10 +78,10 @@ class Job:
         (self.trace / "supervisor.jsonl").write_text(injected * ITERATIONS)  # they wait for no more than this
         assert started.wait(HANGS_S) == 0, self.log[-6000:]
 
-    def _start_and_hold(self, cycle: int, after: int) -> subprocess.Popen[bytes]:
+    def _start_and_hold(self, cycle: int, after: int, **settings: str) -> subprocess.Popen[bytes]:
         """Launch, and return when all ranks wait after so many iterations; they were started with all of CARRIED."""
         held = held_environment(cycles=cycle + 1, after=after)
-        started = self.start(**held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
+        started = self.start(**settings, **held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
         ranks, step = range(self.world_size), after + cycle * SAVED_AT
 
         def all_held() -> bool:

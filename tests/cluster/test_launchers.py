@@ -42,8 +42,8 @@ def test_over_a_hostfile(launcher: str, cluster: Cluster, preset: Preset) -> Non
     """Through ssh, or DeepSpeed's pdsh. That leaves the ranks of other nodes alone when those of one end, and
     held ones notice no lost connection: the script ends them."""
     job = preset.job(launcher, cluster.compute_nodes, LAUNCHER=launcher)
-    job.settings |= {"HOSTFILE": str(preset.hostfile(job))} | ({"HOST_GRACE": "2"} if launcher == "deepspeed" else {})
-    job.train_and_kill()
+    job.settings["HOSTFILE"] = str(preset.hostfile(job))
+    job.train_and_kill(**({"HOST_GRACE": "2"} if launcher == "deepspeed" else {}))
     job.resume()
     assert_resumed_exactly(job)
 

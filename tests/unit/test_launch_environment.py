@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +63,12 @@ PDSH_OF_TWO_HOSTS = """#!/bin/bash
 [[ $* != *pkill* ]] || { touch "${0%/*}/pkill"; exit; }
 trap 'kill $(jobs -p); wait; exit 1' TERM
 ssh ends & ssh hangs & wait
+"""
+# The launch ends well on both hosts, and some seconds later pdsh does.
+PDSH_THAT_LINGERS = """#!/bin/bash
+[[ $* != *pkill* ]] || { touch "${0%/*}/pkill"; exit; }
+ssh ends & ssh ends & wait
+sleep 4
 """
 SSH_OF_TWO_HOSTS = """#!/bin/bash
 trap 'kill $!; exit 1' TERM
@@ -143,16 +150,27 @@ def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_when_the_launch_on_one_host_ends_deepspeed_ends_those_on_others(tmp_path: Path) -> None:
-    bin_dir = tmp_path / "bin"
-    stand_in(bin_dir / "pdsh", PDSH_OF_TWO_HOSTS)
-    stand_in(bin_dir / "ssh", SSH_OF_TWO_HOSTS)
+    done = run_deepspeed_on_two_hosts(tmp_path, PDSH_OF_TWO_HOSTS)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the launch on 1 of 2 hosts ended 1 s ago: ending the others" in done.stderr
+    assert (tmp_path / "bin" / "pkill").exists()  # on all hosts
+
+
+@pytest.mark.slow
+def test_a_launch_that_ended_on_all_hosts_is_not_ended_again(tmp_path: Path) -> None:
+    done = run_deepspeed_on_two_hosts(tmp_path, PDSH_THAT_LINGERS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ending the others" not in done.stderr and not (tmp_path / "bin" / "pkill").exists()
+
+
+def run_deepspeed_on_two_hosts(tmp_path: Path, pdsh: str) -> subprocess.CompletedProcess[str]:
+    """DeepSpeed's own launcher with HOST_GRACE=1 and this stand-in for pdsh."""
+    stand_in(tmp_path / "bin" / "pdsh", pdsh)
+    stand_in(tmp_path / "bin" / "ssh", SSH_OF_TWO_HOSTS)
     data = ROOT / "tests" / "golden" / "upstream_run" / "data"
     given = settings(tmp_path, "deepspeed", sys.executable) | {"HOST_GRACE": "1", "DS_ACCELERATOR": "cpu"}
     given |= {"DATA_PATH": str(data / "corpus_text_document"), "TOKENIZER_MODEL": str(data / "tokenizer.model")}
-    done = run_script(TINY, tmp_path, **given)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "the launch on 1 of 2 hosts ended 1 s ago: ending the others" in done.stderr
-    assert (bin_dir / "pkill").exists()  # on all hosts
+    return run_script(TINY, tmp_path, **given)
 
 
 @pytest.mark.slow

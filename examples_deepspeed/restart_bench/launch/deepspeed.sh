@@ -72,7 +72,8 @@ deepspeed_launch() {
 }
 
 # pdsh waits for every host even if the launch on one has failed: HOST_GRACE seconds (30) after that, DeepSpeed's launcher
-# gets SIGTERM and ends the launches on all hosts.
+# gets SIGTERM and ends the launches on all hosts. When all have ended, nothing is left to end: the launcher's own end,
+# which takes seconds, decides.
 deepspeed_over_hosts() {
     local runner status=0 most=0 now ended=
     "${COMMAND[@]}" &
@@ -83,7 +84,7 @@ deepspeed_over_hosts() {
         wait $! || true # a signal ends this wait
         now=$(deepspeed_connections "$runner")
         ((now <= most)) || most=$now
-        ((now < most)) || continue
+        ((now > 0 && now < most)) || continue
         : "${ended:=$SECONDS}"
         if ((SECONDS - ended >= ${HOST_GRACE:-30})); then
             echo "the launch on $((most - now)) of $most hosts ended ${HOST_GRACE:-30} s ago: ending the others" >&2

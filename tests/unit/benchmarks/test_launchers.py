@@ -17,17 +17,17 @@ def test_ratios_are_of_medians_and_judged_by_the_target(tmp_path: Path) -> None:
         "torchrun": [4.0, 9.0, 5.0], "fork": [9.0, 8.0, 7.0], "fork-standby": [0.3, 0.2, 0.4],
         "fork-in-place": [0.4, 0.5, 0.6], "plain": [10.0, 10.5, 2.0],
     }  # fmt: skip
-    found = analyse(samples, Setting(tmp_path, 2, "torch"), {"processors": 2})
+    found = analyse(samples, Setting(tmp_path, 2, "torch", "bf16"), {"processors": 2})
     assert found["variants"]["torchrun"]["ratio"] == 0.5 and found["variants"]["plain"]["ratio"] == 1.0
     assert found["variants"]["fork"]["samples_s"] == [9.0, 8.0, 7.0] and found["rounds"] == 3
     assert (found["variants"]["fork"]["min_s"], found["variants"]["fork"]["max_s"]) == (7.0, 9.0)
     text = render(found)
-    assert "8 ranks (TP2 PP2 DP2)" in text
+    assert "8 ranks (TP2 PP2 DP2, bf16)" in text
     lines = {line.split()[0]: line for line in text.splitlines()[2:7]}
     assert "target 0.7: met" in lines["torchrun"] and "target 0.7: MISSED" in lines["fork"]
     assert "target 0.03: met" in lines["fork-standby"] and "target 0.03: MISSED" in lines["fork-in-place"]
     assert "target" not in lines["plain"]
-    alone = analyse({"fork": [1.0]}, Setting(tmp_path, 1, "torch"), {})
+    alone = analyse({"fork": [1.0]}, Setting(tmp_path, 1, "torch", "bf16"), {})
     assert alone["variants"]["fork"]["ratio"] is None and "target" not in render(alone)
 
 
@@ -46,7 +46,7 @@ SHOWN = ("torchrun", "fork", "fork-in-place", "fork-standby")
 
 def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
     """On the same model, batch and data as the plain script."""
-    setting = Setting(tmp_path, 2, "lazy")
+    setting = Setting(tmp_path, 2, "lazy", "fp32")
     commands = {name: command(name, setting, tmp_path / "save") for name in SHOWN}
     plain = command("plain", setting, tmp_path / "save")
     for name, argv in commands.items():
@@ -64,6 +64,9 @@ def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
             ("--data-path", plain[plain.index("--data") + 1]), ("--save", plain[plain.index("--save") + 1]),
         ):  # fmt: skip
             assert argv[argv.index(ours) + 1] == theirs, ours
+    assert plain[plain.index("--dtype") + 1] == "fp32" and not any("--bf16" in argv for argv in commands.values())
+    bf16 = Setting(tmp_path, 2, "lazy", "bf16")
+    assert "--bf16" in command("fork", bf16, tmp_path / "save") and "bf16" in command("plain", bf16, tmp_path / "save")
     assert commands["fork-in-place"][commands["fork-in-place"].index("--max-restarts") + 1] == "1"
     assert [name for name in SHOWN if "--standby" in commands[name]] == ["fork-standby"]
     assert commands["fork"][commands["fork"].index("--max-restarts") + 1] == "0"
