@@ -1,12 +1,14 @@
-"""Matrix products, in which a CPU widens bf16 and fp16 to fp32.
+"""Matrix products, in which bf16 and fp16 are widened to fp32 on CPUs that are slow with them.
 
-torch 2.13 multiplies matrices of these types element by element on processors without instructions for it (AVX-512,
-AMX): a layer of the demonstration, forward and backward, takes 27 times as long as one that is widened. Its sums are
-in fp32 either way; only their order differs. Tensors on other devices and of other types are multiplied as they are.
+torch 2.13 multiplies matrices of these types element by element on processors for which oneDNN has no kernels (bf16
+needs AVX-512 or AMX, fp16 more): a layer of the demonstration, forward and backward, takes 27 times as long as one
+that is widened. Its sums are in fp32 either way; only their order differs. All other tensors are multiplied as they
+are.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +26,21 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _is_widened(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.device.type == "cpu" and is_slow_on_cpu(tensor.dtype)
+
+
+@functools.cache
+def is_slow_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies matrices of this type element by element."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return True
+    of_onednn = torch.ops.mkldnn
+    has_kernels = (
+        of_onednn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else of_onednn._is_mkldnn_fp16_supported
+    )
+    return not has_kernels()
 
 
 class _WidenedLinear(torch.autograd.Function):
