@@ -34,9 +34,13 @@ DEFAULT = "report"
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the trace files.\n"
 _STATUSES = "exit status: 0 fine, 1 findings (--strict, --fail-if, a --target missed), 2 could not run."
+_DEMONSTRATION = """\
+  trace=$(ls -d runs/tiny/demo-*/trace | tail -n 1)    the trace of the README's demonstration; or your own directory
+"""
 _EXAMPLES = f"""
 examples:
-  {PROGRAM} runs/tiny              the same as `{PROGRAM} report runs/tiny`
+{_DEMONSTRATION}\
+  {PROGRAM} $trace                 the same as `{PROGRAM} report $trace`
   {PROGRAM} COMMAND --help         flags and examples of a command
 """
 
@@ -77,7 +81,8 @@ def _mistyped(word: str) -> str:
 
 def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
     description = f"{command.HELP[0].upper()}{command.HELP[1:]}."
-    epilog = f"examples:\n{command.EXAMPLES}\n{_STATUSES}\n{_DOCS}"
+    demonstration = _DEMONSTRATION if "$trace" in command.EXAMPLES else ""
+    epilog = f"examples:\n{demonstration}{command.EXAMPLES}\n{_STATUSES}\n{_DOCS}"
     parser = make_parser(f"{PROGRAM} {name}", description, epilog)
     command.add_arguments(parser)
     add_shared_arguments(parser)

@@ -11,9 +11,9 @@ from .common import add_logdir, output_file, progress_of, read_trace
 
 HELP = "write spans and other records as one tidy table, Parquet or CSV"
 EXAMPLES = """\
-  %(prog)s runs/tiny -o spans.parquet                     a row per span
-  %(prog)s runs/tiny -o steps.csv --table iterations      a row per training iteration and rank
-  %(prog)s runs/tiny -o out.gz --format csv               the format is the ending's, unless --format names it
+  %(prog)s $trace -o spans.parquet                        a row per span
+  %(prog)s $trace -o steps.csv --table iterations         a row per training iteration and rank
+  %(prog)s $trace -o out.gz --format csv                  the format is the ending's, unless --format names it
 """
 _TABLES = ("spans", "operations", "iterations", "events", "probes", "samples")  # those of tidy.py, which needs polars
 

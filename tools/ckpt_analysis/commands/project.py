@@ -16,9 +16,9 @@ from .common import add_format, read_analysis, read_report, read_trace, write_fo
 
 HELP = "project measured runs: to many nodes, to another layout, with other phases, with copies in memory"
 EXAMPLES = """\
-  %(prog)s runs/tiny --nodes 8..1024 --mtbf-hours 50000
+  %(prog)s $trace --nodes 8..1024 --mtbf-hours 50000
       the best interval by Young, by Daly and exactly, and what is left of training time
-  %(prog)s runs/tiny --nodes 512 --mtbf-hours 10000,50000 --interval-steps 50,100,500
+  %(prog)s $trace --nodes 512 --mtbf-hours 10000,50000 --interval-steps 50,100,500
       the intervals in question beside the best
   %(prog)s --nodes 128 --mtbf-hours 20000 --blocked-seconds 2 --durable-seconds 60 --restart-seconds 400 \\
       --step-seconds 8 --checkpoint-bytes 1e12
@@ -27,9 +27,9 @@ EXAMPLES = """\
       what saves, loads and restarts of another layout would take, learnt from these; it says what is extrapolated
   %(prog)s runs/*/trace --plan plan.json --hosts 8 --cores 512 --write-GBps 20 --read-GBps 40
       the same of a layout that `ckpt-plan --format json > plan.json` planned, on other hosts and storage
-  %(prog)s runs/tiny --what-if imports=0.5 --what-if read_bandwidth=2
+  %(prog)s $trace --what-if imports=0.5 --what-if read_bandwidth=2
       restarts of a run with imports in half the time and reads at twice the bandwidth, along the critical path
-  %(prog)s runs/tiny --what-if write_bandwidth=2 --what-if serialize=0.5
+  %(prog)s $trace --what-if write_bandwidth=2 --what-if serialize=0.5
       its saves, blocked and durable, with writes at twice the bandwidth and serialization in half the time
   %(prog)s runs/memory --tier peer --nodes 1..1024 --mtbf-hours 16000 --interval-steps 1
       saves in memory at every step: effective training time over failure rates, with the restarts from peers' memory

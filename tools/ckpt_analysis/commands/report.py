@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 HELP = "show where saves, loads and restarts of a traced run spent their time"
 EXAMPLES = """\
-  %(prog)s runs/tiny/restart_trace            where the last save and restart went, rank by rank
-  %(prog)s runs/tiny                          the same: restart_trace/ below a save directory is found
-  %(prog)s runs/tiny -o report                and report/ckpt_report.html: figures, tables, findings
+  %(prog)s $trace                             where the last save and restart went, rank by rank
+  %(prog)s SAVE_DIR                           a directory of --save: its restart_trace/ is analysed
+  %(prog)s $trace -o report                   and report/ckpt_report.html: figures, tables, findings
   %(prog)s runs/torch runs/lazy -o cmp.html   two runs side by side, in the terminal and as a page
-  %(prog)s --all runs/tiny                    every save and launch in full
-  %(prog)s --format json runs/tiny > out.json the same numbers for programs
-  %(prog)s --target restart_s=60 --target blocked_s=2 runs/tiny   exit 1 if a restart or a save took longer
-  %(prog)s --strict runs/tiny                 exit 1 if anything is missing, torn, failed or unfinished
+  %(prog)s --all $trace                       every save and launch in full
+  %(prog)s --format json $trace > out.json    the same numbers for programs
+  %(prog)s --target restart_s=60 --target blocked_s=2 $trace      exit 1 if a restart or a save took longer
+  %(prog)s --strict $trace                    exit 1 if anything is missing, torn, failed or unfinished
 """
 
 

@@ -9,11 +9,11 @@ from .common import add_format, add_logdir, add_strict, add_target, exit_status,
 
 HELP = "print the numbers alone: a row per save, load and start, and a row per phase"
 EXAMPLES = """\
-  %(prog)s runs/tiny                           two tables
-  %(prog)s --format csv runs/tiny > tiny.csv   one line per operation and phase, for a spreadsheet
-  %(prog)s --format json runs/tiny             everything that is known, for programs
-  %(prog)s --target restart_s=60 runs/tiny     exit 1 if a restart took longer
-  %(prog)s --format markdown --all runs/tiny   for a document, with the phases of every save
+  %(prog)s $trace                              two tables
+  %(prog)s --format csv $trace > tiny.csv      one line per operation and phase, for a spreadsheet
+  %(prog)s --format json $trace                everything that is known, for programs
+  %(prog)s --target restart_s=60 $trace        exit 1 if a restart took longer
+  %(prog)s --format markdown --all $trace      for a document, with the phases of every save
 """
 
 

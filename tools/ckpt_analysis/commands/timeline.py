@@ -11,8 +11,8 @@ from .common import add_logdir, output_file, progress_of, read_trace
 
 HELP = "write a time line of all ranks for https://ui.perfetto.dev or chrome://tracing"
 EXAMPLES = """\
-  %(prog)s runs/tiny -o trace.json                                     everything
-  %(prog)s runs/tiny -o save.json --checkpoint global_step10           one checkpoint
+  %(prog)s $trace -o trace.json                                        everything
+  %(prog)s $trace -o save.json --checkpoint global_step10              one checkpoint
   %(prog)s runs/large -o few.json --ranks 0-7,512 --cycle 1            some ranks, one launch
 """
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 HELP = "check every record of a log directory against the format, and list all that is wrong"
 EXAMPLES = """\
-  %(prog)s runs/tiny                      one line per problem; exit 1 if there is any
-  %(prog)s --quiet runs/tiny && echo fine
+  %(prog)s $trace                         one line per problem; exit 1 if there is any
+  %(prog)s --quiet $trace && echo fine
   %(prog)s tiny.zip                       a bundle of a sweep: checksums, all its traces, docs/rules.md
 """
 PROCESSES_FROM_BYTES = 32 << 20  # the processes import the standard library only, so they start fast

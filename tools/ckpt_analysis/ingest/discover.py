@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
@@ -13,6 +15,14 @@ from ..common.errors import CouldNotRunError
 
 DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory
 IMPORTED_FILE = "imported.json"  # what `import` leaves in its directory instead of a trace
+# Limits of the search for traces below a directory that holds none: it must not walk a file system.
+_MOST_SEARCHED = 200  # directories
+_MOST_NAMES = 1000  # of each directory
+_MOST_NAMED = 3  # traces
+_NOTHING_TRACED = (
+    "restart-trace writes when a rank starts: a Python process that has RANK in its environment and imports torch, or "
+    "joins a process group. Python started with -E, -I or -S is not traced (docs/guides/trace_your_job.md)"
+)
 
 
 class LogDirectoryError(CouldNotRunError):
@@ -62,13 +72,53 @@ def list_trace(given: Path) -> Listing:
             raise LogDirectoryError(
                 f"{given}: an imported run has operations and no spans: use report, summary, compare or project"
             )
-        found = "it is empty" if not os.listdir(given) else "it holds other things"
-        raise LogDirectoryError(
-            f"{given}: no restart trace here ({found}): looked for rank_RRRRR_cycle_CCC.jsonl in it and in "
-            f"{DEFAULT_SUBDIRECTORY}/ below it. Give the directory named by --restart-trace-dir or --save, "
-            "or by --trace-dir of restart-trace"
-        )
+        raise LogDirectoryError(_why_no_trace(given))
     return listing
+
+
+def _why_no_trace(given: Path) -> str:
+    """The message about a directory without a trace; it names traces that are one or two levels below."""
+    if not os.listdir(given):
+        return f"{given}: no restart trace here (it is empty): no rank was traced. {_NOTHING_TRACED}"
+    found = f"{given}: no restart trace here (it holds other things): "
+    if below := _newest_traces_below(given):
+        *others, last = map(str, below)
+        return f"{found}did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    return (
+        f"{found}looked for rank_RRRRR_cycle_CCC.jsonl in it and in {DEFAULT_SUBDIRECTORY}/ below it. "
+        "Give the directory named by --restart-trace-dir or --save, or by --trace-dir of restart-trace"
+    )
+
+
+def _newest_traces_below(given: Path) -> list[Path]:
+    """The newest traces in subdirectories of `given` and in their subdirectories, newest first."""
+    children = _subdirectories(given)
+    searched = islice((path for child in children for path in (child, *_subdirectories(child))), _MOST_SEARCHED)
+    return sorted(filter(_holds_trace, searched), key=_changed_ns, reverse=True)[:_MOST_NAMED]
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    """Its subdirectories, the last changed first. Those that cannot be read are left out."""
+    return sorted((Path(entry) for entry in _entries(directory) if entry.is_dir()), key=_changed_ns, reverse=True)
+
+
+def _holds_trace(directory: Path) -> bool:
+    return any(re.match(RANK_FILE_REGEX, entry.name) for entry in _entries(directory))
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            yield from islice(entries, _MOST_NAMES)
+    except OSError:
+        return
+
+
+def _changed_ns(directory: Path) -> int:
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _has_ranks(listing: Listing) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,41 @@ def test_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], make:
     captured = capsys.readouterr()
     assert message in captured.err and str(tmp_path / "logs") in captured.err
     assert captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_traces_below_the_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As below runs/tiny after several demonstrations: the newest three, at most two levels below."""
+    for number in range(5):
+        trace = write_trace(tmp_path / f"demo-{number}" / "trace")
+        os.utime(trace, (number, number))
+    write_trace(tmp_path / "a" / "b" / "too_deep")
+    assert main([str(tmp_path)]) == 2
+    named = " or ".join([", ".join(str(tmp_path / f"demo-{n}" / "trace") for n in (4, 3)), f"{tmp_path}/demo-2/trace"])
+    assert capsys.readouterr().err == (
+        f"ckpt-analysis: {tmp_path}: no restart trace here (it holds other things): did you mean {named}?\n"
+    )
+    assert main(["summary", str(tmp_path / "demo-4")]) == 2
+    assert f": did you mean {tmp_path / 'demo-4' / 'trace'}?\n" in capsys.readouterr().err
+
+
+def test_the_search_for_traces_below_is_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(250):
+        (tmp_path / f"{number:03d}").mkdir()
+        os.utime(tmp_path / f"{number:03d}", (1000 + number, 1000 + number))
+    trace = write_trace(tmp_path / "older")
+    os.utime(trace, (1, 1))
+    assert main([str(tmp_path)]) == 2
+    assert "looked for rank_RRRRR_cycle_CCC.jsonl in it" in capsys.readouterr().err
+    os.utime(trace)
+    assert main([str(tmp_path)]) == 2
+    assert f"did you mean {trace}?" in capsys.readouterr().err
+
+
+def test_an_empty_trace_directory_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As restart-trace leaves it if nothing was traced."""
+    assert main([str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "(it is empty): no rank was traced" in told and "RANK" in told and "-E, -I or -S" in told
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,15 @@ def test_timeline_of_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "no records of --ranks 99-99 --cycle 3" in capsys.readouterr().err and not path.exists()
 
 
+def test_timeline_of_a_checkpoint_that_is_not_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "t.json"
+    assert main(["timeline", str(run), "-o", str(path), "--checkpoint", "global_step99"]) == 2
+    assert "no records of --checkpoint global_step99" in capsys.readouterr().err and not path.exists()
+    assert recwarn.list == []
+
+
 def test_list_of_ranks() -> None:
     assert parse_rank_ranges("0-7, 12") == [(0, 7), (12, 12)]
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
@@ -257,7 +267,9 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
     text = capsys.readouterr().out
-    assert exit_.value.code == 0 and "examples:\n  ckpt-analysis " in text and "exit status: 0 fine" in text
+    assert exit_.value.code == 0 and "exit status: 0 fine" in text
+    assert re.search(r"examples:\n(  trace=\$\(.*\n)?  ckpt-analysis ", text)
+    assert ("$trace" in text) == ("  trace=$(" in text)
     for flag in ("--quiet", "--run-id", "--cache-dir"):
         assert flag in text
 
