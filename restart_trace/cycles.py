@@ -76,7 +76,7 @@ def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
     launcher was started again with the same key, and a new cycle begins.
     Raises OSError if `trace_dir` cannot be written.
     """
-    trace_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(trace_dir)
     while True:
         newest = newest_cycle(trace_dir)
         if newest is not None:
@@ -88,6 +88,14 @@ def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
         run_id = uuid.uuid4().hex[:12] if newest is None else newest[1]["run_id"]
         if _create(trace_dir / CYCLE_FILE_PATTERN.format(cycle=cycle), run_id, cycle, key):
             return run_id, cycle
+
+
+def make_directory(trace_dir: Path) -> None:
+    """Create the directory of a trace if it is missing. Raises OSError."""
+    try:
+        trace_dir.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(trace_dir)) from None
 
 
 def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from restart_trace.command_line import CommandParser
+from restart_trace.cycles import make_directory
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
 
 _STATUS = "exit status: as the command; 126 or 127 if it cannot be started, 2 for wrong arguments\n"
@@ -35,6 +36,7 @@ examples:
   torchrun --nproc-per-node 8 -m restart_trace.run --trace-dir /shared/trace train.py ...
 
 {_STATUS}"""
+_OPTIONS = ("--trace-dir", *(f"--{kind}-function" for kind in FUNCTION_VARIABLES))
 _SITE = Path(__file__).resolve().parent / "hooks" / "site"
 
 
@@ -51,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
     )
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] != "run" and shutil.which(words[0]):
-        parser.error(f"{words[0]} is a command of your job: restart-trace run -- {words[0]} ...")
+    _refuse_without_run(parser, words)
     _add_options(run)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
     parsed = parser.parse_args(arguments)
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
         run.error("no command is given: restart-trace run -- torchrun ... train.py ...")
+    _prepare_directory(run, parsed)
     return _replace_process(command, parsed)
 
 
@@ -83,8 +85,7 @@ def run_program(arguments: Sequence[str] | None = None) -> int:
 
 def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int:
     """Replace this process by `command`, traced. Returns 127 or 126, as a shell does, if that fails."""
-    directory = options.trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
-    os.environ[DIRECTORY_VARIABLE] = str(Path(directory).absolute())
+    os.environ[DIRECTORY_VARIABLE] = str(_trace_directory(options).absolute())
     for kind, variable in FUNCTION_VARIABLES.items():
         functions = getattr(options, f"{kind}_function")
         if functions:
@@ -99,6 +100,33 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
     except OSError as error:
         print(f"restart-trace: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _refuse_without_run(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exit with status 2 and what to type if `run` is missing before its options or the command of the job."""
+    first = words[0].partition("=")[0] if words else ""
+    if first in _OPTIONS:
+        parser.error(f"{first} comes after run: restart-trace run {first} ... -- COMMAND")
+    if first != "run" and shutil.which(first):
+        parser.error(f"{first} is a command of your job: restart-trace run -- {first} ...")
+
+
+def _trace_directory(options: argparse.Namespace) -> Path:
+    return Path(options.trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace")
+
+
+def _prepare_directory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Create the directory of the trace, so that a mistake ends the job before it starts. Exits with status 2."""
+    directory = _trace_directory(options)
+    try:
+        make_directory(directory)
+        reason = "" if os.access(directory, os.W_OK | os.X_OK) else "cannot be written to"
+    except OSError as error:
+        reason = f"cannot be created: {error.strerror or error}"
+    if reason:
+        given = f" (of {DIRECTORY_VARIABLE})" if not options.trace_dir and os.environ.get(DIRECTORY_VARIABLE) else ""
+        fix = "give a directory that all hosts of the job can write to"
+        parser.error(f"--trace-dir {directory}{given}: {reason}; {fix}")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

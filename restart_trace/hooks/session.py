@@ -7,6 +7,7 @@ marks its environment, so that the processes it starts, which inherit RANK, are 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,7 @@ _LAUNCHERS = {
     "deepspeed.launcher.launch", "accelerate", "accelerate.commands.launch",
 }  # fmt: skip
 _FLAGS_WITH_VALUE = {"-X", "-W", "--check-hash-based-pycs"}  # of the interpreter
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -52,6 +54,7 @@ class Session:
         self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
+        self._refused = False  # the trace of this rank could not be opened
         os.register_at_fork(after_in_child=self._forked)
 
     def open_if_rank(self) -> None:
@@ -65,13 +68,26 @@ class Session:
     def open(self, rank: int, world_size: int) -> None:
         """Open the trace of this rank, unless it is open already or a rank started this process.
 
-        Raises OSError if the trace directory cannot be written.
+        If the trace directory cannot be written, that is logged once and the rank is not traced.
         """
-        if self.recorder is not None or os.environ.setdefault(_RANK_PID_VARIABLE, _pid()) != _pid():
+        opened = self.recorder is not None or self._refused
+        if opened or os.environ.setdefault(_RANK_PID_VARIABLE, _pid()) != _pid():
             return
+        try:
+            self._open(rank, world_size)
+        except OSError as exc:
+            self._refused = True
+            place = "" if exc.filename in (None, str(self.trace_dir)) else f"{exc.filename}: "
+            reason = f"{place}{exc.strerror or exc}"
+            logger.error("restart_trace: this rank is not traced: --trace-dir %s: %s", self.trace_dir, reason)
+
+    def _open(self, rank: int, world_size: int) -> None:
+        """Raises OSError if the trace directory cannot be written."""
         # Until DeepSpeed's grid or an mpu is known, all ranks count as data-parallel.
         identity = RankIdentity(rank, world_size, 0, (0, 0, rank), (1, 1, world_size))
-        run_id, cycle = cycles.claim_cycle(self.trace_dir, cycles.launch_key(os.environ), rank)
+        # A rank that a process group numbered, as under srun, may have neither variable in its environment.
+        launch = cycles.launch_key({**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
+        run_id, cycle = cycles.claim_cycle(self.trace_dir, launch, rank)
         sink = JsonlSink(self.trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle))
         process = rank_fields(identity, os.environ, run_id=run_id, cycle=cycle, instrument="hooks")
         self.recorder = Recorder(sink, process)

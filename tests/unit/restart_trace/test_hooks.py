@@ -366,6 +366,21 @@ def fake_torch(directory: Path) -> None:
     (directory / "serialization_stand_in.py").write_text("save = load = _open_zipfile_writer = len\n")
 
 
+def fake_torch_distributed(directory: Path, *, is_initialized: bool) -> None:
+    """A torch whose process group has two ranks, numbered by the environment as srun does."""
+    fake_torch(directory)
+    (directory / "torch").mkdir()
+    (directory / "torch.py").rename(directory / "torch" / "__init__.py")
+    (directory / "torch" / "distributed.py").write_text(
+        "import os\n"
+        "def init_process_group(): pass\n"
+        f"def is_initialized(): return {is_initialized}\n"
+        "new_group = barrier = len\n"
+        "def get_rank(): return int(os.environ.get('SLURM_PROCID', 0))\n"
+        "def get_world_size(): return 2\n"
+    )
+
+
 def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp_path: Path) -> None:
     """The imports of the program count, each once; a child that inherits RANK leaves the trace alone."""
     fake_torch(tmp_path)
@@ -425,12 +440,7 @@ def test_the_program_of_a_command_line(command: str, program: str) -> None:
 
 def test_ranks_that_a_launcher_forks_are_traced(tmp_path: Path) -> None:
     """It has imported torch for them, and is no rank itself; what a rank forks is none."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "serialization_stand_in.py").write_text("save = load = _open_zipfile_writer = len\n")
-    (tmp_path / "torch" / "__init__.py").write_text(textwrap.dedent(FAKE_TORCH))
-    (tmp_path / "torch" / "distributed.py").write_text(
-        "def init_process_group(): pass\ndef is_initialized(): return False\nnew_group = barrier = len\n"
-    )
+    fake_torch_distributed(tmp_path, is_initialized=False)
     code = """
         import os, threading
         import restart_trace.hooks
@@ -506,7 +516,43 @@ def test_a_trace_that_cannot_be_written_stops_no_program(tmp_path: Path) -> None
     """
     done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr.count("the module is not traced") == 1
+    directory = tmp_path / "trace"
+    assert done.stderr == f"restart_trace: this rank is not traced: --trace-dir {directory}: Not a directory\n"
+
+
+def test_a_rank_that_cannot_write_its_trace_says_so_once(tmp_path: Path) -> None:
+    """Although it tries again when it joins a process group."""
+    fake_torch_distributed(tmp_path, is_initialized=True)
+    (tmp_path / "trace").write_text("a file")
+    code = """
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch.distributed
+        torch.distributed.init_process_group()
+        print("joined")
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (0, "joined\n")
+    assert len(done.stderr.splitlines()) == 1 and "this rank is not traced" in done.stderr
+
+
+def test_ranks_without_rank_in_their_environment_are_one_launch(tmp_path: Path) -> None:
+    """As srun starts them: each is traced, with its start and imports, once it joins the process group."""
+    fake_torch_distributed(tmp_path, is_initialized=True)
+    code = """
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch.distributed
+        torch.distributed.init_process_group()
+    """
+    for rank in range(2):
+        done = python(code, tmp_path, SLURM_PROCID=str(rank), SLURM_JOB_ID="7", SLURM_STEP_ID="0")
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
+        "cycle_000.json", "rank_00000_cycle_000.jsonl", "rank_00001_cycle_000.jsonl",
+    ]  # fmt: skip
+    trace = list(read_records(tmp_path / "trace" / "rank_00001_cycle_000.jsonl"))
+    assert "process_start" in {r["phase"] for r in trace if r["type"] == "span"}
 
 
 # ---------------------------------------------------------------- in front of a command
@@ -554,6 +600,32 @@ def test_a_job_without_run_before_it_is_told_so(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as stopped:
         main(["true", "train.py"])
     assert stopped.value.code == 2 and "restart-trace run -- true ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--trace-dir", "x"], ["--trace-dir=x"], ["--save-function", "a:b"]])
+def test_options_before_run_are_told_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--", "true"])
+    option = words[0].partition("=")[0]
+    assert stopped.value.code == 2
+    assert f"{option} comes after run: restart-trace run {option} ... -- COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_a_trace_directory_that_cannot_be_written_starts_no_command(tmp_path: Path, given: str) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "trace")
+    words, variables = (["--trace-dir", place], {}) if given == "option" else ([], {"RESTART_TRACE_HOOKS_DIR": place})
+    done = trace_command("run", *words, "--", "touch", "started", cwd=tmp_path, **variables)
+    assert done.returncode == 2 and not (tmp_path / "started").exists()
+    where = "" if given == "option" else " (of RESTART_TRACE_HOOKS_DIR)"
+    assert f"--trace-dir {place}{where}: cannot be created: Not a directory; give a directory" in done.stderr
+
+
+def test_a_command_without_ranks_leaves_an_empty_directory(tmp_path: Path) -> None:
+    """Which the analysis explains."""
+    assert trace_command("run", "--trace-dir", "a/b", "--", "true", cwd=tmp_path).returncode == 0
+    assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["save", "trainer:", "trainer:Trainer.save()", "__main__:save"])
