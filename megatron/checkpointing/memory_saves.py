@@ -471,7 +471,7 @@ def _tell_missing(ctx: RunContext, step: int, without: Sequence[int]) -> None:
     layout = ctx.place.layout
     named = ", ".join(f"rank {r} {layout.coordinates(r)._asdict()}" for r in without[:8])
     logger.info(
-        "iteration %d is not whole in host memory of %d of %d ranks: %s%s",
+        "iteration %d is incomplete in host memory of %d of %d ranks: %s%s",
         step, len(without), layout.world_size, named, ", ..." if len(without) > 8 else "",
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from megatron.fileio.object_parts import LISTED, MIB, PART_BYTES, parts
 from megatron.fileio.store_errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
 from restart_trace.under_way import STORAGE, UnderWay
 
-INSTALL = "pip install 'megatron-restart[s3]'"
+INSTALL = "pip install '.[s3]' in the checkout"
 _CHECK_S = 15.0
 _CONNECTIONS = 64  # that are kept; there are as many as requests at once
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron.config import ConfigError
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
+from ..common.presets import preset_names
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -64,7 +65,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
     parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
-    parser.add_argument("--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b")
+    help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(preset_names())}"
+    parser.add_argument("--model", metavar="NAME", help=help_)
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     """Raises ConfigError, before torch is imported, for an impossible model or layout."""
-    from .presets import config_for, config_from_flags, preset_names
+    from .presets import config_for, config_from_flags
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
         raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")

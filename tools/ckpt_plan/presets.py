@@ -6,7 +6,6 @@ own parser then reads. Imports nothing heavy.
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from megatron.config.errors import require_at_least
 from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_tokenizer
 
-from ..common.presets import SCRIPTS
+from ..common.presets import SCRIPTS, preset_names
 
 _TIMEOUT_S = 30.0
 # Prints the flags of pretrain_gpt.py, each terminated by a zero byte. Whether this machine has GPUs does not matter.
@@ -32,24 +31,16 @@ printf '%s\\0' "${TRAINING_ARGS[@]}"
 Planned = tuple[Config, Layout, tuple[int, int]]
 
 
-def preset_names() -> list[str]:
-    """All presets, smallest first."""
-
-    def size(name: str) -> tuple[float, str]:
-        parameters = re.search(r"(\d+)([bt])$", name)
-        return (float(parameters[1]) * (1000 if parameters[2] == "t" else 1) if parameters else 0.0), name
-
-    return sorted((path.stem for path in (SCRIPTS / "models").glob("*.sh")), key=size)
-
-
 def preset_layout(model: str) -> tuple[int, int]:
     """(TP, PP) of the preset's own script, run_MODEL_tpT_ppP*.sh; of several, the one with the fewest ranks.
 
-    Raises ConfigError if there is no such preset.
+    Raises ConfigError if there is no such preset, or it has no script of its own.
     """
     _check_preset(model)
     names = [path.stem.split("_") for path in SCRIPTS.glob(f"run_{model}_tp*_pp*.sh")]
     sizes = [(int(tp.removeprefix("tp")), int(pp.removeprefix("pp"))) for _, _, tp, pp, *_ in names]
+    if not sizes:
+        raise ConfigError(f"--model {model}: this preset has no layout of its own; give --tp and --pp")
     return min(sizes, key=lambda size: size[0] * size[1])
 
 

@@ -23,7 +23,7 @@ from .presets import Planned
 
 NOTE = (
     "torch is not installed: tensors alone, exact to the byte. Names and sizes of files need it: "
-    "pip install 'megatron-restart[train]'"
+    "pip install '.[train]' in the checkout"
 )
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FP32 = 4

@@ -197,7 +197,7 @@ def test_a_save_that_a_rank_lacks_is_passed_over_and_the_rank_named(
     mine.save(7, ranks=[0])
     with caplog.at_level(logging.INFO):
         assert mine.order(stored=[5]) == ["m6", "s5"]
-    told = "iteration 7 is not whole in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
+    told = "iteration 7 is incomplete in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
     assert [record.message for record in caplog.records] == [told]
 
 
@@ -207,7 +207,7 @@ def test_of_many_ranks_eight_are_named(job: Callable[[int], Job], caplog: pytest
     with caplog.at_level(logging.INFO):
         assert mine.order(stored=[2]) == ["s2"]
     (record,) = caplog.records
-    assert record.message.startswith("iteration 3 is not whole in host memory of 9 of 10 ranks: rank 1 ")
+    assert record.message.startswith("iteration 3 is incomplete in host memory of 9 of 10 ranks: rank 1 ")
     assert "rank 8 " in record.message and "rank 9" not in record.message and record.message.endswith(", ...")
 
 
@@ -230,7 +230,7 @@ def test_saves_of_one_step_count_as_one_only_if_they_are_one(
     with caplog.at_level(logging.INFO):
         assert mine.order(stored=[5]) == ["s5"]
     told = caplog.records[0].message
-    assert told == "iteration 6 is not whole in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
+    assert told == "iteration 6 is incomplete in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
 
 
 def test_of_two_courses_the_one_that_more_ranks_have_is_told_of(
@@ -241,7 +241,7 @@ def test_of_two_courses_the_one_that_more_ranks_have_is_told_of(
     mine.save(6, name="b", ranks=[1, 2])
     with caplog.at_level(logging.INFO):
         assert mine.order(stored=[5]) == ["s5"]
-    told = "iteration 6 is not whole in host memory of 1 of 3 ranks: rank 0 {'tp': 0, 'pp': 0, 'dp': 0}"
+    told = "iteration 6 is incomplete in host memory of 1 of 3 ranks: rank 0 {'tp': 0, 'pp': 0, 'dp': 0}"
     assert [record.message for record in caplog.records] == [told]
 
 

@@ -18,14 +18,16 @@ from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.config import ConfigError
 from megatron.parallel.topology import Layout
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
-from tools.ckpt_plan.cli import main
+from tools.ckpt_plan.cli import main, parse_arguments
 from tools.ckpt_plan.kinds import TENSOR_KINDS
 from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
-from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
+from tools.ckpt_plan.presets import config_for, config_from_flags, preset_layout
 from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
 from tools.ckpt_plan.tensors import plan_tensors, stage_bounds
+from tools.ckpt_replay.options import parse_arguments as parse_replay_arguments
+from tools.common.presets import preset_names
 from tools.common.tensor_trees import map_tensors, tensors_of
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -47,6 +49,19 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     status, out, err = run(capsys, "--format", "json", *arguments)
     assert status == 0, err
     return json.loads(out)
+
+
+def test_a_preset_without_a_script_has_no_layout() -> None:
+    assert preset_layout("70b") == (8, 8)
+    with pytest.raises(ConfigError, match="--model 405b: this preset has no layout of its own; give --tp and --pp"):
+        preset_layout("405b")
+
+
+def test_help_names_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (parse_arguments, parse_replay_arguments):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+        assert ", ".join(preset_names()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_presets_are_those_of_the_launchers() -> None:
