@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a short part of the suite, the trace and its analysis, under each other Python of this machine: 3.10, 3.12, 3.13.
+# Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13.
 # It needs no torch. Each has an environment below runs/pythons, which is kept. run_tests.sh calls this if CI=true.
 #
 # examples:
@@ -16,8 +16,10 @@ PIP=${VENV_DIR:-$ROOT/.venv}/bin/pip
 PACKAGES=(polars numpy scipy psutil pytest pytest-timeout hypothesis) # what TESTS import
 TESTS=(
     tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
-    tests/unit/restart_trace/test_reading.py tests/unit/tools/ckpt_analysis/metrics
+    tests/unit/restart_trace/test_hooks.py tests/unit/restart_trace/test_reading.py
+    tests/unit/tools/ckpt_analysis/metrics
 )
+NEEDS_TORCH=tests/unit/restart_trace/test_hooks.py::test_a_file_is_mapped_if_torchs_setting_says_so
 
 # The interpreter of version $1: on PATH, or one of pyenv's, whose commands on PATH run only for versions chosen before.
 find_python() {
@@ -40,5 +42,5 @@ for version in 3.10 3.12 3.13; do
     venv=$ROOT/runs/pythons/$version
     "$python" -m venv --without-pip "$venv" # a pip of its own would take as long as all of the packages
     "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${PACKAGES[@]}"
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${TESTS[@]}"
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" --deselect "$NEEDS_TORCH" "${TESTS[@]}"
 done

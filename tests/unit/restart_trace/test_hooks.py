@@ -442,7 +442,8 @@ def test_ranks_that_a_launcher_forks_are_traced(tmp_path: Path) -> None:
     """It has imported torch for them, and is no rank itself; what a rank forks is none."""
     fake_torch_distributed(tmp_path, is_initialized=False)
     code = """
-        import os, threading
+        import os, threading, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: fork in a process with threads
         import restart_trace.hooks
         restart_trace.hooks.install("trace")
         import torch.distributed
