@@ -25,8 +25,9 @@
 #                                                  AWS_* LD_LIBRARY_PATH PYTHONPATH
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
-#   DRY_RUN=1                                      print the command of each node, one per line, with *** in place of
-#                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing.
+#   DRY_RUN=1                                      check settings, flags and DATA_PATH, and print the command of each node
+#                                                  (MODE=restart and scaled: of the drill), one per line, with *** in place
+#                                                  of secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing.
 #                                                  ENGINE=memory: also print, on stderr, the host memory that saves take
 #   DRY_RUN=plan                                   also print, on stderr, the configuration, the checkpoint's files, the
 #                                                  memory of devices and hosts, free space, and the storage throughput
@@ -114,6 +115,8 @@ load_settings() {
     : "${WORK_DIR:=$RUNS/$RUN_NAME}"
     SAVE_DIR_GIVEN=${SAVE_DIR:-}
     : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
+    [[ ! $SAVE_DIR =~ ^[A-Za-z][A-Za-z0-9+.-]*:/([^/]|$) ]] ||
+        die "SAVE_DIR=$SAVE_DIR: a URI has two slashes: give s3://BUCKET/PREFIX, or ./$SAVE_DIR for a directory of that name"
     # Trace files cannot be written to object storage.
     [[ $SAVE_DIR != *://* ]] || : "${TRACE_DIR:=$WORK_DIR/restart_trace}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
@@ -224,30 +227,56 @@ print_quoted() {
     printf '%s\n' "${quoted% }"
 }
 
+# Prints words that show_user_env has made fit to be shown.
+print_command() { print_quoted "$@" | sed 's/=\\\*\\\*\\\* /=*** /g'; }
+
 print_commands() {
     local node
     show_user_env
     for ((node = 0; node < $("${LAUNCHER}_num_commands"); node++)); do
         node_command "$node"
-        print_quoted "${COMMAND[@]}" | sed 's/=\\\*\\\*\\\* /=*** /g'
+        print_command "${COMMAND[@]}"
     done
+}
+
+# Prints, on stderr, what DRY_RUN shows besides commands.
+show_needs() {
+    [[ $DRY_RUN == plan || $ENGINE == memory ]] || return 0
+    local what="the host memory that saves take" show=show_host_memory
+    [[ $DRY_RUN != plan ]] || { what="the plan" && show=show_plan; }
+    if has_environment; then
+        "$show" >&2
+    else
+        say "cannot print $what: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
+    fi
+}
+
+# Sets PLANNED, the options of tools.ckpt_plan that say what this launch is.
+build_planned() {
+    PLANNED=(--model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" --ranks-per-host "$GPUS_PER_NODE")
+    [[ $LAUNCHER == fork ]] && fork_coordinates || PLANNED+=(--no-coordinator)
 }
 
 # Prints the plan of tools.ckpt_plan for the run. It runs in the current directory, so relative paths stay valid.
 show_plan() {
-    run_tool megatron_restart_tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" \
-        --run --ranks-per-host "$GPUS_PER_NODE" ${BLOCKED_TARGET:+--blocked-target "$BLOCKED_TARGET"} \
+    build_planned
+    run_tool megatron_restart_tools.ckpt_plan "${PLANNED[@]}" --run ${BLOCKED_TARGET:+--blocked-target "$BLOCKED_TARGET"} \
         ${DURABLE_TARGET:+--durable-target "$DURABLE_TARGET"} -- "${TRAINING_ARGS[@]}"
 }
 
 # Prints the host memory that saves of ENGINE=memory take; computed without torch.
 show_host_memory() {
-    if ! has_environment; then
-        say "cannot print the host memory that saves take: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
-        return
-    fi
-    run_tool megatron_restart_tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" \
-        --host-memory --ranks-per-host "$GPUS_PER_NODE" -- "${TRAINING_ARGS[@]}"
+    build_planned
+    run_tool megatron_restart_tools.ckpt_plan "${PLANNED[@]}" --host-memory -- "${TRAINING_ARGS[@]}"
+}
+
+# Refuses a launch that no single command starts.
+check_command_to() {
+    ! "${LAUNCHER}_starts_all" || return 0
+    [[ $LAUNCHER != fork ]] || ! fork_coordinates || return 0
+    local nodes="$NNODES nodes take a command each"
+    ((NNODES > 1)) || nodes="a host of HOSTFILE that is not this one takes a command of its own"
+    die "COMMAND_TO: $nodes with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation, or LAUNCHER=fork with MAX_RESTARTS"
 }
 
 # Writes the single command that starts all ranks to COMMAND_TO, for a program that launches it repeatedly.
@@ -256,12 +285,6 @@ write_command() {
         COMMAND=(bash "$(realpath "$0")" "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}") # see run_preset
         printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
         return
-    fi
-    if ! "${LAUNCHER}_starts_all"; then
-        local nodes="$NNODES nodes take a command each"
-        ((NNODES > 1)) || nodes="a host of HOSTFILE that is not this one takes a command of its own"
-        die "COMMAND_TO: $nodes with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation, or LAUNCHER=fork with" \
-            "MAX_RESTARTS"
     fi
     settle_port
     node_command 0
@@ -276,10 +299,37 @@ check_work_dir() {
 # Runs the checks of every rank once, before any rank starts. Arguments: further flags.
 check_run() {
     local said status=0
-    said=$(WORLD_SIZE=$WORLD_SIZE LOCAL_WORLD_SIZE=$GPUS_PER_NODE RANK=0 LOCAL_RANK=0 \
-        run_tool megatron.training.check_run "${TRAINING_ARGS[@]}" "$@" 2>&1) || status=$?
+    said=$(run_checks "${TRAINING_ARGS[@]}" "$@") || status=$?
     [[ -z $said ]] || printf '%s\n' "$said" >&2
     ((status == 0)) || { REFUSAL=${said#error: } && exit 2; }
+}
+
+run_checks() {
+    WORLD_SIZE=$WORLD_SIZE LOCAL_WORLD_SIZE=$GPUS_PER_NODE RANK=0 LOCAL_RANK=0 run_tool megatron.training.check_run "$@" 2>&1
+}
+
+# The part of check_run that writes nothing and asks no object storage: for a dry run, and before a job is submitted. An image
+# has an interpreter of its own, with which only the job can check.
+check_flags() {
+    local said status=0 options=(--read-only)
+    [[ $DATA_KIND == given ]] || options+=(--without-data)
+    if [[ -n ${IMAGE:-} ]] || ! has_environment; then
+        local interpreter=$(python_path)
+        say "flags are not checked before the launch: there is no ${IMAGE:-$interpreter} to check them with"
+        return
+    fi
+    said=$(run_checks "${options[@]}" "${TRAINING_ARGS[@]}") || status=$?
+    case $status in
+    0) ;;
+    2) printf '%s\n' "$said" >&2 && exit 2 ;;
+    *) say "flags are not checked before the launch: $(python_path) cannot do it: ${said##*$'\n'}" ;;
+    esac
+}
+
+# The checks of nodes that need none of them here.
+check_shown_nodes() {
+    check_nodes
+    ((${#HOSTS[@]} == 0)) || check_slots
 }
 
 # Starts all ranks of preset $1 on TP $2 x PP $3, or prints or writes the command that does. Further arguments are flags of
@@ -293,10 +343,11 @@ train() {
     build_launch_env
     [[ -n ${COMMAND_TO:-} ]] || set_launch_id # each launch of a told command gets one of its own
     if [[ -n ${DRY_RUN:-} ]]; then
-        check_nodes
+        check_shown_nodes
+        [[ -z ${COMMAND_TO:-} ]] || check_command_to
+        (($# > 3)) || check_flags
         print_commands
-        [[ $DRY_RUN != plan ]] || show_plan >&2
-        [[ $DRY_RUN != 1 || $ENGINE != memory ]] || show_host_memory >&2
+        show_needs
         return
     fi
     check_devices
@@ -309,6 +360,7 @@ train() {
     (($# > 3)) || check_hosts # those of a launch of the drill's were compared when it asked for the command
     prepare_data
     if [[ -n ${COMMAND_TO:-} ]]; then
+        check_command_to
         write_command
         return
     fi

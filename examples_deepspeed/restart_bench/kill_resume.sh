@@ -8,19 +8,28 @@
 #
 # All arguments are passed on: `restart-drill --help` and docs/restart_drill.md explain them.
 #   OUT_DIR     the default of --out (default: runs/kill_resume-DATE in the repository)
-#   DRY_RUN=1   print the command of the drill and that of the preset; touch nothing
+#   DRY_RUN=1   check the arguments, and print the command of the drill and that of the preset; touch nothing
 # exit status: 0 every cycle verified, 1 a cycle was not verified, 2 the drill could not run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 settle_python # the interpreter of the presets
+for word in "$@"; do
+    [[ $word != -- ]] || break
+    [[ ! -f $BENCH_DIR/run_$word.sh && ! ($word == *run_*.sh && -f $word) ]] || die "$word: give a preset after --, as in: $0 -- $word"
+done
 : "${OUT_DIR:=$RUNS/kill_resume-$(date +%Y%m%d-%H%M%S)}"
 drill=(-m megatron_restart_tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out "$OUT_DIR" "$@")
 [[ " $* " == *" -- "* ]] || drill+=(-- tiny_tp2_pp2_dp2)
 if [[ -n ${DRY_RUN:-} ]]; then
+    if has_environment; then
+        run_tool "${drill[1]}" --dry-run "${drill[@]:2}"
+    else
+        say "the arguments of the drill are not checked: there is no $(python_path) to check them with"
+    fi
     print_quoted "$(python_path)" "${drill[@]}"
     preset=$BENCH_DIR/run_${drill[-1]}.sh
-    [[ ! -f $preset ]] || bash "$preset"
+    [[ ! -f $preset ]] || COMMAND_TO=/dev/null bash "$preset" # as the drill asks for the command
     exit
 fi
 ensure_environment

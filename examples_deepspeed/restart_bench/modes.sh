@@ -12,6 +12,12 @@ run_preset() {
     no_arguments "${@:4}"
     check_mode
     check_mode_settings
+    if ! injects_fault; then
+        [[ ! $MODE =~ ^(restart|scaled)$ ]] || check_settings_of_faults
+    else
+        refuse_given "MODE=$MODE writes its trace to a new directory; leave it out, or train without a fault: KILL_AT=none" TRACE_DIR
+        DRILLS=1
+    fi
     if declare -F submit_preset >/dev/null; then # sourced by submit.sh
         submit_preset "$@"
         return
@@ -19,16 +25,15 @@ run_preset() {
     refuse_given "submit.sh runs ranks with the Python of an image; use that, or SKIP_SETUP=1 PYTHON=..." IMAGE
     case $MODE in
     train) train "$@" ;;
-    restart | scaled)
-        if [[ -n ${DRY_RUN:-}${COMMAND_TO:-} || ${KILL_AT:-} == none || -e ${SAVE_DIR:-}/latest ]]; then
-            [[ -n ${DRY_RUN:-} ]] || check_settings_of_faults
-            train "$@"
-        else
-            kill_and_resume "$@"
-        fi
-        ;;
+    restart | scaled) if [[ -n $DRILLS ]]; then kill_and_resume "$@"; else train "$@"; fi ;;
     replay) replay "$@" ;;
     esac
+}
+DRILLS= # not empty: this launch kills its ranks and resumes
+
+# Whether the settings, as the user gave them, ask for a fault that is injected here.
+injects_fault() {
+    [[ $MODE =~ ^(restart|scaled)$ && -z ${COMMAND_TO:-} && ${KILL_AT:-} != none ]] && [[ -z ${SAVE_DIR:-} || ! -e $SAVE_DIR/latest ]]
 }
 
 check_mode() { [[ $MODE =~ ^(train|restart|replay|scaled)$ ]] || die "MODE=$MODE: use train, restart, replay or scaled"; }
@@ -73,24 +78,18 @@ largest_preset() {
 
 # MODE=restart and scaled: train, kill, resume, analyse.
 kill_and_resume() {
-    [[ -z ${TRACE_DIR:-} ]] || die "TRACE_DIR=$TRACE_DIR: MODE=$MODE writes its trace to a new directory;" \
-        "leave it out, or train without a fault: KILL_AT=none"
     local run_dir
     load_settings "$@"
     check_launch_settings
-    [[ ${MAX_RESTARTS:-0} == 0 ]] ||
-        die "MAX_RESTARTS=$MAX_RESTARTS: MODE=$MODE starts a new launch after the kill; leave it out, or have the drill restart ranks" \
-            "in place: kill_resume.sh --supervisor launch"
-    : "${KILL_AT:=8}"
-    require_whole_number KILL_AT
-    ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
-    ((KILL_AT > SAVE_INTERVAL)) || die "KILL_AT=$KILL_AT: must be more than SAVE_INTERVAL=$SAVE_INTERVAL, to resume from a save"
-    run_dir=$WORK_DIR/$([[ $MODEL == tiny ]] && echo demo || echo "$MODE")-$(date +%Y%m%d-%H%M%S)
+    settle_drill
+    run_dir=$(run_directory "$(date +%Y%m%d-%H%M%S)")
     [[ -n $SAVE_DIR_GIVEN ]] || SAVE_DIR=$run_dir/checkpoints
-
+    if [[ -n ${DRY_RUN:-} ]]; then
+        show_drill "$run_dir"
+        return
+    fi
     check_devices
-    "${LAUNCHER}_starts_all" ||
-        die "MODE=$MODE: $NNODES nodes, or a host of HOSTFILE that is not this one, take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
+    check_one_command
     [[ $MODE != scaled ]] || check_memory_of_scaled
     check_work_dir
     say "1/4 environment"
@@ -112,6 +111,41 @@ kill_and_resume() {
     return "$exact"
 }
 
+# Checks the settings of the drill of MODE=restart and scaled; sets KILL_AT.
+settle_drill() {
+    [[ ${MAX_RESTARTS:-0} == 0 ]] ||
+        die "MAX_RESTARTS=$MAX_RESTARTS: MODE=$MODE starts a new launch after the kill; leave it out, or have the drill restart ranks" \
+            "in place: kill_resume.sh --supervisor launch"
+    : "${KILL_AT:=8}"
+    require_whole_number KILL_AT
+    ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
+    ((KILL_AT > SAVE_INTERVAL)) || die "KILL_AT=$KILL_AT: must be more than SAVE_INTERVAL=$SAVE_INTERVAL, to resume from a save"
+}
+
+# run_directory DATE: prints where a drill or a replay that starts at DATE leaves its results.
+run_directory() {
+    local name=$MODE
+    [[ $MODEL != tiny || $MODE == replay ]] || name=demo
+    printf '%s' "$WORK_DIR/$name-$1"
+}
+
+check_one_command() {
+    "${LAUNCHER}_starts_all" ||
+        die "MODE=$MODE: $NNODES nodes, or a host of HOSTFILE that is not this one, take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
+}
+
+# DRY_RUN: the same checks, without devices and hosts, and the command of the drill.
+show_drill() {
+    check_shown_nodes
+    check_one_command
+    build_training_args
+    check_flags
+    show_user_env
+    build_drill "$1"
+    print_command "$(python_path)" -m "${DRILL[@]}"
+    show_needs
+}
+
 # check_run for a drill, which needs a new directory: what the check creates is removed.
 check_drill() {
     local place=$SAVE_DIR
@@ -125,14 +159,22 @@ check_drill() {
     rm -r "$place"
 }
 
-# Returns 1 if the loss of an iteration that both launches trained, or a restored tensor, differs.
-drill() {
+# Sets DRILL to the drill whose output goes to $1, as a tool and its arguments.
+build_drill() {
     build_launch_env
-    settle_port
     node_command 0
     # Both launches train the iterations after the checkpoint, so their losses can be compared without a third run.
-    run_tool megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \
+    DRILL=(
+        megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference
         --time-limit "${TIME_LIMIT:-300}" --out "$1" --checkpoints "$SAVE_DIR" -- "${COMMAND[@]}"
+    )
+}
+
+# Returns 1 if the loss of an iteration that both launches trained, or a restored tensor, differs.
+drill() {
+    settle_port
+    build_drill "$1"
+    run_tool "${DRILL[@]}"
 }
 
 # The drill has written the report as report.json; this one is for people.
@@ -171,7 +213,8 @@ TEXT
 replay() {
     local asked=${ENGINE:-all} vocabulary=${VOCAB_SIZE:-}
     load_settings "$@"
-    local run_dir=$WORK_DIR/replay-$(date +%Y%m%d-%H%M%S) ranks limit command status=0
+    local run_dir ranks limit command status=0
+    run_dir=$(run_directory "$(date +%Y%m%d-%H%M%S)")
     : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${REPEAT:=4}"
     [[ $SAVE_DIR != *://* ]] || : "${LIMIT_BYTES:=1GiB}" # the capacity of a bucket is unknown
     : "${LIMIT_BYTES:=fit}"
@@ -181,7 +224,6 @@ replay() {
         ${vocabulary:+--vocab-size "$vocabulary"} --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
         --output "$run_dir/replay.json"
     )
-    [[ ${DRY_RUN:-} != plan ]] || die "DRY_RUN=plan: shows what a training needs; with MODE=replay use DRY_RUN=1"
     if [[ -n ${DRY_RUN:-} ]]; then
         print_quoted "$(python_path)" -m "${command[@]}"
         return

@@ -26,6 +26,7 @@ check_mode_settings() {
         refuse_given "MODE=replay trains nothing, and starts its processes itself, on this node; leave it out" TIME_LIMIT \
             "${OF_A_TRAINING[@]}" "${OF_LAUNCHERS[@]}"
         refuse_given "MODE=replay writes its trace to its own directory; leave it out" TRACE_DIR
+        [[ ${DRY_RUN:-} != plan ]] || die "DRY_RUN=plan: shows what a training needs; with MODE=replay use DRY_RUN=1"
     else
         refuse_given "has an effect only with MODE=replay, and this is MODE=$MODE; leave it out" \
             RANKS LIMIT_BYTES REPEAT STEPS_BETWEEN
@@ -58,13 +59,20 @@ check_values() {
     [[ ${SPARES:-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "SPARES=$SPARES: must be a whole number"
     [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
     [[ ${ALLOW_SHRINK:-1} == 1 ]] || die "ALLOW_SHRINK=$ALLOW_SHRINK: use 1, or leave it out"
-    [[ ${HEARTBEAT_TIMEOUT:-2} =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "HEARTBEAT_TIMEOUT=$HEARTBEAT_TIMEOUT: give seconds, as 2 or 0.5"
+    [[ ${HEARTBEAT_TIMEOUT:-2} =~ ^[0-9]+(\.[0-9]+)?$ && ! ${HEARTBEAT_TIMEOUT:-2} =~ ^0+(\.0[0-9]*)?$ ]] ||
+        die "HEARTBEAT_TIMEOUT=$HEARTBEAT_TIMEOUT: give seconds, as 2 or 0.5, at least 0.1"
     require_port MASTER_PORT COORDINATOR_PORT
+}
+
+# Where srun starts the ranks: prints how LAUNCHER=fork can be used there.
+fork_instead() {
+    [[ $LAUNCHER != srun ]] ||
+        echo ". In a Slurm allocation LAUNCHER=fork takes a HOSTFILE: docs/cluster.md, 'megatron.launch in an allocation'"
 }
 
 # Refuses settings that the LAUNCHER ignores on any nodes.
 check_launcher_settings() {
-    [[ $LAUNCHER == fork ]] || refuse_given "only LAUNCHER=fork restarts in place" MAX_RESTARTS
+    [[ $LAUNCHER == fork ]] || refuse_given "only LAUNCHER=fork restarts in place$(fork_instead)" MAX_RESTARTS
     if [[ $LAUNCHER != fork || ${MAX_RESTARTS:-0} == 0 ]]; then
         [[ ${SPARES:-0} == 0 ]] ||
             die "SPARES=$SPARES: only LAUNCHER=fork with MAX_RESTARTS uses spare nodes; leave it out"
@@ -83,7 +91,7 @@ check_launcher_settings() {
 check_launch_settings() {
     local of_hosts="has an effect only with MAX_RESTARTS over several hosts of HOSTFILE; leave it out"
     [[ $ENGINE != memory || $LAUNCHER == fork ]] ||
-        die "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork, or another engine"
+        die "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork, or another engine$(fork_instead)"
     [[ -z ${STANDBY:-} || $DEVICE == cpu ]] ||
         die "STANDBY=$STANDBY: standby ranks would take memory of the devices that train; leave it out on CUDA devices"
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then

@@ -7,14 +7,17 @@
 #   PRESET        the name in run_PRESET.sh
 #   --scheduler   none: run the preset now, without a job (default: the scheduler whose command is on PATH)
 #   --nodes       nodes of the job (default: what the layout takes). With more nodes each gets fewer ranks, unless
-#                 GPUS_PER_NODE says how many; with LAUNCHER=fork and MAX_RESTARTS the others are spares
-#   --time        when the scheduler ends the job (default: 4:00:00)
+#                 GPUS_PER_NODE says how many; with LAUNCHER=fork and MAX_RESTARTS (PBS) the others are spares
+#   --time        when the scheduler ends the job (default: 4:00:00). Slurm sends SIGTERM 120 s earlier, at which a training
+#                 saves and ends (--exit-signal-handler)
 #   --            followed by further options of sbatch or qsub: --account, --partition, -A, -q
 #
 # The job is requeued after a node failure, and then resumes. It gets the settings of the preset's script, which are
-# environment variables (run_PRESET.sh --help), with their values at submission. Further settings:
+# environment variables (run_PRESET.sh --help), with their values at submission. Settings, flags and DATA_PATH are checked
+# before. Further settings:
 #   IMAGE      Apptainer image whose Python the ranks run with (default: the .venv of the repository)
-#   DRY_RUN=1  print the job, and the command that submits it, with *** in place of secrets; touch nothing
+#   DRY_RUN=1  print the job, and the command that submits it, with *** in place of secrets; touch nothing.
+#              DRY_RUN=plan also prints what the run needs on stderr, as the preset's script does
 #
 # examples:
 #   ENGINE=lazy SAVE_DIR=/scratch/70b bash submit.sh 70b_tp8_pp8 -- --account physics
@@ -57,6 +60,7 @@ parse_command_line() {
             esac
             shift 2
             ;;
+        --scheduler=* | --nodes=* | --time=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
         --)
             OPTIONS=("${@:2}")
             break
@@ -78,7 +82,7 @@ check_command_line() {
     [[ -n $PRESET ]] || refuse "PRESET is missing; give one of ${presets[*]%.sh}"
     [[ -f $SCRIPTS/run_$PRESET.sh ]] || refuse "PRESET $PRESET: there is no such preset; give one of ${presets[*]%.sh}"
     [[ -z $NODES || $NODES =~ ^[1-9][0-9]*$ ]] || refuse "--nodes $NODES: give a whole number, at least 1"
-    [[ $TIME =~ ^([0-9]+:)?[0-9]+:[0-9][0-9]$ ]] || refuse "--time $TIME: give hours, minutes and seconds, as 4:00:00"
+    [[ $TIME =~ ^[0-9]+:[0-5][0-9]:[0-5][0-9]$ ]] || refuse "--time $TIME: give hours, minutes and seconds, as 4:00:00"
     settle_scheduler
     if [[ $SCHEDULER == none ]]; then
         ((${#OPTIONS[@]} == 0)) || refuse "${OPTIONS[*]}: --scheduler none submits nothing; leave out -- and what follows it"
@@ -114,15 +118,14 @@ settle_scheduler() {
 
 # Called by the preset's script with MODEL TP PP, in place of running the preset.
 submit_preset() {
-    local given=() name
+    local given=() name ranks_given=${GPUS_PER_NODE:-}
+    end_with_a_save
     for name in "${SETTINGS[@]}"; do
         [[ -z ${!name+set} ]] || given+=("$name=${!name}")
     done
-    local ranks_given=${GPUS_PER_NODE:-}
     unset SLURM_JOB_ID PBS_JOBID # set if this shell is in a job
-    MASTER_ADDR=${MASTER_ADDR:-of_the_job}
     settle_launcher
-    load_settings "$@"
+    load_job_settings "$@"
     settle_job_nodes "$ranks_given"
     [[ $WORK_DIR == /* ]] || WORK_DIR=$PWD/$WORK_DIR
     [[ ! $WORK_DIR =~ [[:space:]] ]] || refuse "WORK_DIR=$WORK_DIR: $SCHEDULER does not accept a path with white space; use another"
@@ -130,11 +133,13 @@ submit_preset() {
     given+=("DEVICE=$DEVICE")
     [[ $MODE == replay ]] || given+=("GPUS_PER_NODE=$GPUS_PER_NODE")
     settle_image
+    [[ $MODE == replay ]] || check_job
     JOB=$WORK_DIR/job.$SCHEDULER
     if [[ -n ${DRY_RUN:-} ]]; then
         show_user_env
         write_job "${CARRIED_ENV[@]}" "${given[@]}" | sed 's/=\\\*\\\*\\\*$/=***/'
         print_quoted "${SUBMIT[@]}" "${OPTIONS[@]}" "$JOB"
+        [[ $MODE == replay ]] || show_needs
         return
     fi
     mkdir -p "$WORK_DIR" 2>/dev/null && [[ -w $WORK_DIR ]] || refuse "WORK_DIR=$WORK_DIR: cannot be written to; set another"
@@ -143,12 +148,53 @@ submit_preset() {
     submit_job
 }
 
+# Slurm signals the ranks before the time limit, and without this flag they would end without a save.
+end_with_a_save() {
+    [[ $SCHEDULER == slurm && $MODE =~ ^(train|restart)$ && -z $DRILLS && " ${EXTRA_ARGS:-} " != *" --exit-signal-handler "* ]] || return 0
+    EXTRA_ARGS="${EXTRA_ARGS:+$EXTRA_ARGS }--exit-signal-handler"
+}
+
+# load_settings, with what only the job knows: the address of rank 0, and under PBS the hosts, among which SPARES are.
+load_job_settings() {
+    local address=${MASTER_ADDR:-}
+    SPARES_OF_JOB=
+    MASTER_ADDR=${MASTER_ADDR:-of_the_job}
+    [[ $SCHEDULER != pbs ]] || { SPARES_OF_JOB=${SPARES:-} && SPARES=; }
+    load_settings "$@"
+    MASTER_ADDR_GIVEN=$address
+}
+
+# Checks what the preset's script will check in the job, as far as that needs no node of it.
+check_job() {
+    local node
+    if [[ $SCHEDULER == pbs ]]; then # the script will run on the first of the job's hosts
+        HOSTS=("$(hostname)") HOST_SLOTS=("$GPUS_PER_NODE") HOSTS_SETTING="--nodes $JOB_NODES"
+        for ((node = 1; node < JOB_NODES; node++)); do
+            HOSTS+=("host_${node}_of_the_job") HOST_SLOTS+=("$GPUS_PER_NODE")
+        done
+        SPARES=$SPARES_OF_JOB COORDINATOR_ADDR=$COORDINATOR_ADDR_GIVEN
+        check_values
+        check_launcher_settings
+        settle_spares
+    fi
+    check_launch_settings
+    [[ -z $DRILLS ]] || settle_drill
+    build_training_args
+    check_flags
+}
+
 # Modes that start their processes themselves, on one node, need no launcher.
 settle_launcher() {
     LAUNCHER_GIVEN=${LAUNCHER:-}
-    [[ $MODE != replay && $MODE != scaled ]] || return 0
+    if [[ $MODE == scaled ]]; then
+        [[ ${LAUNCHER:-} != srun ]] || refuse "LAUNCHER=srun: MODE=scaled starts its ranks itself, on one node; leave it out"
+        return
+    fi
+    [[ $MODE != replay ]] || return 0
     if [[ $SCHEDULER == slurm ]]; then
-        [[ ${LAUNCHER:-srun} == srun ]] || refuse "LAUNCHER=$LAUNCHER: in a Slurm job srun starts the ranks; leave it out"
+        [[ ${LAUNCHER:-srun} == srun ]] ||
+            refuse "LAUNCHER=$LAUNCHER: in a Slurm job srun starts the ranks; leave it out, or start the preset's script within an" \
+                "allocation: docs/cluster.md, 'megatron.launch in an allocation'"
         LAUNCHER=srun LAUNCHER_GIVEN=srun
     else
         [[ ${LAUNCHER:-} != srun ]] || refuse "LAUNCHER=srun: is Slurm's, and this is a PBS job; leave it out"
@@ -226,6 +272,17 @@ write_job() {
     printf 'exec bash %q\n' "$SCRIPTS/run_$PRESET.sh"
 }
 
+# Prints where the results will be.
+say_results() {
+    local directory
+    directory=$(run_directory DATE)
+    if [[ -n $DRILLS || $MODE == replay ]]; then
+        printf '%s' "Afterwards $directory has the report (ckpt_report.html, report.txt) and the trace; DATE: when the job started"
+    else
+        printf '%s' "Afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
+    fi
+}
+
 # Prints the job's number. With --wait the exit status of sbatch is that of the job.
 submit_job() {
     local status=0 errors
@@ -237,7 +294,7 @@ submit_job() {
     cat "$errors" >&2
     rm -f "$errors"
     cat "$JOB.id"
-    say "submitted $JOB; its output goes to $WORK_DIR. Afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
+    say "submitted $JOB; its output goes to $WORK_DIR. $(say_results)"
     return "$status"
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.errors import ConfigError, refuse
 from megatron.config.flags import FlagGroup, flag, flag_name
-from megatron.config.uris import is_uri, parse_uri
+from megatron.config.uris import ObjectUri, is_uri, location_of
 
 # Those whose saves, loads and restarts are tested with object storage.
 ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy", "dcp", "dcp-async")
@@ -224,8 +224,8 @@ class CheckpointConfig(FlagGroup):
 
     def _check_uris(self) -> None:
         for name in ("save", "load"):
-            if is_uri(getattr(self, name)):
-                uri = parse_uri("--" + name, getattr(self, name))
+            text = getattr(self, name)
+            if text is not None and isinstance(uri := location_of("--" + name, text), ObjectUri):
                 object.__setattr__(self, name, str(uri))  # one spelling: a run resumes where both flags are the same
         if self.storage_cache is not None and not self.in_object_storage:
             self.refuse("storage_cache", "does nothing without a --save or --load of s3://BUCKET/PREFIX; drop the flag")

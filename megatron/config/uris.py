@@ -14,6 +14,7 @@ _BUCKET = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,62}")
 # A key may be of any characters; these need no quoting in a URL, in a log, or on a command line.
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,-]+(/[A-Za-z0-9!_.*'()=+@,-]+)*")
 _FIX = "give s3://BUCKET/PREFIX"
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ def below(place: Location, name: str) -> Location:
 
 
 def location_of(flag: str, text: str) -> Location:
-    """The directory or the prefix that `text` names. Raises ConfigError naming `flag`, as parse_uri."""
+    """The directory or the prefix that `text` names. Raises ConfigError naming `flag`, as parse_uri.
+
+    Nor is a URI with one slash taken for a directory, unless it is written as ./s3:/...
+    """
+    if _ONE_SLASH.match(text):
+        refuse(flag, text, f"a URI has two slashes: {_FIX}, or ./{text} for a directory of that name")
     return parse_uri(flag, text) if is_uri(text) else Path(text)
 
 

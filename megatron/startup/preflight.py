@@ -66,6 +66,19 @@ def check_before_imports(config: Config) -> Vocabulary:
         return Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
 
 
+def check_without_writing(config: Config, *, with_data: bool) -> None:
+    """The checks that write nothing and ask no object storage; `with_data`: those of datasets and tokenizer, too.
+
+    Raises ConfigError or CheckpointError, naming flag, file and fix.
+    """
+    from megatron.checkpointing.engines.registry import check_engine_name
+
+    check_engine_name(config.checkpoint.checkpoint_engine)
+    check_copies(config)
+    if with_data:
+        check_data(config.data)
+
+
 @contextlib.contextmanager
 def store_refusals(config: Config) -> Iterator[None]:
     """Within it, what object storage refuses is raised as ConfigError."""
@@ -109,10 +122,8 @@ def check_inputs(config: Config) -> tuple[int, int]:
 
     Raises: ConfigError naming flag, file and fix.
     """
-    for flag, prefix in config.data.prefixes:
-        check_dataset(flag, prefix)
     first = config.parallel.rank == 0
-    tokenizer = check_tokenizer(config.data)
+    tokenizer = check_data(config.data)
     check_load(config.checkpoint, warn=first)
     for flag, directory in (
         ("--save", config.checkpoint.save),
@@ -125,6 +136,13 @@ def check_inputs(config: Config) -> tuple[int, int]:
             durable = flag == "--save" and config.checkpoint.checkpoint_durability == "fsync"
             check_writable(flag, directory, sync=first and durable)
     return tokenizer
+
+
+def check_data(data: DataConfig) -> tuple[int, int]:
+    """Check datasets and tokenizer files. Returns and raises what check_tokenizer does."""
+    for flag, prefix in data.prefixes:
+        check_dataset(flag, prefix)
+    return check_tokenizer(data)
 
 
 def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:

@@ -46,6 +46,8 @@ class Command(NamedTuple):
 
 def split_command(line: str) -> Command:
     words = shlex.split(line)
+    if "megatron_restart_tools.restart_drill" in words:  # the command that the drill launches
+        words = words[words.index("--") + 1 :]
     assert words[0] == "env"
     python = next(i for i, word in enumerate(words) if "=" not in word and i > 0)
     program = words.index(str(ROOT / "pretrain_gpt.py"))

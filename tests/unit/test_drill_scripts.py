@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.script_helpers import TINY, run_script, split_command
 
 
@@ -27,6 +29,23 @@ def test_kill_resume_passes_its_arguments_on(tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()
     words = shlex.split(line)
     assert words[-len(arguments) :] == arguments and "tiny_tp2_pp2_dp2" not in words
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--fault", "nope"), "restart-drill: error: argument --fault: invalid choice: 'nope'"),
+        (("7b_tp4_pp2",), "error: 7b_tp4_pp2: give a preset after --"),
+        (("1b_tp1_pp1", "--", "3b_tp4_pp1"), "error: 1b_tp1_pp1: give a preset after --"),
+        (("--", "9b_tp1_pp1"), "error: 9b_tp1_pp1: no program and no preset; there are 13b_tp4_pp4, "),
+        (("--", "13b_tp4_pp4"), "COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_drill_would(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable, "OUT_DIR": str(tmp_path / "out")}
+    done = run_script("kill_resume.sh", tmp_path, *arguments, **given)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -34,7 +34,7 @@ def job(tmp_path: Path, nodes: str) -> dict[str, str]:
         "GPUS_PER_NODE": "4",
         "DEVICE": "cpu",
         "SKIP_SETUP": "1",
-        "DATA_PATH": "/given",
+        "KILL_AT": "none",
     }
 
 
@@ -49,7 +49,7 @@ def test_hosts_are_those_of_the_job(nodes: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    given = job(tmp_path, NODEFILES["mpiprocs"]) | {"PYTHON": "py", "KILL_AT": "none", "WORK_DIR": str(tmp_path)}
+    given = job(tmp_path, NODEFILES["mpiprocs"]) | {"PYTHON": "py", "WORK_DIR": str(tmp_path)}
     too_few = run_script(TINY, tmp_path, **given, DP="4")
     said = f"PBS_NODEFILE={given['PBS_NODEFILE']}: names 2 hosts, and 16 ranks"
     assert too_few.returncode == 2 and said in too_few.stderr

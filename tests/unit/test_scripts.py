@@ -18,6 +18,7 @@ from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run,
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
 from tools.ckpt_replay.plan import CONNECTOR, RAW
+from tools.restart_drill.cli import parse_arguments as parse_arguments_of_drill
 from tools.restart_drill.own_shm import may_mount
 
 
@@ -128,6 +129,7 @@ def test_settings_reach_the_command_line(tmp_path: Path) -> None:
         VOCAB_FILE="/v.json",
         MERGE_FILE="/m.txt",
         EXTRA_ARGS="--seed 5  --keep-last 2",
+        VENV_DIR="/none",  # nothing that could look for the files
     )[0]
     config = configuration(command, 8)
     assert (config.checkpoint.checkpoint_engine, config.checkpoint.save_interval) == ("none", 3)
@@ -158,6 +160,13 @@ def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 8  # the commands
     assert "saves in host memory, the fullest of 8 hosts, 8 ranks: " in done.stderr
+    assert "no copies of other hosts'" in done.stderr  # only a coordinator has hosts hold copies
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"node{node} slots=8\n" for node in range(9)))
+    over = {"HOSTFILE": str(hostfile), "MAX_RESTARTS": "3"}
+    coordinated = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, **python, **over)
+    assert coordinated.returncode == 0 and "for copies of other hosts' (--replicas 2)" in coordinated.stderr
+    hostfile.unlink()
     none = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, VENV_DIR=str(tmp_path / "none"))
     assert none.returncode == 0 and f"there is no {tmp_path}/none/bin/python yet" in none.stderr
     assert none.stdout.count("\n") == 8 and list(tmp_path.iterdir()) == []
@@ -208,14 +217,14 @@ def test_deepspeed_launcher(tmp_path: Path) -> None:
 
 
 def test_fork_launcher(tmp_path: Path) -> None:
-    (single,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="3")
+    (single,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="3", KILL_AT="none")
     plan = parse_arguments([*single.launcher[2:], str(ROOT / "pretrain_gpt.py"), *single.training])
     assert single.launcher[1] == str(ROOT / "megatron" / "launch")
     assert (plan.nproc_per_node, plan.nnodes, plan.max_restarts, plan.master_port) == (8, 1, 3, None)
     assert configuration(single, 8).parallel.data_parallel_size == 2
-    (standby,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="1")
+    (standby,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="1", KILL_AT="none")
     assert parse_arguments([*standby.launcher[2:], str(ROOT / "pretrain_gpt.py")]).standby and not plan.standby
-    (loads,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="load")
+    (loads,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="load", KILL_AT="none")
     assert "--standby-load" in loads.launcher and "--standby-load" not in standby.launcher
     nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
     plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
@@ -288,6 +297,53 @@ def test_a_label_of_the_user_reaches_the_ranks(tmp_path: Path) -> None:
     assert command.environment["RESTART_TRACE_LABEL"] == "new switch"
 
 
+def test_too_few_gpus_in_an_allocation_name_srun_first(tmp_path: Path) -> None:
+    done = run_script("run_7b_tp4_pp2.sh", tmp_path, SLURM_JOB_ID="7")
+    assert done.returncode == 2
+    said = done.stderr.partition("). ")[2]
+    assert said.startswith(
+        "In this Slurm allocation LAUNCHER=srun starts the ranks on all of its nodes. Otherwise name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"GLOBAL_BATCH": "10"}, "error: --global-batch-size 10: not divisible by --micro-batch-size 16"),
+        ({"EXTRA_ARGS": "--no-such-flag"}, "error: unknown flag --no-such-flag"),
+        ({"SAVE_DIR": "gs://bucket/p"}, "error: --save gs://bucket/p: gs:// is not supported"),
+        ({"DATA_PATH": "/no/data"}, "error: --data-path: /no/data.idx: No such file or directory"),
+        ({"ENGINE": "fastpersist", "SAVE_DIR": "s3://bucket/p"}, "fastpersist: does not save to object storage"),
+    ],
+)
+def test_what_the_ranks_would_refuse_is_refused_in_a_dry_run_and_before_a_job(
+    settings: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    given = {"WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable, "DRY_RUN": "1"}
+    for script, *words in (["run_7b_tp4_pp2.sh"], ["submit.sh", "7b_tp4_pp2", "--scheduler", "slurm"]):
+        done = run_script(script, tmp_path, *words, **given | settings)
+        assert done.returncode == 2 and message in done.stderr and done.stdout == "", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_are_not_checked_without_an_interpreter_and_that_is_told(tmp_path: Path) -> None:
+    given = {"WORK_DIR": str(tmp_path / "work"), "VENV_DIR": str(tmp_path / "none"), "DRY_RUN": "1"}
+    done = run_script("run_7b_tp4_pp2.sh", tmp_path, **given, EXTRA_ARGS="--no-such-flag")
+    assert done.returncode == 0 and f"flags are not checked before the launch: there is no {tmp_path}" in done.stderr
+
+
+def test_a_dry_run_of_a_drill_is_the_command_of_the_drill(tmp_path: Path) -> None:
+    given = {"WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable, "DRY_RUN": "1"}
+    done = run_script(TINY, tmp_path, **given, KILL_AT="7", HF_TOKEN="s3cret")
+    assert done.returncode == 0 and "s3cret" not in done.stdout and list(tmp_path.iterdir()) == [], done.stderr
+    words = shlex.split(done.stdout)
+    assert words[:3] == [sys.executable, "-m", "megatron_restart_tools.restart_drill"]
+    drill = parse_arguments_of_drill(words[3:])
+    assert (drill.fault, drill.at.iteration, drill.no_reference) == ("sigkill-all", 7, True)
+    assert drill.out.parent == tmp_path / "work" and drill.checkpoints == drill.out / "checkpoints"
+    assert drill.command[0] == "env" and str(ROOT / "pretrain_gpt.py") in drill.command
+
+
 def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node0 slots=4\nnode1 slots=2\n")
@@ -325,6 +381,17 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (TINY, FORK | {"MAX_RESTARTS": "one"}, "MAX_RESTARTS=one: give a whole number"),
         (TINY, FORK | {"ALLOW_SHRINK": "0"}, "ALLOW_SHRINK=0: use 1, or leave it out"),
         (TINY, FORK | {"HEARTBEAT_TIMEOUT": "1s"}, "HEARTBEAT_TIMEOUT=1s: give seconds"),
+        (TINY, FORK | {"HEARTBEAT_TIMEOUT": "0"}, "HEARTBEAT_TIMEOUT=0: give seconds, as 2 or 0.5, at least 0.1"),
+        (TINY, FORK | {"HEARTBEAT_TIMEOUT": "0.09"}, "HEARTBEAT_TIMEOUT=0.09: give seconds, as 2 or 0.5, at least 0.1"),
+        (
+            TINY,
+            {"SAVE_DIR": "s3:/b/p"},
+            "SAVE_DIR=s3:/b/p: a URI has two slashes: give s3://BUCKET/PREFIX, or ./s3:/b/p",
+        ),
+        (TINY, {"DRY_RUN": "1", "ITERS": "8"}, "KILL_AT=8: must be less than ITERS=8"),
+        (TINY, {"DRY_RUN": "1", "TRACE_DIR": "/t"}, "TRACE_DIR=/t: MODE=restart writes its trace to a new directory"),
+        (TINY, FORK | {"DRY_RUN": "1"}, "MAX_RESTARTS=1: MODE=restart starts a new launch after the kill"),
+        ("run_70b_tp8_pp8.sh", {"DRY_RUN": "1", "MODE": "restart"}, "take a command each with LAUNCHER=torchrun"),
         (TINY, {"MEET_TIMEOUT": "0"}, "MEET_TIMEOUT=0: give whole seconds, at least 1"),
         (TINY, {"ENGINE": "memory"}, "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork"),
         (TINY, {"IMAGE": "x.sif"}, "IMAGE=x.sif: submit.sh runs ranks with the Python of an image"),
@@ -379,6 +446,8 @@ def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: 
     given = {"DEVICE": "cpu", "KILL_AT": "none", "SKIP_SETUP": "1", "WORK_DIR": str(tmp_path / "work")}
     done = run_script(TINY, tmp_path, HOSTFILE=str(hostfile), **given, **settings)
     assert done.returncode == 2 and f"HOSTFILE={hostfile}: " in done.stderr and message in done.stderr, done.stderr
+    shown = run_script(TINY, tmp_path, HOSTFILE=str(hostfile), DRY_RUN="1", **given, **settings)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", done.stderr)
     assert list(tmp_path.iterdir()) == [hostfile]
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.unit.script_helpers import BENCH, ROOT, TINY, run_script
 SECRET = "s3cr;et"
 TOOLS = (
     "bash", "env", "dirname", "basename", "sed", "grep", "sort", "hostname", "nproc", "tail", "cat", "cp", "rm",
-    "mkdir", "mktemp", "chmod", "awk", "date",
+    "mkdir", "mktemp", "chmod", "awk", "date", "realpath",
 )  # fmt: skip
 # Prints what schedulers print of a job that they take, and keeps it as they do.
 TAKES = """#!/usr/bin/env bash
@@ -68,8 +69,54 @@ def test_a_slurm_job_has_the_nodes_of_the_layout_and_the_settings(tmp_path: Path
     directives, variables, last = job_of((tmp_path / "job").read_text())
     asked = {"--nodes=16", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=1:30:00", "--requeue"}
     assert asked < set(directives)
+    settings["EXTRA_ARGS"] += " --exit-signal-handler"  # Slurm signals the ranks before the time limit
     assert variables.items() >= (settings | secret | {"LAUNCHER": "srun", "DP": "2", "GPUS_PER_NODE": "8"}).items()
+    assert "--signal=SIGTERM@120" in directives
+    assert f"ckpt_analysis {tmp_path / 'work' / 'checkpoints' / 'restart_trace'}\n" in done.stderr
     assert last == f"exec bash {BENCH / 'run_70b_tp8_pp8.sh'}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "preset"), [("restart", "7b_tp4_pp2"), ("scaled", "7b_tp4_pp2"), ("replay", "7b_tp4_pp2")]
+)
+def test_where_a_job_leaves_its_report(mode: str, preset: str, tmp_path: Path) -> None:
+    path = path_with(tmp_path, "sbatch", TAKES.format(notes=tmp_path, number="4711"))
+    done = run_script("submit.sh", tmp_path, preset, PATH=path, MODE=mode, WORK_DIR=str(tmp_path / "work"))
+    assert done.returncode == 0, done.stderr
+    assert f"Afterwards {tmp_path}/work/{mode}-DATE has the report (ckpt_report.html, report.txt)" in done.stderr
+    assert "checkpoints/restart_trace" not in done.stderr
+    _, variables, _ = job_of((tmp_path / "job").read_text())
+    assert "--exit-signal-handler" not in variables.get("EXTRA_ARGS", "")  # the drill kills, and a replay has no ranks
+
+
+def test_options_may_be_one_word(tmp_path: Path) -> None:
+    given = {"DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work")}
+    done = run_script("submit.sh", tmp_path, "--scheduler=slurm", "13b_tp4_pp4", "--nodes=4", "--time=0:30:00", **given)
+    assert done.returncode == 0, done.stderr
+    directives, _, _ = job_of(done.stdout.rpartition("sbatch")[0])
+    assert {"--nodes=4", "--ntasks-per-node=4", "--time=0:30:00"} < set(directives)
+
+
+def test_a_plan_is_shown_beside_the_job(tmp_path: Path) -> None:
+    given = {"DRY_RUN": "plan", "WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable}
+    done = run_script("submit.sh", tmp_path, "1b_tp1_pp1", "--scheduler", "slurm", **given)
+    assert done.returncode == 0 and "#SBATCH --nodes=1" in done.stdout, done.stderr
+    assert "configuration, where it is not the default:" in done.stderr and "durable within 60 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "refused"), [("3", "1", ""), ("2", "1", "SPARES=1: --nodes 2 names 0 hosts")]
+)
+def test_restarts_in_place_are_a_job_of_pbs(nodes: str, spares: str, refused: str, tmp_path: Path) -> None:
+    restarts = {"LAUNCHER": "fork", "MAX_RESTARTS": "3", "ENGINE": "memory", "SPARES": spares}
+    given = {"DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable}
+    done = run_script("submit.sh", tmp_path, "13b_tp4_pp4", "--scheduler", "pbs", "--nodes", nodes, **given | restarts)
+    if refused:
+        assert done.returncode == 2 and refused in done.stderr, done.stderr
+        return
+    assert done.returncode == 0 and "copies of other hosts' (--replicas 2)" in done.stderr, done.stderr
+    _, variables, _ = job_of(done.stdout.rpartition("qsub")[0])
+    assert variables.items() >= restarts.items()
 
 
 def test_a_pbs_job_spreads_the_ranks_over_the_nodes(tmp_path: Path) -> None:
@@ -143,6 +190,8 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         (("3b_tp4_pp1", "--nodes"), {}, "--nodes: give its value"),
         (("3b_tp4_pp1", "--nodes", "0"), {}, "--nodes 0: give a whole number, at least 1"),
         (("3b_tp4_pp1", "--time", "4h"), {}, "--time 4h: give hours, minutes and seconds"),
+        (("3b_tp4_pp1", "--time", "2:00"), {}, "--time 2:00: give hours, minutes and seconds"),
+        (("3b_tp4_pp1", "--account=me"), {}, "--account=me: unknown option; options of sbatch or qsub come after --"),
         (("3b_tp4_pp1",), {}, "neither sbatch nor qsub is on PATH; give --scheduler"),
         (("3b_tp4_pp1", "--scheduler", "lsf"), {}, "--scheduler lsf: use slurm, pbs or none"),
         (("3b_tp4_pp1", "--scheduler", "slurm"), {}, "--scheduler slurm: sbatch is not on PATH"),
@@ -153,6 +202,12 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "GPUS_PER_NODE": "6"}, "do not fill nodes of 6 GPUs"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "HOSTFILE": "/h"}, "HOSTFILE=/h: slurm assigns the job's nodes"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "LAUNCHER": "fork"}, "LAUNCHER=fork: in a Slurm job srun starts"),
+        (("70b_tp8_pp8",), {"DRY_RUN": "1", "ENGINE": "memory"}, "In a Slurm allocation LAUNCHER=fork takes"),
+        (("70b_tp8_pp8",), {"DRY_RUN": "1", "MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in"),
+        (("70b_tp8_pp8",), {"DRY_RUN": "1", "ENGINE": "memory", "MODE": "restart"}, "ENGINE=memory: megatron.launch"),
+        (("7b_tp4_pp2",), {"DRY_RUN": "1", "MODE": "restart", "KILL_AT": "3"}, "KILL_AT=3: must be more than SAVE_"),
+        (("7b_tp4_pp2",), {"DRY_RUN": "1", "MODE": "scaled", "LAUNCHER": "srun"}, "LAUNCHER=srun: MODE=scaled starts"),
+        (("7b_tp4_pp2",), {"DRY_RUN": "plan", "MODE": "replay"}, "DRY_RUN=plan: shows what a training needs"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "MODE": "simulate"}, "MODE=simulate: use train, restart, replay or scaled"),
         (("70b_tp8_pp8", "--nodes", "2"), {"DRY_RUN": "1", "MODE": "scaled"}, "--nodes 2: MODE=scaled runs on one"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "DP": "x"}, "DP=x: give a whole number"),

@@ -97,6 +97,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
             metavar="N",
             help=f"with --run{', --host-memory' if name == 'ranks-per-host' else ''}: {what} (default: {default})",
         )
+    parser.add_argument(
+        "--no-coordinator",
+        action="store_true",
+        help="with --run, --host-memory: the launch has no coordinator, so hosts hold no copies for each other",
+    )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     parser.add_argument("--verbose", action="store_true", help="print time and memory of the planning to stderr")
     return parser.parse_args(own), flags
@@ -137,6 +142,8 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
             raise ConfigError(f"--{name} {value:g}: is about what a run needs; add --run, or drop it")
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
+    if arguments.no_coordinator and not (arguments.run or arguments.host_memory):
+        raise ConfigError("--no-coordinator: is about what a run needs; add --run or --host-memory, or drop it")
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     given = bool(flags)
@@ -237,7 +244,7 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --host-memory; drop one of the two")
     ranks = next(default for name, default, _ in _RUN_NUMBERS if name == "ranks-per-host")
-    found = host_memory(planned, int(arguments.ranks_per_host or ranks))
+    found = host_memory(planned, int(arguments.ranks_per_host or ranks), coordinator=not arguments.no_coordinator)
     write_stdout(to_json(found) if arguments.format == "json" else render(found))
     return OK
 
@@ -249,7 +256,8 @@ def _needs(plan: Plan, arguments: argparse.Namespace) -> RunNeeds:
         default if getattr(arguments, name.replace("-", "_")) is None else getattr(arguments, name.replace("-", "_"))
         for name, default, _ in _RUN_NUMBERS
     )
-    return run_needs(plan, int(ranks), Targets(float(blocked), float(durable)))
+    targets = Targets(float(blocked), float(durable))
+    return run_needs(plan, int(ranks), targets, coordinator=not arguments.no_coordinator)
 
 
 def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Namespace) -> int:

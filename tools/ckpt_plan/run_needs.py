@@ -55,7 +55,7 @@ class RunNeeds:
     memory: slots.HostMemory | None  # of engine `memory`
 
 
-def run_needs(plan: Plan, ranks_per_host: int, targets: Targets) -> RunNeeds:
+def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator: bool = True) -> RunNeeds:
     """What a run of the plan's configuration needs; queries the free space of the file system of --save."""
     config = plan.config
     hosts = [plan.ranks[first : first + ranks_per_host] for first in range(0, len(plan.ranks), ranks_per_host)]
@@ -77,7 +77,7 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets) -> RunNeeds:
         lack=None if free is None or not one else lack_of_space(config, one, 0, saves, free),
         targets=targets,
         in_background=plan.engine != UPSTREAM and engine_class(plan.engine).asynchronous,
-        memory=slots.host_memory((config, plan.layout, plan.vocab_sizes), ranks_per_host)
+        memory=slots.host_memory((config, plan.layout, plan.vocab_sizes), ranks_per_host, coordinator=coordinator)
         if plan.engine == "memory"
         else None,
     )

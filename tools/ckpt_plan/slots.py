@@ -53,17 +53,17 @@ class HostMemory:
         )
 
 
-def host_memory(planned: Planned, ranks_per_host: int) -> HostMemory:
-    """What a run takes, and what this machine has. Raises ConfigError if --replicas exceeds the number of hosts.
+def host_memory(planned: Planned, ranks_per_host: int, *, coordinator: bool = True) -> HostMemory:
+    """What a run takes, and what this machine has. Raises ConfigError for --replicas that these hosts cannot hold.
 
-    Assumes that the hosts have a coordinator, which they need to hold copies for each other, and that failure domains
-    do not change the replica groups.
+    `coordinator`: the launch has one, which hosts need to hold copies for each other. Assumes that failure domains do
+    not change the replica groups.
     """
     config, layout, _ = planned
     ranks = plan_tensors(planned).ranks
     firsts = range(0, len(ranks), ranks_per_host)
     try:
-        copies, _ = number_of_copies(config.checkpoint.replicas, len(firsts), served=True)
+        copies, _ = number_of_copies(config.checkpoint.replicas, len(firsts), served=coordinator)
     except PlacementError as exc:
         raise ConfigError(str(exc)) from exc
     each = [SLOTS_PER_RANK * slot_bytes(config, rank.parameters, layout.dp) for rank in ranks]
@@ -112,8 +112,9 @@ def render(memory: HostMemory) -> str:
         f"this machine: {size(memory.available, 2)} are free, of at most {size(memory.limit, 2)} "
         f"({memory.limit_of}); it counts as shared memory of the job's cgroup",
     ]
-    if memory.hosts == 1:
-        lines.append("one host: no other holds copies, so that a lost host is restored from --save")
+    if memory.copies == 1:
+        why = "one host: no other" if memory.hosts == 1 else "--replicas 1, or no coordinator: no other host"
+        lines.append(f"{why} holds copies, so that a lost host is restored from --save")
     if memory.lack is not None:
         lines.append(memory.lack)
     return "\n".join(lines) + "\n"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config import CheckpointConfig
-from megatron.config.uris import Location, is_uri, parse_uri
+from megatron.config import CheckpointConfig, uris
+from megatron.config.uris import Location, is_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
@@ -154,7 +154,7 @@ class Preparation:
 
 def location_of(directory: str) -> Location:
     """The directory, or the prefix of a bucket. Raises ConfigError naming --dir for an invalid URI."""
-    return parse_uri("--dir", directory) if is_uri(directory) else Path(directory)
+    return uris.location_of("--dir", directory)
 
 
 def checkpoint_flags(directory: str, options: Mapping[str, Any], engine: str = "torch") -> CheckpointConfig:

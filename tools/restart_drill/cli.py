@@ -27,7 +27,7 @@ from .injection_points import STAGES, InjectionPoint, parse_injection_point
 from .launch import DrillError
 from .output import analysed, describe, table
 from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN, Injection, Plan, planned_injections, say
-from .preset import expanded
+from .preset import expanded, script_of
 from .reference import Reference, run_reference, stored_reference
 from .verify import TOLERANCES, repeated, repetition_table
 
@@ -65,6 +65,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "nodes and spares",
     )  # fmt: skip
     add_run_options(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check these options and the preset's name; start and write nothing"
+    )
     parser.add_argument("--checkpoint-engine", metavar="E", help="engine of the training (default: from its command)")
     add_persist_interval(parser)
     parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
@@ -300,6 +303,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     catch_stop_signals()
     try:
+        if args.dry_run:
+            script_of(args.command)
+            return VERIFIED
         training = expanded(args.command)
         plan = plan_of(args, training)
         reference = None if args.reference is None else stored_reference(args.reference, training)

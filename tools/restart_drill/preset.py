@@ -18,13 +18,15 @@ def expanded(words: list[str]) -> list[str]:
     A name such as `tiny_tp2_pp2_dp2` is short for restart_bench/run_tiny_tp2_pp2_dp2.sh. The script reads its settings
     from the environment. Raises DrillError if there is neither such a preset nor such a program, or the script fails.
     """
-    if len(words) != 1:
-        return words
-    script = _script(words[0])
+    script = script_of(words)
     return words if script is None else command_of(script)
 
 
-def _script(word: str) -> Path | None:
+def script_of(words: list[str]) -> Path | None:
+    """The script of the preset that `words` name; None for a command. Raises DrillError for an unknown single word."""
+    if len(words) != 1:
+        return None
+    (word,) = words
     path = SCRIPTS / f"run_{word}.sh"
     if path.is_file():
         return path

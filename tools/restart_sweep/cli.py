@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             sweep = reduced(sweep)
         cells = cells_of(sweep)
+        _check_environment(cells)
         if arguments.dry_run:
             from .dry_run import listing
 
@@ -146,6 +147,16 @@ def _check_storage(storage: Path) -> None:
             file.write(b"\0")
     except OSError as exc:
         raise SweepError(f"--dir {storage}: cannot be written: {exc.strerror}; give another") from exc
+
+
+def _check_environment(cells: list[Cell]) -> None:
+    """Raises SweepError if the environment has a setting of the presets' scripts that the cells would not take."""
+    from .commands import refused_setting
+    from .directory import SweepError
+
+    refused = refused_setting(cells)
+    if refused is not None:
+        raise SweepError(refused)
 
 
 def _check_hosts(cells: list[Cell]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,17 @@ from ..restart_drill.plan import LAUNCH
 
 PACKAGE = __name__.split(".")[0]  # tools in a checkout, megatron_restart_tools where it is installed
 ROOT = Path(__file__).resolve().parents[2]
-# Settings of restart_bench that the user's shell may have and that would change what the cells of a sweep run.
-_SETTINGS_OF_PRESETS = (
-    "MODE", "ENGINE", "SAVE_INTERVAL", "SAVE_DIR", "TRACE_DIR", "DP", "ITERS", "MICRO_BATCH", "GLOBAL_BATCH",
-    "SEQ_LENGTH", "DTYPE", "EXTRA_ARGS", "WORK_DIR", "LAUNCHER", "KILL_AT", "TIME_LIMIT", "RANKS", "LIMIT_BYTES",
-    "REPEAT", "DRY_RUN", "COMMAND_TO", "VOCAB_SIZE", "RESTART_TRACE_LABEL", "RESTART_TRACE_LAUNCH_ID", "MASTER_PORT",
-    "MAX_RESTARTS",
-)  # fmt: skip
+# Settings of restart_bench that the cells of a sweep do not take from the user's shell, and what to use instead.
+_NOT_TAKEN = {
+    "MODE": "mode", "ENGINE": "engines", "SAVE_INTERVAL": "save_interval", "DP": "layouts", "ITERS": "iterations",
+    "MICRO_BATCH": "micro_batch", "GLOBAL_BATCH": "global_batch", "SEQ_LENGTH": "seq_length", "EXTRA_ARGS": "flags",
+    "KILL_AT": "faults", "TIME_LIMIT": "time_limit", "RANKS": "ranks", "LIMIT_BYTES": "limit_bytes",
+    "REPEAT": "repeats", "STEPS_BETWEEN": "steps_between", "VOCAB_SIZE": "vocab_size", "SAVE_DIR": "--dir",
+    "WORK_DIR": "--out", "TRACE_DIR": "--out", "DRY_RUN": "--dry-run", "DTYPE": "", "COMMAND_TO": "",
+    "RESTART_TRACE_LABEL": "", "MAX_RESTARTS": "",
+}  # fmt: skip
+_DROPPED = {*_NOT_TAKEN, "LAUNCHER", "RESTART_TRACE_LAUNCH_ID"}
+_LAUNCHED = ("train", "restart")  # modes whose launcher LAUNCHER chooses; mode scaled is on this host
 _OF_TRAINING = {
     "iterations": "ITERS", "micro_batch": "MICRO_BATCH", "global_batch": "GLOBAL_BATCH", "seq_length": "SEQ_LENGTH",
     "launcher": "LAUNCHER", "flags": "EXTRA_ARGS",
@@ -51,6 +56,26 @@ class Places:
     cell: Path
     storage: Location
     work: Path
+
+
+def refused_setting(cells: Sequence[Cell]) -> str | None:
+    """Why a setting of restart_bench in the environment is refused; None if these cells take all that are there."""
+    for name, instead in _NOT_TAKEN.items():
+        if os.environ.get(name):
+            key = "" if instead.startswith("--") else "the file's key "
+            use = f"use {key}{instead} instead" if instead else "leave it out"
+            return f"{name}={os.environ[name]}: a sweep does not take this setting from the environment; {use}"
+    launcher = os.environ.get("LAUNCHER")
+    if not launcher:
+        return None
+    launched = [cell for cell in cells if cell.mode in _LAUNCHED]
+    why = None if launched else "starts the ranks of modes train and restart, and no cell has one of them"
+    for cell in launched:
+        if cell.settings.get("launcher", launcher) != launcher:
+            why = f"the file has launcher: {cell.settings['launcher']}"
+        elif cell.fault.partition("@")[0] in ON_NODES and launcher != "fork":
+            why = f"{cell.fault} takes launcher fork"
+    return None if why is None else f"LAUNCHER={launcher}: {why}; leave it out"
 
 
 def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
@@ -84,7 +109,7 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
 
 def environment(settings: dict[str, str]) -> dict[str, str]:
     """The environment of a cell's command: that of this process without what would change a preset."""
-    kept = {name: value for name, value in os.environ.items() if name not in _SETTINGS_OF_PRESETS}
+    kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     ours = {"SKIP_SETUP": "1", "PYTHON": sys.executable, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
     return kept | ours | settings
@@ -147,6 +172,8 @@ def _training_settings(cell: Cell, places: Places) -> dict[str, str]:
         "WORK_DIR": str(places.work),
     }
     found |= {name: str(cell.settings[key]) for key, name in _OF_TRAINING.items() if key in cell.settings}
+    if cell.mode in _LAUNCHED and "launcher" not in cell.settings and os.environ.get("LAUNCHER"):
+        found["LAUNCHER"] = os.environ["LAUNCHER"]
     if cell.save_interval is not None:
         found["SAVE_INTERVAL"] = str(cell.save_interval)
     return found

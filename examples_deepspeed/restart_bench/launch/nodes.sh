@@ -283,7 +283,10 @@ check_gpus() {
     # Within an allocation Slurm assigns the devices, and refuses a request for more than it has.
     [[ $DEVICE == cuda && $LAUNCHER != srun ]] || return 0
     if ((GPUS_SEEN < WORLD_SIZE)); then
-        die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \
+        local advice="Name"
+        [[ -z ${SLURM_JOB_ID:-} || -n ${HOSTFILE:-} ]] ||
+            advice="In this Slurm allocation LAUNCHER=srun starts the ranks on all of its nodes. Otherwise name"
+        die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). $advice the nodes in" \
             "HOSTFILE=<file of 'HOST slots=N' lines>, or start this script on every node with NNODES, NODE_RANK and" \
             "MASTER_ADDR set.$(largest_preset "$GPUS_SEEN") DRY_RUN=1 prints the commands. Without these GPUs:" \
             "'MODE=replay DP=$DP bash $0' does the I/O of this layout's checkpoints, 'MODE=scaled DP=$DP bash $0' trains, kills" \

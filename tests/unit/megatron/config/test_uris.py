@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.uris import ObjectUri, is_uri, parse_uri
+from megatron.config.uris import ObjectUri, is_uri, location_of, parse_uri
 
 
 def test_a_uri_is_a_bucket_and_a_prefix() -> None:
@@ -35,6 +36,16 @@ def test_what_names_no_prefix_is_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^--load {text.replace('?', '[?]')}: .*give s3://BUCKET/PREFIX") as refused:
         parse_uri("--load", text)
     assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "gs:/bucket", "s3:/"])
+def test_a_uri_with_one_slash_is_no_directory(text: str) -> None:
+    for flag in ("save", "load"):
+        with pytest.raises(ConfigError, match=f"^--{flag} {text}: a URI has two slashes: .* or ./{text} for a directory"):
+            CheckpointConfig(**{flag: text}, save_interval=1)
+    assert location_of("--dir", f"./{text}") == Path(text)
+    with pytest.raises(ConfigError, match=f"^--dir {text}: a URI has two slashes"):
+        location_of("--dir", text)
 
 
 def test_one_spelling_of_a_uri() -> None:

@@ -391,6 +391,11 @@ def test_host_memory_of_saves_in_memory(capsys: pytest.CaptureFixture[str]) -> N
     status, out, err = run(capsys, *layout, "--host-memory", "--ranks-per-host", "2", "--format", "json", *flags)
     alone = json.loads(out) | {"available_bytes": memory["available_bytes"]}
     assert (status, err, alone) == (0, "", memory)
+    uncoordinated = (*layout, "--ranks-per-host", "2", "--no-coordinator")
+    own = plan_json(capsys, *uncoordinated, "--run", "--", *flags[1:-2])["run"]["memory"]
+    assert (own["replicas"], own["copies_bytes"], own["host_bytes"]) == (1, 0, max(slots))
+    status, _, err = run(capsys, *uncoordinated, "--host-memory", *flags)
+    assert status == 2 and "--replicas 3: " in err
 
 
 def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,6 +471,10 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--dp 2", "--model is missing: give one of tiny"),
         ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: is about what a run needs; add --run"),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
+        (
+            "--model tiny --engine memory --no-coordinator",
+            "--no-coordinator: is about what a run needs; add --run or --host-memory, or drop it",
+        ),
         (
             "--model tiny --engine memory --host-memory --run",
             "--run: not printed with --host-memory; drop one of the two",

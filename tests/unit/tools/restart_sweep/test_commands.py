@@ -11,7 +11,8 @@ import pytest
 from tests.unit.trace_helpers import ROOT
 from tools.common.sweep_files import Cell, cell_of
 from tools.restart_drill.cli import parse_arguments as parse_drill
-from tools.restart_sweep.commands import Places, command_of, environment
+from tools.restart_sweep.cli import main
+from tools.restart_sweep.commands import Places, command_of, environment, refused_setting
 
 CELL = Cell(3, 1, "scaled", "3b", 4, 1, 2, "lazy", "warm", "sigkill-all@iteration:3", 2, {"iterations": 6})
 
@@ -50,6 +51,42 @@ def test_without_a_fault_the_preset_trains(places: Places, monkeypatch: pytest.M
     assert command.words[0] == "bash" and command.trace == "trace"
     assert (told["MODE"], told["ENGINE"], told["KILL_AT"]) == ("train", "lazy", "none")
     assert "SAVE_INTERVAL" not in told
+
+
+def test_a_launcher_of_the_environment_starts_trainings(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCHER", "srun")
+    train = replace(CELL, mode="train", fault="none")
+    assert environment(command_of(train, places, 60).settings)["LAUNCHER"] == "srun"
+    drilled = replace(CELL, mode="restart")
+    assert environment(command_of(drilled, places, 60).settings)["LAUNCHER"] == "srun"
+    assert "LAUNCHER" not in environment(command_of(CELL, places, 60).settings)  # scaled ranks are on this host
+    assert refused_setting([train, drilled, CELL]) is None
+    assert "no cell has one of them" in (refused_setting([CELL]) or "")
+    own = replace(train, settings={"launcher": "fork"})
+    assert environment(command_of(own, places, 60).settings)["LAUNCHER"] == "fork"
+    assert refused_setting([train, own]) == "LAUNCHER=srun: the file has launcher: fork; leave it out"
+    of_node = refused_setting([replace(drilled, fault="node-loss@mid-step")])
+    assert of_node == "LAUNCHER=srun: node-loss@mid-step takes launcher fork; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("ENGINE", "use the file's key engines"), ("DP", "use the file's key layouts"), ("SAVE_DIR", "use --dir"),
+        ("ITERS", "use the file's key iterations"), ("EXTRA_ARGS", "use the file's key flags"),
+        ("MAX_RESTARTS", "leave it out"), ("DRY_RUN", "use --dry-run"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_no_cell_takes_is_refused(
+    name: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = tmp_path / "sweep.yaml"
+    asked.write_text("name: one\nruns:\n  - {mode: train, models: [tiny], engines: [torch]}\n")
+    monkeypatch.setenv(name, "3")
+    assert main(["--out", str(tmp_path / "out"), str(asked)]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}=3: a sweep does not take this setting from the environment; {instead}" in said
+    assert list(tmp_path.iterdir()) == [asked]
 
 
 def test_a_fault_of_a_node_is_drilled_through_the_agents(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
