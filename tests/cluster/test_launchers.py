@@ -20,7 +20,7 @@ from tests.cluster.jobs import (
     named_nodes,
 )
 from tests.cluster.slurm import Slurm
-from tests.dist.harness import HANGS_S, losses
+from tests.dist.harness import HANGS_S, losses, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,37 @@ def test_srun(start: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> Non
     job.resume()
     assert_resumed_exactly(job)
     assert len(list(job.directory.glob("slurm-*.out"))) == (2 if start == "sbatch" else 0)
+
+
+def test_megatron_launch_in_an_allocation(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    """As docs/cluster.md has it: through ssh, on the hosts that Slurm has allocated."""
+    nodes = cluster.compute_nodes[:2]
+    job = preset.job("fork_in_allocation", nodes, ITERS="2", ENGINE="memory", SAVE_INTERVAL="1", **slurm.environment)
+    hosts = job.directory / "hosts"
+    script = f'scontrol show hostnames "$SLURM_JOB_NODELIST" > {hosts}; exec bash {SCRIPT}'
+    settings = (f"HOSTFILE={hosts}", "LAUNCHER=fork", "MAX_RESTARTS=3", f"GPUS_PER_NODE={RANKS_PER_NODE}")
+    allocation = (f"--nodes={len(nodes)}", f"--ntasks-per-node={RANKS_PER_NODE}", named_nodes(job))
+    job.command = ("salloc", *allocation, "env", *settings, "bash", "-c", script)
+    assert job.start().wait(HANGS_S) == 0, job.log[-6000:]
+    assert job.hosts(0) == [node.name for node in nodes for _ in range(RANKS_PER_NODE)]
+
+
+def test_a_job_saves_before_its_time_limit(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    """Here the signal is sent by hand, to the ranks alone as Slurm does before the limit."""
+    nodes = cluster.compute_nodes[:2]
+    job = preset.job("signalled", nodes, ITERS="100000", SAVE_INTERVAL="100000", **slurm.environment)
+    job.command = submitted(job, "--wait")
+    started = job.start()
+
+    def trained() -> bool:
+        return job.trace.exists() and all(losses(job.trace, 0, rank) for rank in range(job.world_size))
+
+    wait_for(lambda: trained() or started.poll() is not None, "the first iteration")
+    number = (job.directory / "job.slurm.id").read_text().strip()
+    cluster.login.run("scancel", "--signal=TERM", number, env=job.settings)
+    assert started.wait(HANGS_S) == 0, job.log[-6000:]
+    saved = (job.directory / "checkpoints" / "latest").read_text().strip()
+    assert (job.directory / "checkpoints" / saved / "manifest.json").is_file()
 
 
 def test_what_sbatch_refuses_is_told(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
