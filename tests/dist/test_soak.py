@@ -16,7 +16,7 @@ from tools.restart_drill.soak.cli import ENGINES
 from tools.restart_drill.soak.schedule import HOST_FAULTS
 
 DISK_BYTES = 64 << 20
-RESTARTS, SAVES = 16, 200
+RESTARTS, SAVES = 11, 80
 
 
 @pytest.mark.slow
