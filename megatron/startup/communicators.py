@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import ConfigError
 from megatron.parallel.accelerator import accelerator
@@ -19,8 +19,10 @@ from megatron.parallel.topology import Layout
 from restart_trace.startup import Startup
 from restart_trace.under_way import RANKS, UnderWay
 
-# NCCL chooses its algorithm by the size, and connects each when it is first used: one for latency, one for bandwidth.
-_ELEMENTS = (1, 8 << 20)  # of bf16 or fp32, per rank
+# NCCL chooses its algorithm by the size of the whole collective, for an all-gather that of all parts together
+# (ncclFuncMaxSendRecvCount in its src/enqueue.cc), and connects each when it is first used: one for latency, one for
+# bandwidth. A size for each rank's part would allocate in proportion to the ranks: 16 GiB of bf16 at 1,024.
+_ELEMENTS = (1, 8 << 20)  # of bf16 or fp32
 
 
 def kind_of(ranks: Sequence[int], layout: Layout) -> str:
@@ -33,6 +35,20 @@ def kind_of(ranks: Sequence[int], layout: Layout) -> str:
     differing = tuple(axis for axis in ("tp", "pp", "dp") if len({getattr(place, axis) for place in places}) > 1)
     names = {("tp",): "tensor", ("pp",): "pipeline", ("dp",): "data", ("tp", "pp"): "model"}
     return names.get(differing, "other")
+
+
+class Sizes(NamedTuple):
+    """Elements of the collectives that connect one algorithm of a group."""
+
+    reduced: int  # tensor of an all-reduce or a broadcast
+    part: int  # each rank's part of an all-gather or a reduce-scatter
+    gathered: int  # all parts
+
+
+def collective_sizes(ranks: int) -> list[Sizes]:
+    """The sizes that connect a group of `ranks`: the smallest, and 8 Mi elements or little less however many ranks."""
+    parts = [(elements, max(1, elements // ranks)) for elements in _ELEMENTS]
+    return [Sizes(elements, part, part * ranks) for elements, part in parts]
 
 
 class Communicators:
@@ -116,17 +132,18 @@ def _use(group: Any, device: Any, dtype: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    size = dist.get_world_size(group)
     on_gloo = dist.get_backend(group) == "gloo"
-    for elements in _ELEMENTS[:1] if on_gloo else _ELEMENTS:
-        part = torch.zeros(elements, dtype=dtype, device=device)
-        whole = torch.zeros(elements * size, dtype=dtype, device=device)
-        dist.all_reduce(part, group=group)
-        dist.all_gather_into_tensor(whole, part, group=group)
-        dist.reduce_scatter_tensor(part, whole, group=group)
-        dist.broadcast(part, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    root = dist.get_global_rank(group, 0) if group is not None else 0
+    for size in collective_sizes(dist.get_world_size(group))[: 1 if on_gloo else None]:
+        part = torch.zeros(size.part, dtype=dtype, device=device)
+        whole = torch.zeros(max(size.reduced, size.gathered), dtype=dtype, device=device)
+        reduced, gathered = whole[: size.reduced], whole[: size.gathered]
+        dist.all_reduce(reduced, group=group)
+        dist.broadcast(reduced, src=root, group=group)
+        dist.all_gather_into_tensor(gathered, part, group=group)
+        dist.reduce_scatter_tensor(part, gathered, group=group)
         if on_gloo:  # which connects pairs of ranks: every pair
-            dist.all_to_all_single(whole, torch.zeros_like(whole), group=group)
+            dist.all_to_all_single(gathered, torch.zeros_like(gathered), group=group)
 
 
 def _exchange_with_neighbours(rank: int, layout: Layout, device: Any) -> None:

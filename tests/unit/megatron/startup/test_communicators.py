@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.parallel.topology import Layout
-from megatron.startup.communicators import kind_of
+from megatron.startup.communicators import collective_sizes, kind_of
 from restart_trace.schema import GROUPS
 
 LAYOUT = Layout(tp=2, pp=2, dp=2)  # rank = (pp * 2 + dp) * 2 + tp
@@ -31,3 +31,14 @@ def test_kind_of_a_group(ranks: list[int], kind: str) -> None:
 
 def test_of_a_layout_with_one_dimension_every_group_of_all_is_the_world() -> None:
     assert kind_of([0, 1], Layout(tp=2, pp=1, dp=1)) == "world"
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 70), 1000, 1024, 10_007, 16_384])
+def test_warm_up_allocates_as_much_for_a_group_of_any_size(ranks: int) -> None:
+    small, large = collective_sizes(ranks)
+    assert small == (1, 1, ranks), "what a step's flags and norms have"
+    for size in (small, large):
+        assert size.gathered == size.part * ranks, "all-gather and reduce-scatter take parts of one size"
+    elements = max(large.reduced, large.gathered) + large.part
+    assert elements * 4 <= 48 << 20, f"{elements} elements of fp32"
+    assert min(large.reduced, large.gathered) * 2 > 15 << 20, "NCCL's algorithm for bandwidth, with bf16, too"
