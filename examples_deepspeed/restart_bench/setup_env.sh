@@ -4,6 +4,7 @@
 #   VENV_DIR         its directory (default: .venv in the repository)
 #   PYTHON           the interpreter to create it with, 3.10 to 3.12 (default: the first that is found)
 #   TORCH_VARIANT    cpu | cuda (default: cuda if there is an NVIDIA GPU, else cpu)
+#   TORCH_VERSION    version of torch (default: that of constraints.txt)
 #   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is
 #                    configured with a package source; an empty value adds none)
 #   EXTRAS           extras of setup.py to install (default: dev,engines)
@@ -24,9 +25,14 @@ EXTRAS=${EXTRAS:-dev,engines}
 STAMP=$VENV_DIR/.setup_stamp
 LOG=$VENV_DIR/setup.log
 
+# The versions to install: constraints.txt, with TORCH_VERSION in place of its torch.
+constraints() {
+    sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" "$ROOT/constraints.txt"
+}
+
 # A checksum of everything whose change makes an installed environment stale.
 fingerprint() {
-    { cat "$ROOT/setup.py" "$ROOT/constraints.txt" && echo "$EXTRAS $ROOT"; } | cksum
+    { cat "$ROOT/setup.py" && constraints && echo "$EXTRAS $ROOT"; } | cksum
 }
 
 up_to_date() {
@@ -78,7 +84,7 @@ create_venv() {
 pip_install() {
     local status=0
     "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile \
-        -c "$ROOT/constraints.txt" "$@" 2>&1 | tee -a "$LOG" |
+        -c <(constraints) "$@" 2>&1 | tee -a "$LOG" |
         grep --line-buffered -E '^ *(Downloading .*\([0-9.]+ (MB|GB)\)|Building|Installing collected|ERROR)' |
         cut -c1-110 >&2 || status=${PIPESTATUS[0]}
     if ((status != 0)); then

@@ -42,9 +42,10 @@ class Runtime:
 
 def prepare_environment() -> None:
     """Set the environment variables that DeepSpeed reads, before it is imported."""
-    from torch import cuda
+    if "DS_ACCELERATOR" not in os.environ:  # a process that forks ranks has settled it without asking CUDA
+        from torch import cuda
 
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda.is_available() else "cpu")
+        os.environ["DS_ACCELERATOR"] = "cuda" if cuda.is_available() else "cpu"
     # DeepSpeed's CPU accelerator counts the ranks of this host by LOCAL_SIZE
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.script_helpers import ROOT
 
@@ -66,6 +67,25 @@ def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
     for reason in ("no browser here", "no strace here", "no tool here", "could not import 'no_such_module'"):
         assert f"Skipped: {reason}" in told, told
     assert "tests/install_system_packages.sh" in told
+
+
+def collect(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_tests_of_a_cuda_build_are_no_part_of_the_suite() -> None:
+    """So they are not skipped either; whoever names them is told what runs them."""
+    others = [path for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "cuda_build"]
+    done = collect("tests", *(f"--ignore={path}" for path in others))
+    assert (done.returncode, "cuda_build" in done.stdout) == (pytest.ExitCode.NO_TESTS_COLLECTED, False), done.stdout
+    named = collect("tests/cuda_build")
+    if torch.version.cuda is None:
+        assert named.returncode == pytest.ExitCode.USAGE_ERROR
+        assert "is no CUDA build, which tests/cuda_build needs; run: bash tests/cuda_build.sh" in named.stderr
+    else:
+        assert named.returncode == pytest.ExitCode.OK and "tests/cuda_build/test_launch.py" in named.stdout
 
 
 OTHERS = ("google-chrome", "strace", "etcd", "mount", "umount", "unshare")

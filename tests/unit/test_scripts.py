@@ -50,13 +50,16 @@ def test_no_script_is_forgotten() -> None:
     assert {path.name for path in BENCH.glob("run_*.sh")} == {*SCRIPTS, TINY}
 
 
-SHELL = [*sorted(BENCH.rglob("*.sh")), ROOT / "run_tests.sh", ROOT / ".ci" / "run", ROOT / ".ci" / "nightly"]
+SHELL = [
+    *sorted(BENCH.rglob("*.sh")), *sorted((ROOT / "tests").rglob("*.sh")), ROOT / "run_tests.sh", ROOT / ".ci" / "run",
+    ROOT / ".ci" / "nightly",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SHELL, ids=str)
 def test_scripts_are_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=300)
-    if path.name.startswith("run") or path.name in ("setup_env.sh", "nightly"):
+    if path.name.startswith("run") or path.name in ("setup_env.sh", "cuda_build.sh", "nightly"):
         assert os.access(path, os.X_OK)
 
 
@@ -525,8 +528,8 @@ def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
     work = {"WORK_DIR": str(tmp_path / "work"), "DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable}
     effective = {
         "MODE", "ENGINE", "SAVE_DIR", "DP", "VOCAB_SIZE", "WORK_DIR", "RANKS", "LIMIT_BYTES", "REPEAT", "STEPS_BETWEEN",
-        "RESTART_TRACE_LABEL", "EXPORT", "DRY_RUN", "SKIP_SETUP", "PYTHON", "TORCH_VARIANT", "TORCH_INDEX_URL",
-        "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
+        "RESTART_TRACE_LABEL", "EXPORT", "DRY_RUN", "SKIP_SETUP", "PYTHON", "TORCH_VARIANT", "TORCH_VERSION",
+        "TORCH_INDEX_URL", "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
     }  # fmt: skip
     table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
