@@ -71,6 +71,7 @@ class Config:
             why = "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it"
             self.optimizer.refuse("optimizer", why)
         self._check_stages()
+        self._check_profile()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
     def log_notes(self, logger: logging.Logger) -> None:
@@ -155,6 +156,20 @@ class Config:
                 "--deepspeed-activation-checkpointing says how activations are recomputed, but none are: "
                 "add --checkpoint-activations"
             )
+
+    def _check_profile(self) -> None:
+        training, size = self.training, self.parallel.world_size
+        if training.profile is not None and self.profile_dir is None:
+            training.refuse("profile", "has no directory to write to; give --tensorboard-dir or --restart-trace-dir")
+        for rank in training.profile_ranks:
+            if not 0 <= rank < size:
+                raise ConfigError(f"--profile-ranks {rank}: there is no such rank; the last is {size - 1}")
+
+    @property
+    def profile_dir(self) -> str | None:
+        """Where --profile writes: upstream's directory, or else that of the trace."""
+        trace = self.trace.restart_trace_dir if self.trace.restart_trace else None
+        return self.training.tensorboard_dir or trace
 
     def _own_notes(self) -> Iterator[Note]:
         for shown in self.data.unread_tokenizer_files:

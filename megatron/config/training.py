@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 from megatron.config.batch_ramp import BatchSizes, batch_sizes
+from megatron.config.errors import refuse
 from megatron.config.flags import REQUIRED, FlagGroup, flag, on_off
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -90,11 +92,24 @@ class TrainingConfig(FlagGroup):
         "write norms and largest elements of Adam's moments and of the master weights to TensorBoard",
         needs="tensorboard_dir",
     )
+    profile: str | None = flag(
+        None,
+        "record some steps with torch.profiler: pt, or pt-full with call stacks; a file of each rank in "
+        "--tensorboard-dir, or in the directory of the restart trace if there is none",
+        choices=("pt", "pt-full"),
+    )
+    profile_steps: str | None = flag(
+        None,
+        "FIRST,LAST of the steps that --profile records, counted from 1 at the start of each launch (default: 2,3)",
+        names=("--profile_steps", "--profile-steps"),
+    )
+    profile_ranks: tuple[int, ...] = flag((), "ranks that --profile records (default: all)")
     data_parallel_size: int = 1  # copied here by Config, for num_micro_batches
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         self.check_values()
+        self._check_profile()
         step = self.micro_batch_size * self.data_parallel_size
         if self.global_batch_size is not None and self.global_batch_size % step:
             self.refuse(
@@ -107,6 +122,23 @@ class TrainingConfig(FlagGroup):
         for name in ("min_loss_scale", "loss_scale_window"):
             if not float(getattr(self, name)).is_integer():
                 self.refuse(name, "DeepSpeed takes a whole number")
+
+    def _check_profile(self) -> None:
+        object.__setattr__(self, "profile_ranks", tuple(self.profile_ranks))
+        if self.profile is None:
+            alone = "does nothing without --profile pt: add it or drop the flag"
+            if self.profile_steps is not None:
+                self.refuse("profile_steps", alone)
+            if self.profile_ranks:
+                refuse("--profile-ranks", " ".join(map(str, self.profile_ranks)), alone)
+        if not re.fullmatch(r"\d+,\d+", self.profile_steps or "2,3") or not 1 <= self.profiled[0] <= self.profiled[1]:
+            self.refuse("profile_steps", "give the first and the last step, counted from 1, as 2,3")
+
+    @property
+    def profiled(self) -> tuple[int, int]:
+        """The first and the last step that --profile records."""
+        first, last = map(int, (self.profile_steps or "2,3").split(","))
+        return first, last
 
     @property
     def batch_sizes(self) -> BatchSizes:

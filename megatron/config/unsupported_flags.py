@@ -54,8 +54,6 @@ UNSUPPORTED = _by_flag("""
     --output-bert-embeddings --bert-embedder-type: this fork only trains; use another program for inference
 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size
     : set it in zero_optimization of the --deepspeed_config file
---profile --profile_steps --profile-steps --profile-ranks
-    : use --restart-trace on with --restart-trace-nvtx on under a profiler
 --cpu-optimizer --cpu_torch_adam --ds_fused_adam
     : the fastest Adam that is installed for the device is used and named in the log; drop it
 --train-data-exact-num-epochs --return-data-index: the sample index is built and cached; --data-cache-path says where

@@ -41,6 +41,7 @@ def import_everything(imports: Interruptions | None = None) -> None:
     import megatron.training.exit_conditions
     import megatron.training.log
     import megatron.training.lost_ranks
+    import megatron.training.profiling
     import megatron.training.slot_memory  # noqa: F401
 
     freeze_imported_objects()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron.training.data import DataIterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.log import TrainingLog
+    from megatron.training.profiling import StepProfiler
     from megatron.training.statistics import TrainingStatistics
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Trainer:
     exits: ExitConditions
     log: TrainingLog
     statistics: TrainingStatistics
+    profiler: StepProfiler
 
 
 def pretrain(
@@ -321,6 +323,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import check_free_space
     from megatron.training.log import TrainingLog
+    from megatron.training.profiling import StepProfiler
     from megatron.training.slot_memory import reserve_slots
     from megatron.training.standby import opened_once, rehearse
     from megatron.training.statistics import TrainingStatistics
@@ -379,6 +382,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             ExitConditions(config, control),
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
+            StepProfiler(config),
         )
 
 
@@ -497,6 +501,7 @@ def _begin_iteration(trainer: Trainer) -> int:
 
 def _train_step(trainer: Trainer, loop_start: int) -> None:
     progress, engine = trainer.progress, trainer.engine
+    trainer.profiler.begin_step(progress.iteration + 1)
     batch_size = _begin_iteration(trainer)
     start = now_ns()
     trainer.saves.begin_step(start)
@@ -507,6 +512,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     progress.iteration += 1
     progress.consumed_train_samples += batch_size
     end = now_ns()
+    trainer.profiler.end_step(progress.iteration)
     trainer.startup.iteration_done(progress.iteration, loop_start, end)
     trainer.recorder.iteration(progress.iteration, start, end, loss)
     skipped = engine.skipped_steps > skipped_before
@@ -538,6 +544,7 @@ def _shut_down(trainer: Trainer) -> None:
     import torch.distributed as dist
 
     trainer.saves.close()
+    trainer.profiler.close()
     trainer.log.close()
     trainer.recorder.close()
     sys.stdout.flush()

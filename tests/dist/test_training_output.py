@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -71,6 +73,30 @@ def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
     assert [int(line[0]) for line in lines] == [2, 4]
     recorded = losses(tmp_path / "trace")
     assert float(lines[0][4]) == pytest.approx((recorded[1] + recorded[2]) / 2, rel=1e-6)
+
+
+def test_profile_of_the_chosen_steps_and_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    """Steps are those of the launch: a file has the name of its iterations. A run that ends before has a file, too."""
+    trace = tmp_path / "trace"
+    flags = [*FLAGS, "--restart-trace-dir", trace, "--profile", "pt", "--profile_steps", "2,3", "--profile-ranks", "1"]
+    flags += ["--lr-decay-iters", "6"]
+    saving = ["--save", tmp_path / "save", "--load", tmp_path / "save", "--save-interval", "100"]
+    launcher.train(TWO_STAGES, *flags, *saving, "--train-iters", "4")
+    launcher.train(TWO_STAGES, *flags, *saving, "--train-iters", "6")
+    first, second = sorted(trace.glob("profile_*"))
+    assert [first.name, second.name] == [
+        "profile_rank_00001_iterations_2-3.json.gz", "profile_rank_00001_iterations_6-6.json.gz"
+    ]  # fmt: skip
+    products = [profiled_products(path) for path in (first, second)]
+    assert products[0] == 2 * products[1] > 0
+    assert not list(trace.glob(".profile*"))
+
+
+def profiled_products(path: Path) -> int:
+    """How many matrix products are in a profile."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    return sum(event.get("name") == "aten::mm" for event in events)
 
 
 def test_exit_interval_saves_and_stops(launcher: Launcher, tmp_path: Path) -> None:

@@ -267,6 +267,14 @@ REFUSALS = [
     ("--trace-probes-interval inf", 1, "--restart-trace-probes-interval inf: must be in [0.01, 3600)"),
     ("--trace-probes-interval 0", 1, "--restart-trace-probes-interval 0.0: must be in [0.01, 3600)"),
     ("--local_rank 3", 1, "--local_rank 3 contradicts LOCAL_RANK 0"),
+    ("--profile pt", 1, "--profile pt: has no directory to write to; give --tensorboard-dir or --restart-trace-dir"),
+    ("--profile nsys", 1, "--profile nsys: choose one of pt, pt-full"),
+    ("--profile_steps 2,3", 1, "--profile_steps 2,3: does nothing without --profile pt: add it or drop the flag"),
+    ("--profile-ranks 0", 1, "--profile-ranks 0: does nothing without --profile pt"),
+    ("--restart-trace-dir /t --profile pt --profile_steps 3,2", 1, "--profile_steps 3,2: give the first and the last"),
+    ("--restart-trace-dir /t --profile pt --profile_steps 0,2", 1, "--profile_steps 0,2: give the first and the last"),
+    ("--restart-trace-dir /t --profile pt --profile_steps 2", 1, "--profile_steps 2: give the first and the last step"),
+    ("--restart-trace-dir /t --profile pt --profile-ranks 0 2", 2, "-ranks 2: there is no such rank; the last is 1"),
 ]  # fmt: skip
 
 
