@@ -84,9 +84,9 @@ require_whole_number() {
 # Sets every variable that the functions below read, from the preset and the environment.
 load_settings() {
     collect_user_env
+    check_values
     MODEL=$1 TP=$2 PP=$3
     DP=${DP:-1}
-    require_whole_number DP
     RUNS_ON_CPU=
     local models=("$BENCH_DIR"/models/*.sh)
     models=("${models[@]##*/}")
@@ -99,14 +99,12 @@ load_settings() {
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
     : "${DTYPE:=bf16}"
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
-    check_values
     check_launcher_settings
     WORLD_SIZE=$((TP * PP * DP))
     settle_device
     settle_nodes # early: what is refused from here on is told to the other nodes, whose number is known
     [[ $DTYPE =~ ^(bf16|fp16|fp32)$ ]] || die "DTYPE=$DTYPE: use bf16, fp16 or fp32"
     [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
-    require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
         die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: are used only by DRY_RUN=plan; set it, or leave them out"

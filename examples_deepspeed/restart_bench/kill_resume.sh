@@ -13,6 +13,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+check_preset_variables
 settle_python # the interpreter of the presets
 for word in "$@"; do
     [[ $word != -- ]] || break

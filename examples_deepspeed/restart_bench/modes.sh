@@ -10,6 +10,7 @@ run_preset() {
         return
     fi
     no_arguments "${@:4}"
+    check_preset_variables
     check_mode
     check_mode_settings
     if ! injects_fault; then
@@ -117,7 +118,6 @@ settle_drill() {
         die "MAX_RESTARTS=$MAX_RESTARTS: MODE=$MODE starts a new launch after the kill; leave it out, or have the drill restart ranks" \
             "in place: kill_resume.sh --supervisor launch"
     : "${KILL_AT:=8}"
-    require_whole_number KILL_AT
     ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
     ((KILL_AT > SAVE_INTERVAL)) || die "KILL_AT=$KILL_AT: must be more than SAVE_INTERVAL=$SAVE_INTERVAL, to resume from a save"
 }

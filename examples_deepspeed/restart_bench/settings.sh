@@ -6,6 +6,9 @@ OF_LAUNCHERS=(LAUNCHER HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTE
 OF_A_TRAINING=(SAVE_INTERVAL ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH SEQUENCE_PARALLEL DTYPE DATA_PATH TOKENIZER_TYPE
     TOKENIZER_MODEL VOCAB_FILE MERGE_FILE EXTRA_ARGS)
 
+OF_A_PRESET=(MODEL TP PP NUM_LAYERS HIDDEN_SIZE FFN_HIDDEN_SIZE NUM_ATTENTION_HEADS NUM_KEY_VALUE_HEADS)
+WHOLE_NUMBERS=(DP SEQ_LENGTH MICRO_BATCH GLOBAL_BATCH ITERS SAVE_INTERVAL NNODES GPUS_PER_NODE)
+
 # refuse_given WHY NAME ...: ends with an error if one of these was given. If NAME has a default by now, NAME_GIVEN holds the
 # user's value.
 refuse_given() {
@@ -51,8 +54,19 @@ check_settings_of_faults() {
     refuse_given "$why" TIME_LIMIT
 }
 
-# Checks the syntax of each value.
+# Refuses variables that the preset sets itself, whatever their values in the environment.
+check_preset_variables() {
+    refuse_given "the preset fixes it; choose another preset (run_*.sh), or leave it out" "${OF_A_PRESET[@]}"
+}
+
+# Checks the syntax of each value that was given: before any of them is in an arithmetic expression, where bash would
+# evaluate a command within it.
 check_values() {
+    local name
+    for name in "${WHOLE_NUMBERS[@]}"; do
+        [[ -z ${!name:-} ]] || require_whole_number "$name"
+    done
+    [[ ${KILL_AT:-none} == none ]] || require_whole_number KILL_AT
     [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ ${MEET_TIMEOUT:-600} =~ ^[1-9][0-9]*$ ]] || die "MEET_TIMEOUT=$MEET_TIMEOUT: give whole seconds, at least 1"
     [[ ${MAX_RESTARTS:-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: give a whole number"

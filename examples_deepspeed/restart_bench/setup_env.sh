@@ -13,6 +13,8 @@
 #   bash setup_env.sh
 #   VENV_DIR=/opt/restart TORCH_VARIANT=cuda EXTRAS=train,engines bash setup_env.sh
 #
+# An environment of another checkout is refused.
+#
 # exit status: 0 up to date, 1 it could not be created, 2 wrong arguments
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
@@ -146,8 +148,24 @@ install_everything() {
     byte_compile "${site[0]}" 0
 }
 
+# Refuses the environment of another checkout, whose editable install this one would replace: that checkout's commands
+# would run this one's code.
+check_checkout() {
+    local origin found
+    for origin in "$VENV_DIR"/lib/python3.*/site-packages/megatron_restart-*.dist-info/direct_url.json; do
+        [[ -f $origin ]] || continue
+        found=$("$VENV_DIR/bin/python" -c 'import json, sys, urllib.parse, urllib.request
+url = urllib.parse.urlsplit(json.load(open(sys.argv[1]))["url"])
+print(urllib.request.url2pathname(url.path))' "$origin" 2>/dev/null) || continue
+        [[ ! -f $found/setup.py || $found -ef $ROOT ]] ||
+            die "VENV_DIR=$VENV_DIR is the environment of the checkout $found; give this one ($ROOT) a directory of its own, or" \
+                "remove that environment"
+    done
+}
+
 main() {
     up_to_date && return
+    check_checkout
     mkdir -p "$(dirname "$VENV_DIR")"
     if command -v flock >/dev/null; then
         exec 9>"$VENV_DIR.lock"

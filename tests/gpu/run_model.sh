@@ -3,4 +3,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../examples_deepspeed/restart_bench/common.sh"
 [[ -z ${SHARED_GPU:-} ]] || count_gpus() { echo "$SHARED_GPU"; }
-run_preset "${MODEL:?}" "${TP:-1}" "${PP:-1}" "$@"
+layout=("${MODEL:?}" "${TP:-1}" "${PP:-1}")
+unset MODEL TP PP # which a preset fixes, and would refuse as settings
+run_preset "${layout[@]}" "$@"

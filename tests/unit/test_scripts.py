@@ -488,6 +488,39 @@ def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], messag
     assert not (tmp_path / "work").exists()
 
 
+def _documented_settings() -> list[str]:
+    """The names in the table of settings in docs/cluster.md."""
+    table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return sorted({name for row in rows for name in re.findall(r"`(\w+)`", row)})
+
+
+@pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
+def test_no_setting_is_evaluated(mode: str, tmp_path: Path) -> None:
+    """Bash evaluates the subscript of a name that it meets in an arithmetic expression, and so a command in it."""
+    evaluated = tmp_path / "evaluated"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots=4\n" for host in "abcd"))
+    value = f"BASH_VERSINFO[$(touch {evaluated})0]"
+    given = {"MODE": mode, "DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": "/no/such", "WORK_DIR": str(tmp_path / "work")}
+    restarts = {"HOSTFILE": str(hostfile), "LAUNCHER": "fork", "MAX_RESTARTS": "1"} if mode == "train" else {}
+    for name in [*_documented_settings(), "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SLURM_LOCALID"]:
+        for over in (restarts, {"HOSTFILE": str(hostfile)}) if restarts else ({},):
+            done = run_script("run_7b_tp4_pp2.sh", tmp_path, **given | over | {name: value})
+            assert not evaluated.exists(), (name, done.stderr)
+    for name in ("--nodes", "--time"):
+        run_script("submit.sh", tmp_path, "7b_tp4_pp2", "--scheduler", "slurm", name, value, **given)
+        assert not evaluated.exists(), name
+
+
+@pytest.mark.parametrize("name", ["MODEL", "TP", "PP", "NUM_LAYERS", "HIDDEN_SIZE", "FFN_HIDDEN_SIZE"])
+@pytest.mark.parametrize("script", ["run_7b_tp4_pp2.sh", TINY, "kill_resume.sh"])
+def test_what_a_preset_fixes_is_refused_as_a_setting(script: str, name: str, tmp_path: Path) -> None:
+    done = run_script(script, tmp_path, DRY_RUN="1", SKIP_SETUP="1", PYTHON=sys.executable, **{name: "4"})
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and f"error: {name}=4: the preset fixes it" in line, done.stderr
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun", "fork", "restarts", "by hand"])
 @pytest.mark.parametrize(
     "settings",
@@ -531,9 +564,7 @@ def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
         "RESTART_TRACE_LABEL", "EXPORT", "DRY_RUN", "SKIP_SETUP", "PYTHON", "TORCH_VARIANT", "TORCH_VERSION",
         "TORCH_INDEX_URL", "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
     }  # fmt: skip
-    table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    for name in {name for row in rows for name in re.findall(r"`(\w+)`", row)} - effective:
+    for name in set(_documented_settings()) - effective:
         done = run_script("run_7b_tp4_pp2.sh", tmp_path, **work, MODE="replay", **{name: "1"})
         assert done.returncode == 2 and f"error: {name}" in done.stderr, (name, done.stderr)
     for mode in ("train", "restart", "scaled"):

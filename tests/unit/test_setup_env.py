@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib.metadata import entry_points, requires
@@ -61,3 +62,26 @@ def test_what_the_test_command_runs_is_installed_by_the_set_up() -> None:
     # Tools without a Python entry point (ruff) are distributed under their command's name.
     missing = {name for name in commands if providers.get(name, name) not in required}
     assert commands and not missing
+
+
+@pytest.mark.parametrize("other_exists", [True, False])
+def test_the_environment_of_another_checkout_is_left_as_it_is(other_exists: bool, tmp_path: Path) -> None:
+    """Installing this checkout there would make the other one's commands run this one's code."""
+    other, venv = tmp_path / "other checkout", tmp_path / "venv"
+    installed = venv / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "megatron_restart-0.1.dist-info"
+    installed.mkdir(parents=True)
+    (venv / "bin").mkdir()
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" != pip ] || exit 1\nexec {sys.executable} "$@"\n')  # else pip would install
+    python.chmod(0o755)
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
+    (installed / "direct_url.json").write_text(json.dumps({"url": other.as_uri(), "dir_info": {"editable": True}}))
+    if other_exists:
+        other.mkdir()
+        (other / "setup.py").touch()
+    before = sorted(venv.rglob("*"))
+    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(venv), TORCH_VARIANT="cpu", PYTHON="/no/python")
+    assert done.returncode == 1 and sorted(venv.rglob("*")) == before
+    belongs = f"VENV_DIR={venv} is the environment of the checkout {other}; give this one ({REPOSITORY}) a directory"
+    assert (belongs in done.stderr) is other_exists, done.stderr
+    assert ("PYTHON=/no/python is not a working" in done.stderr) is not other_exists, done.stderr

@@ -50,7 +50,7 @@ read_hostfile() {
         [[ " ${HOSTS[*]} " != *" $host "* ]] ||
             die "$HOSTS_SETTING: names $host twice; give each host one line, with all of its slots"
         HOSTS+=("$host")
-        if [[ $rest =~ ^slots=([0-9]+)$ ]]; then
+        if [[ $rest =~ ^slots=(0|[1-9][0-9]*)$ ]]; then
             HOST_SLOTS+=("${BASH_REMATCH[1]}")
         elif [[ -z $rest ]]; then
             [[ $LAUNCHER != deepspeed ]] ||
@@ -152,7 +152,6 @@ count_seen() {
         SEEN_WHERE="${#HOSTS[@]} hosts in ${HOSTS_SETTING#*=}"
     else
         local nodes=${NNODES:-1}
-        require_whole_number nodes
         GPUS_SEEN=$((nodes * LOCAL_GPUS))
         SEEN_WHERE="NNODES=$nodes x $LOCAL_GPUS on $(hostname)"
     fi
