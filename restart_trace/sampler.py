@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_thread
 
 
 class Sampler:
@@ -20,7 +21,7 @@ class Sampler:
         self._probe = probe
         self._interval_ns = round(interval_s * 1e9)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="restart-trace-sampler", daemon=True)
+        self._thread = device_thread(self._run, name="restart-trace-sampler")
         self._thread.start()
 
     def stop(self) -> None:

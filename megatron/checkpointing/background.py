@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.base import PendingSave
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class BackgroundSave:
 
     def start(self) -> None:
         # A daemon: a rank that is gone must not keep this process from ending.
-        threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+        device_thread(self._run, name=THREAD_NAME).start()
 
     def _run(self) -> None:
         try:
@@ -125,7 +126,7 @@ class BackgroundSave:
         The state will not change any more. An engine may rely on hearing so, but must not keep the process up: so
         it is told on another thread.
         """
-        threading.Thread(target=self.release_state, name="ckpt-release", daemon=True).start()
+        device_thread(self.release_state, name="ckpt-release").start()
         return self._over.wait(seconds)
 
 

@@ -6,6 +6,7 @@ records on the stream, before and after: cudaEventElapsedTime, with a resolution
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.fileio.device_waits import Completion, EventWaiter
 from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.pinned_memory import CudaPins, Pins
 
@@ -25,10 +27,7 @@ class Copies:
 
     begin: Any  # torch.cuda.Event with timing
     end: Any
-
-    def query(self) -> bool:
-        """Whether the device is done with them."""
-        return self.end.query()
+    completion: Completion  # of `end`
 
     def device_ns(self) -> int:
         """How long the device took, once it is done; ns."""
@@ -43,14 +42,27 @@ class CopyStream:
         self.pins: Pins = CudaPins(device)  # for the memory that is copied to
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._waiter: EventWaiter | None = None
 
     def event(self) -> Any:
         """An event after what is queued so far."""
-        return self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        return self._stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
 
     def queueing(self) -> AbstractContextManager[Any]:
         """Copies of the body are queued on this stream."""
         return torch.cuda.stream(self._stream)
+
+    def copied_since(self, begin: Any) -> Copies:
+        """What was queued since `begin`, an event of this stream."""
+        if self._waiter is None:
+            self._waiter = EventWaiter("copies-done")
+        end = self.event()
+        return Copies(begin, end, self._waiter.watch(end))
+
+    def close(self) -> None:
+        """No more copies are queued."""
+        if self._waiter is not None:
+            self._waiter.close()
 
     def measure_bus(self, buffer: Buffer) -> dict[str, float]:
         """Bytes per second between `buffer`, which is pinned, and the device: the best of some copies each way.
@@ -71,8 +83,8 @@ class CopyStream:
         begin = self.event()
         with self.queueing():
             target.copy_(source, non_blocking=True)
-        copies = Copies(begin, self.event())
-        copies.end.synchronize()
+        copies = self.copied_since(begin)
+        copies.completion.wait(threading.TIMEOUT_MAX)
         return copies.device_ns()
 
 

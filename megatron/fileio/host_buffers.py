@@ -91,7 +91,7 @@ class Staging:
             return
         with torch.cuda.stream(self._stream):
             begin()
-        self._events[self._turn] = self._stream.record_event()
+        self._events[self._turn] = self._stream.record_event(torch.cuda.Event(blocking=True))
 
     def finish(self) -> None:
         """Return when everything has arrived, and give the buffers back."""

@@ -21,6 +21,7 @@ import numpy as np
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.host_memory import available_memory
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 PIECE = 1 << 30  # bytes
@@ -110,7 +111,7 @@ class PinnedAhead:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self.pinned_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
+        self._thread = device_thread(self._run, name="host-memory")
         self._thread.start()
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ from megatron.fileio.host_buffers import Staging
 from megatron.fileio.open_files import OpenFile, RangedFile, RangedFiles, ReadAhead
 from megatron.fileio.page_cache import populate
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 DIRECT_THREADS = 8
@@ -146,7 +147,7 @@ class _Pool:
         try:
             for i, reader in enumerate(readers):
                 arguments = (reader, i, count, label, op)
-                thread = threading.Thread(target=self._work, args=arguments, name=f"{label.threads}-{i}")
+                thread = device_thread(self._work, args=arguments, name=f"{label.threads}-{i}", daemon=False)
                 thread.start()
                 started.append(thread)
         except BaseException as exc:

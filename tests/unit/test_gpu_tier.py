@@ -148,7 +148,7 @@ def test_docs_have_every_part_and_name_no_other() -> None:
 def test_docs_name_every_module_that_uses_cuda() -> None:
     uses = re.compile(
         r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
-        r"|non_blocking=|side_stream\(|\.cpu\(\)|pynvml"
+        r"|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
     )
     found = {
         str(path.relative_to(ROOT))

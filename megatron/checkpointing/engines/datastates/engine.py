@@ -208,8 +208,8 @@ class _Part:
 
     def _wait_for_devices(self, deadline: DeviceDeadline, phase: str, what: str) -> None:
         for device in {tensor.device for tensor in self.staged if tensor.device.type != "cpu"}:
-            done = torch.cuda.current_stream(device).record_event()
-            deadline.wait_for(done, phase, f"{what} of {self.path.name}")
+            done = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+            deadline.wait_in(done.synchronize, phase, f"{what} of {self.path.name}")
 
 
 @dataclass

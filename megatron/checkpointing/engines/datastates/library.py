@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
+from restart_trace.device_threads import device_selector
 
 GIB = 1 << 30
 AGGREGATED = ("engine_type", "state_aggregated_engine")  # an option of the later branch
@@ -211,7 +212,7 @@ class _OneThread(ThreadPoolExecutor):
     """The library's executor, which keeps the futures that the library drops."""
 
     def __init__(self) -> None:
-        super().__init__(max_workers=1, thread_name_prefix="datastates")
+        super().__init__(max_workers=1, thread_name_prefix="datastates", initializer=device_selector())
         self._futures: list[Future[Any]] = []
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

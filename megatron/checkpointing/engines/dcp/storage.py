@@ -24,6 +24,7 @@ from megatron.fileio.files import with_name
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read_file
 from restart_trace import under_way
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_selector
 
 METADATA = ".metadata"
 _KIND = "the metadata of a checkpoint"
@@ -128,6 +129,7 @@ class Writer(filesystem.FileSystemWriter):
         self.started_ns = self.ended_ns = 0  # of writing
         self._failure = failure
         self._slots = slots
+        self._select_device = device_selector()  # dcp-async writes on a thread of the library's
         self.fs: _WritingFiles = _WritingFiles(self.timeline, options.checksum, failure)
 
     @property
@@ -146,6 +148,7 @@ class Writer(filesystem.FileSystemWriter):
         return metadata.StorageMeta(checkpoint_id=Path(self.path).name, save_id=self.save_id)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        self._select_device()
         with self._slots:
             self._failure.check()
             self.started_ns = now_ns()

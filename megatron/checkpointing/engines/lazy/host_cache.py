@@ -54,7 +54,7 @@ def gather(
         for piece, stop in _with_ends(pieces):
             source = sources[piece.tensor][piece.start : piece.stop]
             buffer.tensor[piece.offset : stop].copy_(source, non_blocking=True)
-    return Copies(begin, stream.event())
+    return stream.copied_since(begin)
 
 
 def _with_ends(pieces: Iterable[Piece]) -> Iterable[tuple[Piece, int]]:

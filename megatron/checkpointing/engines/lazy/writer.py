@@ -10,7 +10,6 @@ streamed flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointi
 
 from __future__ import annotations
 
-import bisect
 import errno
 import os
 import threading
@@ -38,6 +37,7 @@ from megatron.fileio.device_waits import DeviceDeadline, DeviceStalledError
 from megatron.fileio.files import sync_file, with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 
@@ -119,7 +119,7 @@ class LazySave(PendingSave):
         self._device_ns = 0
         self._last_copied_ns = 0
         self._clock_of_copies, self._copying_since_ns = _Clock(), now_ns()
-        self._main = threading.Thread(target=self._run, name="lazy-save", daemon=True)
+        self._main = device_thread(self._run, name="lazy-save")
         self._main.start()
 
     # The training thread
@@ -143,8 +143,8 @@ class LazySave(PendingSave):
             self._condition.wait_for(self._all_gathered)
         if self._stream is not None and self._error is None:
             try:
-                self._wait_for_copies(self._stream.event(), f"the copies for {self._path.name}")
-            except DeviceStalledError as exc:
+                self._wait_for_last_copy()
+            except BaseException as exc:
                 self._fail(exc)
         self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
 
@@ -157,11 +157,17 @@ class LazySave(PendingSave):
         return note_saved(self._result, self._options, self._op)
 
     def _copied_by_now(self) -> int:
-        """Bytes that the device has copied. Copies complete in order, so a few queries suffice (bisection)."""
+        """Bytes that the device has copied."""
         with self._condition:
             blocks = list(self._copied)
-        done = bisect.bisect_left(blocks, True, key=lambda block: not (block.copied and block.copied.query()))
-        return sum(block.length for block in blocks[:done])
+        return sum(block.length for block in blocks if block.copied is not None and block.copied.completion.done)
+
+    def _wait_for_last_copy(self) -> None:
+        """Return when the device has copied all blocks, which it does in their order."""
+        with self._condition:
+            last = self._copied[-1] if self._copied else None
+        if last is not None and last.copied is not None:
+            self._deadline.wait_for(last.copied.completion, "device_to_host", f"the copies for {self._path.name}")
 
     def _all_gathered(self) -> bool:
         return self._error is not None or (self._planned and not self._waiting and self._gathering == 0)
@@ -195,6 +201,8 @@ class LazySave(PendingSave):
             if file is not None:
                 file.close()
             self._give_back_all(blocks)
+            if self._stream is not None:
+                self._stream.close()
 
     def _check_complete(self) -> None:
         """Raises RuntimeError if a block is missing, so that a bug cannot lead to an incomplete checkpoint."""
@@ -213,36 +221,30 @@ class LazySave(PendingSave):
 
     def _still_copied_into(self, block: Block) -> bool:
         """Whether the device may still write into the buffer of `block`, which the next save must then not use."""
-        if block.copied is None or block.copied.query():
+        if block.copied is None or block.copied.completion.done:
             return False
         if isinstance(self._error, DeviceStalledError):
             return True  # the deadline has already passed
         try:
             self._wait_for_copy(block)
-        except DeviceStalledError:
+        except Exception:  # it has not answered in time, or has reported an error
             return True
         return False
 
     def _wait_for_copy(self, block: Block) -> None:
-        what = f"the copy of bytes {block.position} to {block.position + block.length} of {self._path.name}"
-        self._wait_for_copies(block.copied, what)
         assert block.copied is not None
+        what = f"the copy of bytes {block.position} to {block.position + block.length} of {self._path.name}"
+        self._deadline.wait_for(block.copied.completion, "device_to_host", what)
         took = block.copied.device_ns()
         with self._condition:
             self._device_ns += took
-            self._last_copied_ns = now_ns()
-
-    def _wait_for_copies(self, event: Any, what: str) -> None:
-        self._deadline.wait_for(event, "device_to_host", what)
+            self._last_copied_ns = max(self._last_copied_ns, block.copied.completion.at_ns)
 
     def _run_threads(self, file: SaveTarget, num_blocks: int) -> None:
         count = min(self._cache.io_threads, max(num_blocks, 1))
-        threads = [
-            threading.Thread(target=self._write_blocks, args=(file,), name=f"lazy-io-{i}", daemon=True)
-            for i in range(count)
-        ]
+        threads = [device_thread(self._write_blocks, args=(file,), name=f"lazy-io-{i}") for i in range(count)]
         if self._stream is not None:
-            threads.append(threading.Thread(target=self._copy_ahead, name="lazy-copy", daemon=True))
+            threads.append(device_thread(self._copy_ahead, name="lazy-copy"))
         self._io_threads_left = count
         for thread in threads:
             thread.start()

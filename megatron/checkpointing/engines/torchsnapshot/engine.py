@@ -28,6 +28,7 @@ from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import WRITTEN, ReadingStorage, WritingStorage
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_selector
 from restart_trace.recorder import Operation
 
 METADATA = ".snapshot_metadata"
@@ -69,7 +70,7 @@ class TorchSnapshotEngine(StateDirectoryEngine):
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
         execution = library.Execution(timeline)
         holder = _Holder({})
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
+        with ThreadPoolExecutor(self._threads, "torchsnapshot-read", initializer=device_selector()) as pool:
             storage = ReadingStorage(root, pool, files, self.options.verify_checksums, timeline)
             with library.reading(storage, execution, library.memory_budget(self.options)):
                 snapshot = Snapshot(str(root))
@@ -88,7 +89,7 @@ class _PendingSnapshots(PendingSave):
         self._directory = directory
         self._op = op
         self.buffers = library.Buffers(library.memory_budget(options))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torchsnapshot-write")
+        self._pool = ThreadPoolExecutor(threads, "torchsnapshot-write", initializer=device_selector())
         self._storages: list[WritingStorage] = []
         self._snapshots: list[tuple[str, PendingSnapshot]] = []
         self._written = Timeline()  # of all spans of writing

@@ -6,9 +6,12 @@ product's. Its memory is "pinned" by CountingPins, which keeps what it was asked
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from megatron.fileio.device_copies import Copies
+from megatron.fileio.device_waits import EventWaiter
 from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.pinned_memory import PinningError
 
@@ -38,6 +41,7 @@ class StandInStream:
     stops_after: int | None = None
     pins: CountingPins = field(default_factory=CountingPins)
     events: int = 0
+    waiter: EventWaiter | None = None
 
     def event(self) -> StandInEvent:
         self.events += 1
@@ -46,12 +50,23 @@ class StandInStream:
     def queueing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def copied_since(self, begin: StandInEvent) -> Copies:
+        if self.waiter is None:
+            self.waiter = EventWaiter("copies-done")
+        end = self.event()
+        return Copies(begin, end, self.waiter.watch(end))
+
+    def close(self) -> None:
+        if self.waiter is not None:
+            self.waiter.close()
+
     def measure_bus(self, buffer: Buffer) -> dict[str, float]:
         """As a bus of 25 GB/s."""
         return {"bus_to_host_bytes_per_s": 25e9, "bus_to_device_bytes_per_s": 25e9}
 
     def on_a_device(self, tensors: object) -> StandInStream:
-        """In place of device_copies.side_stream."""
+        """In place of device_copies.side_stream, which returns another stream for each save."""
+        self.waiter = None
         return self
 
 
@@ -60,8 +75,10 @@ class StandInEvent:
     stream: StandInStream
     number: int
 
-    def query(self) -> bool:
-        return self.stream.stops_after is None or self.number <= self.stream.stops_after
+    def synchronize(self) -> None:
+        """Never returns for an event that does not happen. torch holds the GIL in `query`: there is none."""
+        if self.stream.stops_after is not None and self.number > self.stream.stops_after:
+            threading.Event().wait()
 
     def elapsed_time(self, end: StandInEvent) -> float:
         """Milliseconds, as torch.cuda.Event."""
