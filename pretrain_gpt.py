@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.startup.initialize import Runtime
-    from megatron.training.data import DataRequest, SplitDatasets
+    from megatron.training.data import BatchRequest, DataRequest, SplitDatasets
 
 
 def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> GPTModelPipe:
@@ -34,20 +34,30 @@ def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> 
     )
 
 
-def get_batch_pipe(data: dict[str, torch.Tensor], eod_token: int | None) -> tuple[Any, Any]:
-    """((tokens, position_ids), (labels, loss_mask)), each [b, s], of {"text": [b, s + 1]}.
+def get_batch_pipe(data: dict[str, torch.Tensor], request: BatchRequest) -> tuple[Any, Any]:
+    """(inputs, labels) of {"text": [b, s + 1]} on `request.device`: one copy of the text, and views of it.
 
-    With `eod_token` (--eod-mask-loss), predicting from that token does not count.
+    inputs: tokens [b, s], or (tokens, position_ids) with learned positions; None except on the first stage.
+    labels: (labels, loss_mask), each [b, s]; None except on the last stage. Predicting from `request.eod_token`
+    (--eod-mask-loss) does not count.
     """
     import torch
 
-    text = data["text"]
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    position_ids = torch.arange(tokens.shape[1]).unsqueeze(0).expand_as(tokens).contiguous()
-    loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
-    if eod_token is not None:
-        loss_mask[tokens == eod_token] = 0.0
-    return (tokens, position_ids), (labels, loss_mask)
+    # From pinned memory the copy waits for no kernel, and no kernel that does not use it waits for the copy.
+    text = data["text"].to(request.device, non_blocking=True)
+    tokens = text[:, :-1]
+    inputs: Any = None
+    if request.first_stage:
+        inputs = tokens
+        if request.position_ids:
+            inputs = tokens, torch.arange(tokens.shape[1], device=text.device).expand_as(tokens)
+    if not request.last_stage:
+        return inputs, None
+    if request.eod_token is None:
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=text.device)
+    else:
+        loss_mask = (tokens != request.eod_token).float()
+    return inputs, (text[:, 1:], loss_mask)
 
 
 def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor], tp: Any) -> torch.Tensor:

@@ -41,7 +41,8 @@ class TiedHead(nn.Module):
 class EmbeddingPipe(TiedHead):
     """Word embedding, plus learned positions in the GPT-2-style model.
 
-    Input (ids [b, s], position_ids [b, s]); output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
+    Input ids [b, s], with learned positions (ids, position_ids), each [b, s]; output [b, s, hidden], or with
+    --sequence-parallel [b, s / TP, hidden].
     """
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
@@ -49,11 +50,12 @@ class EmbeddingPipe(TiedHead):
         self.hidden_dropout = config.hidden_dropout
         self.position_embeddings = PositionEmbedding(config, place) if config.add_position_embedding else None
 
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        ids, position_ids = inputs
-        x = self.word_embeddings(ids)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(position_ids)
+    def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if self.position_embeddings is None:
+            x = self.word_embeddings(inputs)
+        else:
+            ids, position_ids = inputs
+            x = self.word_embeddings(ids) + self.position_embeddings(position_ids)
         return residual_dropout(x, self.hidden_dropout, self.training, self.word_embeddings.tp)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from megatron.checkpointing.state import Progress, samples_of_run
 from megatron.config import Config
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
-from megatron.parallel.control_plane import ControlPlane
-from megatron.parallel.topology import Coordinates, Layout
+from megatron.startup.initialize import Runtime
 
 SplitDatasets = tuple[Any, Any, Any]
 
@@ -34,6 +33,29 @@ class DataRequest:
     agree: Callable[[Exception | None], None]
 
 
+@dataclass(frozen=True)
+class BatchRequest:
+    """What the stage of this rank needs of each micro-batch."""
+
+    device: Any  # torch.device
+    first_stage: bool  # needs the inputs
+    last_stage: bool  # needs labels and loss mask
+    position_ids: bool  # whether position ids are among the inputs: only learned positions use them
+    eod_token: int | None  # with --eod-mask-loss
+
+
+def batch_request(config: Config, runtime: Runtime, eod_token: int | None) -> BatchRequest:
+    """That of this rank. `eod_token`: the tokenizer's."""
+    stage = runtime.coordinates.pp
+    return BatchRequest(
+        device=runtime.device,
+        first_stage=stage == 0,
+        last_stage=stage == runtime.layout.pp - 1,
+        position_ids=config.model.add_position_embedding,
+        eod_token=eod_token if config.data.eod_mask_loss else None,
+    )
+
+
 @dataclass
 class DataIterators:
     """Iterators over micro-batches; None on pipeline stages that read no data, or if a split is empty."""
@@ -46,19 +68,17 @@ class DataIterators:
 
 
 def build_data_iterators(
-    provider: Callable[[DataRequest], SplitDatasets],
-    config: Config,
-    control: ControlPlane,
-    layout: Layout,
-    at: Coordinates,
-    progress: Progress,
+    provider: Callable[[DataRequest], SplitDatasets], config: Config, runtime: Runtime, progress: Progress
 ) -> DataIterators:
     """Build the datasets and position them at `progress`, in constant time; collective.
 
+    Micro-batches are in host memory, which is pinned if the rank computes on a device: only from there does a copy not
+    wait for the device's earlier work.
     Sets `progress.indexed_samples` for the splits for which it is not set yet. Raises DataError on every rank, with the
     reason, if any rank fails.
     """
-    training = config.training
+    training, control = config.training, runtime.control
+    at, layout = runtime.coordinates, runtime.layout
     needed = samples_of_run(
         training.train_iters,
         training.eval_interval,
@@ -83,7 +103,7 @@ def build_data_iterators(
         if dataset is None or at.pp not in (0, layout.pp - 1):
             return None
         sampler = PretrainingSampler(None, consumed, training.micro_batch_size, at.dp, layout.dp)
-        return build_pretraining_data_loader(dataset, sampler, config.data.num_workers)
+        return build_pretraining_data_loader(dataset, sampler, config.data.num_workers, runtime.device.type != "cpu")
 
     return DataIterators(
         train=loader(train_set, progress.consumed_train_samples),

@@ -319,7 +319,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory, wait_for_memory
-    from megatron.training.data import build_data_iterators
+    from megatron.training.data import batch_request, build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import check_free_space
     from megatron.training.log import TrainingLog
@@ -332,15 +332,15 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     with startup.phase("engine_init"):
         free = available_memory()  # before the rendezvous, so that no rank of this host has allocated any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
-    control, layout, place = runtime.control, runtime.layout, runtime.coordinates
+    control = runtime.control
     model = _build_model(config, runtime, vocabulary.padded, providers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    batch_fn = functools.partial(providers.batch_fn, eod_token=vocabulary.eod if config.data.eod_mask_loss else None)
+    batch_fn = functools.partial(providers.batch_fn, request=batch_request(config, runtime, vocabulary.eod))
     engine = loads = None
     if is_standby():
         engine = _build_engine(config, runtime, model, batch_fn)
         providers = providers._replace(datasets=opened_once(providers.datasets))
-        rehearse(engine, build_data_iterators(providers.datasets, config, control, layout, place, Progress()))
+        rehearse(engine, build_data_iterators(providers.datasets, config, runtime, Progress()))
         if LOADS_VARIABLE in os.environ and why_not_ahead(config.checkpoint) is None:
             loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
         beginning.wait_and_begin(None if loads is None else loads.load)
@@ -364,7 +364,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     with startup.phase("engine_init"):
         check_free_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
-        data = build_data_iterators(providers.datasets, config, control, layout, place, progress)
+        data = build_data_iterators(providers.datasets, config, runtime, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard if a flag asks for it
     wait_for_memory(checkpointer, runtime.device)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.config import padded_vocab_size
 from megatron.config.arguments import parse_or_exit
 from megatron.tokenizer import tokenizer_info
-from pretrain_gpt import get_batch_pipe, model_provider
+from pretrain_gpt import model_provider
 from restart_trace.clock import now_ns
 from restart_trace.recorder import untraced_recorder
 from restart_trace.startup import Startup
@@ -30,7 +30,7 @@ def build() -> tuple[Any, Any]:
     size, _ = tokenizer_info(config.data.tokenizer_type or "", tokenizer_model=config.data.tokenizer_model)
     vocab = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     model = model_provider(config, vocab, runtime)
-    return config, build_engine(config, model, lambda batch: get_batch_pipe(batch, None))
+    return config, build_engine(config, model, lambda batch: batch)
 
 
 def main() -> None:

@@ -1,0 +1,64 @@
+"""What a rank reads: its stage's micro-batches, and where the loader leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from megatron.checkpointing.state import Progress
+from megatron.config import Config
+from megatron.config.arguments import config_from_args, parse_args
+from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.topology import Layout
+from megatron.startup.initialize import Runtime
+from megatron.training.data import BatchRequest, DataIterators, batch_request, build_data_iterators
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 2 --data-path x --tokenizer-type NullTokenizer --vocab-size 99 --no-query-key-layer-scaling"
+)
+CPU = torch.device("cpu")
+
+
+class Constant:
+    def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
+        return {"text": np.full(5, i, dtype=np.int64)}
+
+
+def config_of(flags: str = "") -> Config:
+    return config_from_args(parse_args(f"{FLAGS} {flags}".split(), {}), {})
+
+
+def runtime(device: torch.device = CPU, stage: int = 0, stages: int = 1) -> Runtime:
+    layout, nothing = Layout(tp=1, pp=stages, dp=1), None
+    plane: Any = ControlPlane(0, 1)
+    return Runtime(layout, layout.coordinates(stage), stage, device, "gloo", nothing, plane, plane)  # pyright: ignore[reportArgumentType]
+
+
+def iterators(of: Runtime, flags: str) -> DataIterators:
+    return build_data_iterators(lambda _: (Constant(), None, None), config_of(flags), of, Progress())
+
+
+@pytest.mark.parametrize(("device", "pinned"), [(CPU, 0), (torch.device("cuda", 0), 1)])
+def test_batches_for_a_device_are_pinned(monkeypatch: pytest.MonkeyPatch, device: torch.device, pinned: int) -> None:
+    """A stand-in pins, since this machine need not have a device; tests/gpu/test_data.py pins really."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: seen.append(tensor) or tensor)
+    data = iterators(runtime(device), "--num-workers 0")
+    assert data.train is not None and next(data.train)["text"].tolist() == [[0] * 5]
+    assert len(seen) == pinned
+
+
+def test_stages_in_between_read_nothing() -> None:
+    assert [iterators(runtime(stage=stage, stages=3), "").train is None for stage in range(3)] == [False, True, False]
+
+
+def test_a_stage_asks_for_what_it_uses() -> None:
+    rotary = "--use-rotary-position-embeddings"
+    assert batch_request(config_of(rotary), runtime(), 7) == BatchRequest(CPU, True, True, False, None)
+    assert batch_request(config_of("--eod-mask-loss"), runtime(stages=2), 7) == BatchRequest(CPU, True, False, True, 7)
+    assert batch_request(config_of(), runtime(stage=1, stages=2), 7) == BatchRequest(CPU, False, True, True, None)
