@@ -25,6 +25,7 @@ from typing import Any
 from megatron.fileio.host_memory import available_memory
 from megatron.peers.ahead import Ahead
 from megatron.peers.client import Peer, ask
+from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
 from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
 from megatron.processes.memory_slots import Slot, new_slots
@@ -76,7 +77,7 @@ class Holder:
 
     def __init__(self, own: list[Slot], times: Sequence[StepTimes], launch: str) -> None:
         self._own = own
-        self._traffic = Traffic(times)
+        self._traffic = Traffic(times, ports_of_nccl(os.environ))
         self._launch = launch
         self._ahead = Ahead(own)
         self._copies: dict[Key, _Copies] = {}

@@ -3,7 +3,8 @@
 After GEMINI (Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP
 2023, section 5): traffic of training is alike from step to step, so some steps are profiled for the spans in which they
 leave the network idle, and copies go in chunks within them. What is profiled here is the network interface itself, by
-the kernel's counters, in steps without copies: those are held until training waits for them. A rank tells when a step
+the kernel's counters, and each RDMA port that NCCL uses, by its own, in steps without copies: those are held until
+training waits for them. A rank tells when a step
 begins, and each rank when training waits for a save, in memory that it shares with the process that sends copies. A
 token bucket is filled a little faster than the interface has been seen to carry, so that no long queue is left when an
 idle span ends.
@@ -13,6 +14,7 @@ What the idle spans did not take goes at once when training waits for it.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -25,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.peers.rdma import Port
 from megatron.peers.wire import PeerError
 from restart_trace.clock import now_ns
 
@@ -58,10 +61,10 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One that was profiled: its length, ns, and (when, bytes) of what the interface carried, in order."""
+    """One that was profiled: its length, ns, and (when, bytes by link) of what the links carried, in order."""
 
     length: int
-    carried: Sequence[tuple[Span, int]]
+    carried: Sequence[tuple[Span, Sequence[int]]]
 
 
 class Profile(NamedTuple):
@@ -81,16 +84,17 @@ class Profile(NamedTuple):
         return _POLL_NS
 
 
-def profile_of(steps: Sequence[Step], rate: float) -> Profile:
-    """The median length, and when fewer than `_BUSY_IN` of the steps use the network, with a margin around traffic.
+def profile_of(steps: Sequence[Step], rates: Sequence[float]) -> Profile:
+    """The median length, and when fewer than `_BUSY_IN` of the steps use any link, with a margin around traffic.
 
-    `rate`: bytes a second that the network can carry.
+    `rates`: bytes a second that each link can carry.
     """
     length = int(statistics.median(step.length for step in steps))
     edges: list[tuple[int, int]] = []
     for step in steps:
-        for span, num_bytes in step.carried:
-            if num_bytes * 1e9 > _BUSY * rate * (span.stop - span.start):
+        for span, by_link in step.carried:
+            least = [_BUSY * rate * (span.stop - span.start) for rate in rates]
+            if any(num_bytes * 1e9 > busy for num_bytes, busy in zip(by_link, least, strict=True)):
                 edges += [(span.start, 1), (span.stop, -1)]
     margin, using, began = int(_MARGIN * length), 0, 0
     busy: list[Span] = []
@@ -170,7 +174,7 @@ def step_times(number: int) -> list[StepTimes]:
 
 
 class Counters(NamedTuple):
-    """Of an interface: bytes that it has received and sent until `at_ns`, monotonic."""
+    """Of a link, an interface or an RDMA port: bytes that it has received and sent until `at_ns`, monotonic."""
 
     at_ns: int
     received: int
@@ -200,19 +204,34 @@ def interface_towards(address: str, port: int) -> str:
 
 def read_counters(interface: str) -> Counters | None:
     """Of this process's network namespace (proc(5), /proc/net/dev); None if it was not known when they were read."""
-    before = now_ns()
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    now = now_ns()
-    for line in lines if now - before <= _READ_NS else ():
+    at_ns, (table,) = _read(Path("/proc/self/net/dev"))
+    for line in table.splitlines():
         name, _, rest = line.partition(":")
-        if name.strip() == interface:
+        if at_ns is not None and name.strip() == interface:
             words = rest.split()
-            return Counters(now, int(words[0]), int(words[8]))
+            return Counters(at_ns, int(words[0]), int(words[8]))
     return None
 
 
+def read_port(port: Port) -> Counters | None:
+    """Of an RDMA port; None if it was not known when they were read. Raises ValueError if it has none."""
+    if port.files is None:
+        raise ValueError(f"{port.directory} has no counters of what it carries")
+    *files, unit = port.files
+    at_ns, (received, sent) = _read(*files)
+    return None if at_ns is None else Counters(at_ns, int(received) * unit, int(sent) * unit)
+
+
+def _read(*files: Path) -> tuple[int | None, list[str]]:
+    """When, ns, and what each file holds; None if reading took too long to say when."""
+    before = now_ns()
+    texts = [file.read_text() for file in files]
+    now = now_ns()
+    return now if now - before <= _READ_NS else None, texts
+
+
 class LinkRate:
-    """The most that an interface has carried in a window, bytes a second; 0 if nothing. By any thread."""
+    """The most that a link has carried in a window, bytes a second; 0 if nothing. By any thread."""
 
     def __init__(self, read: Callable[[], Counters | None]) -> None:
         self.bytes_per_s = 0.0
@@ -248,20 +267,22 @@ class Observation:
         return max(STALLED_NS, int(_LATE * self.longest_ns))
 
 
-def observe_steps(link: LinkRate, times: Sequence[StepTimes], seen: Observation) -> list[Step]:
-    """Watch some whole steps: what the interface carries, but for the time in which training waits for a save.
+def observe_steps(links: Sequence[LinkRate], times: Sequence[StepTimes], seen: Observation) -> list[Step]:
+    """Watch some whole steps: what the links carry, but for the time in which training waits for a save.
 
     A step in which copies went otherwise says nothing of training's traffic, and does not count.
     """
     steps: list[Step] = []
-    carried: list[tuple[Span, int]] = []
+    carried: list[tuple[Span, Sequence[int]]] = []
     number, began, waited = times[0].steps, 0, 0  # the step under way does not count: its beginning was not seen
     before = None
     while len(steps) < _PROFILED:
         time.sleep(_SAMPLE_S)
-        now = link.sample()
-        if now is None:
+        found = [link.sample() for link in links]
+        counted = [one for one in found if one is not None]
+        if len(counted) < len(links):
             continue
+        now = counted[0]
         if times[0].steps != number:
             if began and times[0].steps == number + 1:
                 seen.longest_ns = max(seen.longest_ns, times[0].began_ns - began)
@@ -271,11 +292,12 @@ def observe_steps(link: LinkRate, times: Sequence[StepTimes], seen: Observation)
                 steps.clear()
             number, began, waited, carried = times[0].steps, times[0].began_ns, 0, []
         if before is not None and any(one.waits for one in times):
-            waited += now.at_ns - before.at_ns
-        elif before is not None and began and now.since(before):
-            since = began + waited
-            carried.append((Span(max(0, before.at_ns - since), now.at_ns - since), now.since(before)))
-        before = now
+            waited += now.at_ns - before[0].at_ns
+        elif before is not None and began:
+            since, more = began + waited, [one.since(earlier) for one, earlier in zip(counted, before, strict=True)]
+            if any(more):
+                carried.append((Span(max(0, before[0].at_ns - since), now.at_ns - since), more))
+        before = counted
     return steps
 
 
@@ -324,13 +346,17 @@ class Copy:
 
 
 class Traffic:
-    """All copies that a host sends, and when they may. `times`: of each of its ranks; the first one tells of steps."""
+    """All copies that a host sends, and when they may. `times`: of each of its ranks; the first one tells of steps.
 
-    def __init__(self, times: Sequence[StepTimes]) -> None:
+    `ports`: RDMA ports that training uses, too; those without counters are left out.
+    """
+
+    def __init__(self, times: Sequence[StepTimes], ports: Sequence[Port] = ()) -> None:
         self._times = times
+        self._ports = [LinkRate(functools.partial(read_port, port)) for port in ports if port.files is not None]
         self._bucket = TokenBucket()
         self._lock = threading.Lock()
-        self._link: LinkRate | None = None
+        self._link: LinkRate | None = None  # which carries the copies
         self.profile: Profile | None = None  # of the newest steps that were profiled
         self._profiled_at = 0  # number of a step
         self._profiling = False
@@ -346,13 +372,15 @@ class Traffic:
                 self.profile = None
             if self.profile is None and not self._profiling:
                 self._profiling, self._seen = True, Observation()
-                threading.Thread(target=self._take_profile, args=(self._link, self._seen), daemon=True).start()
+                links = [self._link, *self._ports]
+                threading.Thread(target=self._take_profile, args=(links, self._seen), daemon=True).start()
         return Copy(self)
 
-    def _take_profile(self, link: LinkRate, seen: Observation) -> None:
-        steps = observe_steps(link, self._times, seen)
+    def _take_profile(self, links: Sequence[LinkRate], seen: Observation) -> None:
+        steps = observe_steps(links, self._times, seen)
         with self._lock:
-            self.profile, self._profiled_at = profile_of(steps, link.bytes_per_s), self._times[0].steps
+            self.profile = profile_of(steps, [link.bytes_per_s for link in links])
+            self._profiled_at = self._times[0].steps
             self._profiling = False
 
     def statistics(self, copies: Sequence[Copy]) -> Mapping[str, Any]:

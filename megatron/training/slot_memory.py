@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.checkpointing.disk_space import rank_bytes, slot_bytes
@@ -18,6 +17,7 @@ from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, own_peer
 from megatron.peers.placement import PlacementError, number_of_copies, place, read_domains
+from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 from megatron.startup.initialize import Runtime
@@ -41,7 +41,7 @@ class Need(NamedTuple):
     node: int = 0  # node rank
     peer: Peer | None = None  # the process of its host
     held: int = 0  # memory that its host has allocated for copies; 0 except on one rank of a host
-    rdma: str | None = None  # RDMA device, whose traffic is not in the counters that interleaved copies rely on
+    uncounted: str | None = None  # RDMA port that NCCL uses and that does not count what it carries
 
 
 class Share(NamedTuple):
@@ -106,8 +106,9 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
             logger.warning("%s; it may hold no copies of saves", error)
     host, node = os.uname().nodename, runtime.rank // engine.options.local_world_size
     interleaves = config.checkpoint.replication_traffic == "interleave"
-    rdma = rdma_device(os.environ) if interleaves and runtime.device.type == "cuda" else None
-    return Need(host, slots, growth, state, available_memory(), each, node, peer, held, rdma)
+    ports = ports_of_nccl(os.environ) if interleaves and runtime.backend == "nccl" else []
+    uncounted = next((str(port.directory) for port in ports if port.files is None), None)
+    return Need(host, slots, growth, state, available_memory(), each, node, peer, held, uncounted)
 
 
 def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) -> tuple[str | None, list[Share]]:
@@ -119,17 +120,18 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
         placed = _placed(options, hosts, all(need.peer is not None for need in needs))
     except PlacementError as error:
         return str(error), []
-    past = next((need for need in needs if need.rdma is not None), None)
+    past = next((need for need in needs if need.uncounted is not None), None)
     if past is not None:
         return (
-            f"--replication-traffic interleave: {past.host} has {past.rdma}, and NCCL's RDMA traffic is not in the "
-            "counters of network interfaces, on which this flag relies; use --replication-traffic naive, or "
-            "NCCL_IB_DISABLE=1 to make NCCL use TCP"
+            f"--replication-traffic interleave: {past.uncounted} of {past.host} has no counters that can be read, so "
+            "nobody can tell when NCCL leaves it idle; use --replication-traffic naive, exclude it by NCCL_IB_HCA, or "
+            "make NCCL use TCP (NCCL_NET=Socket)"
         ), []
     shares = [Share([], []) for _ in needs]
+    others = dict(zip(nodes, placed, strict=True))
     for rank, need in enumerate(needs):
         key: Key = (layout.tp, layout.pp, layout.dp, *layout.coordinates(rank))
-        for other in placed[nodes.index(need.node)]:
+        for other in others[need.node]:
             holder = first[nodes[other]]
             peer = needs[holder].peer
             assert peer is not None
@@ -137,13 +139,6 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
             shares[holder].copies.append((key, need.each))
     lack = lack_of_memory(needs, [SLOTS_PER_RANK * sum(size for _, size in share.copies) for share in shares])
     return lack, shares
-
-
-def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class/infiniband")) -> str | None:
-    """The RDMA device that NCCL uses instead of the kernel's TCP (InfiniBand, RoCE, EFA); None if it uses none."""
-    if environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET") == "Socket":
-        return None
-    return next((str(device) for device in sorted(devices.glob("*"))), None)
 
 
 def _placed(options: CheckpointConfig, hosts: Sequence[str], served: bool) -> list[tuple[int, ...]]:
@@ -188,8 +183,10 @@ def lack_of_memory(needs: Sequence[Need], copies: Sequence[int] = ()) -> str | N
     `copies`: by rank, bytes for copies of other hosts' saves that its host holds.
     """
     copies = copies or [0] * len(needs)
-    for host in dict.fromkeys(need.host for need in needs):
-        mine = [(need, extra) for need, extra in zip(needs, copies, strict=True) if need.host == host]
+    by_host: dict[str, list[tuple[Need, int]]] = {}  # in one pass: rank 0 does this for all, while they wait
+    for need, extra in zip(needs, copies, strict=True):
+        by_host.setdefault(need.host, []).append((need, extra))
+    for host, mine in by_host.items():
         others = sum(extra for _, extra in mine)
         growth = sum(need.growth for need, _ in mine) + sum(max(0, extra - need.held) for need, extra in mine)
         state = sum(need.state for need, _ in mine)

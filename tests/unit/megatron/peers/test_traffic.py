@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from megatron.peers.client import Peer, Sent, send_copies
+from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import (
     HELD_NS,
     STALLED_NS,
@@ -30,6 +35,7 @@ from megatron.peers.traffic import (
     own_step_times,
     profile_of,
     read_counters,
+    read_port,
     share_step_times,
     step_times,
 )
@@ -43,9 +49,9 @@ RATE = 1e8  # bytes a second: 100 kB a ms
 STEP = Profile(1000 * MS, (Span(0, 280 * MS), Span(420 * MS, 780 * MS)))
 
 
-def carried(*spans: tuple[int, int], rate: float = RATE) -> list[tuple[Span, int]]:
-    """Spans in ms, at that rate."""
-    return [(Span(start * MS, stop * MS), int((stop - start) * rate / 1000)) for start, stop in spans]
+def carried(*spans: tuple[int, int], rate: float = RATE) -> list[tuple[Span, list[int]]]:
+    """Spans in ms, at that rate, of one link."""
+    return [(Span(start * MS, stop * MS), [int((stop - start) * rate / 1000)]) for start, stop in spans]
 
 
 def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
@@ -55,9 +61,9 @@ def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
         Step(1100 * MS, [*carried((500, 510), rate=0.04 * RATE), *carried((990, 1100))]),
         Step(1000 * MS, [*carried((500, 510), rate=0.04 * RATE), *carried((990, 1000))]),
     ]
-    assert profile_of(steps, RATE) == Profile(1000 * MS, [Span(0, 290 * MS), Span(420 * MS, 970 * MS)])
-    assert profile_of([Step(10 * MS, [])] * 4, 0.0).idle == [Span(0, 10 * MS)]
-    assert profile_of([Step(10 * MS, carried((0, 10)))] * 4, RATE).idle == []
+    assert profile_of(steps, [RATE]) == Profile(1000 * MS, [Span(0, 290 * MS), Span(420 * MS, 970 * MS)])
+    assert profile_of([Step(10 * MS, [])] * 4, [0.0]).idle == [Span(0, 10 * MS)]
+    assert profile_of([Step(10 * MS, carried((0, 10)))] * 4, [RATE]).idle == []
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,25 @@ def test_the_bucket_keeps_the_rate() -> None:
         passed += 0 if pause else 100_000
     assert passed >= 100_000 * 499
     assert passed - 10_000_000 <= now - MS <= passed, "10 ms at this rate may go together"
+
+
+DEVICE = """
+import os, sys
+from pathlib import Path
+port = Path(sys.argv[1])
+(port / "counters").mkdir(parents=True)
+(port / "state").write_text("4: ACTIVE\\n")
+def count(name, words):
+    (port / "new").write_text(f"{words}\\n")
+    os.replace(port / "new", port / "counters" / name)
+count("port_rcv_data", 0)
+count("port_xmit_data", 0)
+print(flush=True)
+for line in sys.stdin:
+    steps, ms = divmod(int(line), 20)
+    count("port_xmit_data", 25_000 * (3 * steps + min(3, max(0, ms - 5))))
+    print(flush=True)
+"""
 
 
 @pytest.fixture
@@ -135,7 +160,7 @@ def test_steps_are_observed_without_what_training_waits_for(times: StepTimes) ->
         return Counters(at, 0, traffic + copies)
 
     link = LinkRate(read)
-    steps = observe_steps(link, [times], Observation())
+    steps = observe_steps([link], [times], Observation())
     assert [step.length for step in steps] == [20 * MS, 20 * MS, 16 * MS, 20 * MS], "whole ones only"
     for step in steps:
         assert step.carried == carried((5, 6), (6, 7), (7, 8))
@@ -174,7 +199,7 @@ def test_a_step_in_which_copies_went_is_not_profiled(times: StepTimes) -> None:
             seen.disturbed = times.steps
         return Counters(at, 0, at // MS * 100_000 if 40 * MS < at < 60 * MS else 0)
 
-    steps = observe_steps(LinkRate(read), [times], seen)
+    steps = observe_steps([LinkRate(read)], [times], seen)
     assert at == 20 * MS * 6 and len(steps) == 4
     assert seen.longest_ns == 20 * MS
     assert [step.carried for step in steps] == [[], [], [], []]
@@ -194,6 +219,40 @@ def test_a_copy_goes_at_once_where_no_step_ends_before_there_is_a_profile(times:
     times.begin(began + 3 * STALLED_NS)
     assert traffic.ask(copy, 4096, began + 3 * STALLED_NS + MS)[0] == 0, "training goes on"
     assert traffic.statistics([copy])["stalled_bytes"] == 8192
+
+
+def test_traffic_of_rdma_is_traffic_though_the_interface_carries_none(times: StepTimes, tmp_path: Path) -> None:
+    """Another process is the device: it counts 100 kB more in each ms of 5 to 8 of a step of 20 ms, which this one asks
+    for by writing the time.
+    """
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    with subprocess.Popen([sys.executable, "-c", DEVICE, port], stdin=PIPE, stdout=PIPE, text=True) as device:
+        assert device.stdin is not None and device.stdout is not None
+        device.stdout.readline()
+        (found,) = ports_of_nccl({}, tmp_path)
+        at = 0
+
+        def read() -> Counters:
+            assert device.stdin is not None and device.stdout is not None
+            print(at // MS, file=device.stdin, flush=True)
+            device.stdout.readline()
+            while (counters := read_port(found)) is None:  # reading took long
+                pass
+            return counters._replace(at_ns=at)
+
+        def interface() -> Counters:
+            nonlocal at
+            at += MS
+            if at % (20 * MS) == 0:
+                times.begin(at)
+            return Counters(at, 0, 0)
+
+        links = [LinkRate(interface), LinkRate(read)]
+        steps = observe_steps(links, [times], Observation())
+        device.stdin.close()
+    assert [link.bytes_per_s for link in links] == [0, RATE * 3 / 10]
+    idle = profile_of(steps, [link.bytes_per_s for link in links]).idle
+    assert [span.start for span in idle] == [0, 8.4 * MS] and idle[0].stop == 4.6 * MS
 
 
 @pytest.fixture
