@@ -54,8 +54,9 @@ class Manifest:
 
     `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
     after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
-    from; "" if it began from its own or from none. `objects`: for a checkpoint in object storage, the object of each
-    file. megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
+    from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
+    megatron.checkpointing.first_start has them; "" if there were none. `objects`: for a checkpoint in object storage,
+    the object of each file. megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
     """
 
     tag: str
@@ -66,6 +67,7 @@ class Manifest:
     files: dict[str, SavedFile]
     run_id: str = ""
     loaded_from: str = ""
+    first_start: str = ""
     sequence: int = 1
     manifest_version: int = MANIFEST_VERSION
     objects: dict[str, StoredObject] = field(default_factory=dict)
@@ -73,8 +75,9 @@ class Manifest:
     def to_json(self) -> str:
         """The content and, under "checksum", the SHA-256 of its canonical JSON."""
         content = asdict(self)
-        if not self.objects:
-            del content["objects"]
+        for key in ("objects", "first_start"):
+            if not content[key]:  # programs of before, which did not know it, read all others
+                del content[key]
         return json.dumps(content | {"checksum": content_checksum(content)}, indent=1) + "\n"
 
     @staticmethod

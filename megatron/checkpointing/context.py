@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.first_start import FirstStart
 from megatron.checkpointing.naming import RankPlace
 from megatron.config import Config
 from megatron.parallel.control_plane import ControlPlane
@@ -51,6 +52,7 @@ class RunContext:
     follows_itself: bool = False
     early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none
     ahead: Ahead | None = None  # of a standby rank with --standby-load
+    first_start: FirstStart = FirstStart()  # how the run began, for the manifests of its checkpoints
 
     @property
     def engine_class(self) -> str:

@@ -14,6 +14,7 @@ from restart_trace.regular import NotRegularFileError
 from restart_trace.strict_json import read_json
 
 _MAX_BYTES = 1 << 30
+_WEIGHT = "weight/"
 
 
 def tensor_hashes(engine: Any) -> dict[str, str]:
@@ -21,7 +22,7 @@ def tensor_hashes(engine: Any) -> dict[str, str]:
     return {name: _hash(tensor) for name, tensor in _live_tensors(engine)}
 
 
-def compare_hashes(engine: Any, path: Path) -> None:
+def compare_hashes(engine: Any, path: Path, *, weights_alone: bool = False) -> None:
     """As `compare_hashes_with` those in the file at `path`."""
     try:
         saved = read_json(path, _MAX_BYTES)
@@ -33,20 +34,24 @@ def compare_hashes(engine: Any, path: Path) -> None:
         ) from None
     except (ValueError, NotRegularFileError) as exc:
         raise CheckpointDamagedError(f"{path}: not whole ({exc}), so the restored state cannot be compared") from None
-    compare_hashes_with(engine, saved, str(path))
+    compare_hashes_with(engine, saved, str(path), weights_alone=weights_alone)
 
 
-def compare_hashes_with(engine: Any, saved: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointDamagedError naming the tensors whose live bits differ from `saved`, which stand `where`."""
+def compare_hashes_with(engine: Any, saved: Mapping[str, Any], where: str, *, weights_alone: bool = False) -> None:
+    """Raises CheckpointDamagedError naming the tensors whose live bits differ from `saved`, which stand `where`.
+
+    `weights_alone`: masters and moments were not restored (--no-load-optim), and are not compared.
+    """
     live = tensor_hashes(engine)
-    wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
+    compared = [name for name in saved.keys() | live.keys() if name.startswith(_WEIGHT) or not weights_alone]
+    wrong = sorted(name for name in compared if saved.get(name) != live.get(name))
     if wrong:
         raise CheckpointDamagedError(f"{where}: restored state differs from what was saved in " + ", ".join(wrong))
 
 
 def _live_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, param in engine.module.named_parameters():
-        yield f"weight/{name}", param
+        yield _WEIGHT + name, param
     state = engine.optimizer.state_dict()
     for index, tensor in enumerate(state["single_partition_of_fp32_groups"]):
         yield f"master/{index}", tensor

@@ -374,13 +374,15 @@ def _check_wanted(checkpoint: SavedCheckpoint, wanted: list[str]) -> None:
 def _verify_restored(ctx: RunContext, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
     """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
     recorded = candidate.directory / names.tensor_hashes_file(ctx.control.rank)
+    alone = ctx.config.checkpoint.no_load_optim
 
     def compare() -> None:
         with op.span("load", "verify", file=recorded.name):
             if isinstance(candidate, SameLayout):
-                compare_hashes_with(engine, candidate.json_file(recorded.name), str(candidate.directory))
+                saved, where = candidate.json_file(recorded.name), str(candidate.directory)
+                compare_hashes_with(engine, saved, where, weights_alone=alone)
             else:
-                compare_hashes(engine, recorded)
+                compare_hashes(engine, recorded, weights_alone=alone)
 
     try:
         run_on_all_ranks(ctx.control, op, compare)

@@ -15,7 +15,6 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.background import BackgroundSave
 from megatron.checkpointing.compatibility import model_identity
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.directories import loaded_from
 from megatron.checkpointing.hashes import tensor_hashes
 from megatron.checkpointing.loading import load_newest
 from megatron.checkpointing.ownership import Ownership
@@ -57,7 +56,8 @@ class Checkpointer:
         identity = CheckpointIdentity(
             layout=context.place.layout.as_dict(),
             model=model_identity(context.config, context.padded_vocab_size),
-            loaded_from=loaded_from(context.config.checkpoint),
+            loaded_from=context.first_start.loaded_from,
+            first_start=context.first_start.flags,
             place=context.place.at._asdict(),
         )
         self.writer = CheckpointWriter(

@@ -268,6 +268,7 @@ _MANIFEST = {
     "files": _files,
     "run_id": _text,
     "loaded_from": _text,
+    "first_start": _line,
     "sequence": _integer(0, MAX_SEQUENCE),
     "manifest_version": _integer(0),
     "objects": _objects,

@@ -43,6 +43,7 @@ class CheckpointIdentity:
     layout: dict[str, int]  # sizes of "tp", "pp" and "dp"
     model: dict[str, Any]
     loaded_from: str = ""  # the other directory that the run began from, as in Manifest
+    first_start: str = ""  # as in Manifest
     place: dict[str, int] = field(default_factory=dict)  # coordinates of this rank in `layout`
 
 
@@ -421,6 +422,7 @@ class CheckpointWriter:
                 model=self._identity.model,
                 files=commit.collect_files([saved for _, saved, _ in gathered]),
                 loaded_from=self._identity.loaded_from,
+                first_start=self._identity.first_start,
                 sequence=directory.next_sequence(self._known),
                 objects={name: found for _, _, stored in gathered for name, found in stored.items()},
             )

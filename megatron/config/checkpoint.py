@@ -70,6 +70,12 @@ class CheckpointConfig(FlagGroup):
         "start from iteration 0 if every checkpoint in --load is damaged, or `latest` names a missing one",
         needs="load",
     )
+    start_over: str | None = flag(
+        None,
+        "begin as --load, --finetune and the like say, although --save holds checkpoints of this run; LABEL is kept in "
+        "those of the new start, from which restarts with the same LABEL go on",
+        needs="save",
+    )
     allow_other_checkpoints: bool = flag(
         False, "save into a --save that holds checkpoints which this run does not resume from", needs="save"
     )
@@ -182,8 +188,20 @@ class CheckpointConfig(FlagGroup):
             object.__setattr__(self, "redistribute", "universal")
         if self.redistribute == "universal":
             self._check_universal()
+        if self.start_over is not None:
+            self._check_start_over(self.start_over)
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
             self.refuse("load_tag", "must name one directory inside --load, as global_step5")
+
+    def _check_start_over(self, label: str) -> None:
+        if not label or not label.isprintable() or " " in label:
+            self.refuse("start_over", "must be one printable word, such as second")
+        if self.load == self.save and not (self.load_tag or self.finetune or self.reset_iteration):
+            self.refuse(
+                "start_over",
+                f"--load {self.load} is the directory of --save, so the run would go on from its newest checkpoint; "
+                "give --load-tag, or drop --load to begin from iteration 0",
+            )
 
     def _check_memory(self) -> None:
         """What --checkpoint-engine memory asks for, and what only that engine takes."""

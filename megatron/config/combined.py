@@ -178,7 +178,6 @@ class Config:
         yield from self._notes_of_layout()
         if self.checkpoint.save is None and self.checkpoint.save_interval is not None:
             yield _warning("--save-interval: no effect, no checkpoint is saved without --save DIR")
-        yield from self._notes_of_memory()
         if self.model.recompute_granularity == "selective" or self.model.recompute_activations:
             yield _info(
                 "--recompute-granularity selective: no effect, scaled_dot_product_attention recomputes its scores by "
@@ -186,18 +185,6 @@ class Config:
             )
         if self.trace.restart_trace and self.trace.restart_trace_dir is None:
             yield _warning("no restart trace is written: neither --save nor --restart-trace-dir is given")
-
-    def _notes_of_memory(self) -> Iterator[Note]:
-        options = self.checkpoint
-        if options.checkpoint_engine != "memory" or options.save is None:
-            return
-        same = options.load is not None and os.path.realpath(options.load) == os.path.realpath(options.save)
-        other = next((n for n in ("load_tag", "finetune", "reset_iteration") if getattr(options, n)), None)
-        if not same or other:
-            why = f"{flag_name(other)} is given" if same and other else "--load is not the directory of --save"
-            yield _warning(
-                f"--checkpoint-engine memory: {why}, so a restart in place does not go on from what is kept in memory"
-            )
 
     def _unused_loss_scale_flags(self) -> Iterator[Note]:
         if self.model.fp16:

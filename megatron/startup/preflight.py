@@ -8,6 +8,7 @@ instead of a start-up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import mmap
@@ -48,7 +49,14 @@ class Vocabulary(NamedTuple):
     eod: int  # id of the end of a document
 
 
-def check_before_imports(config: Config) -> Vocabulary:
+class Checked(NamedTuple):
+    """What the checks before the imports find out."""
+
+    vocabulary: Vocabulary
+    later_start: bool  # --save holds checkpoints of this run, from which it goes on
+
+
+def check_before_imports(config: Config) -> Checked:
     """All cheap checks of flags and files.
 
     Raises ConfigError, CheckpointError or OSError, naming flag, file and fix.
@@ -59,11 +67,36 @@ def check_before_imports(config: Config) -> Vocabulary:
 
     check_engine_name(config.checkpoint.checkpoint_engine)
     with store_refusals(config):
+        later = is_later_start(config.checkpoint)
+        config = of_later_start(config) if later else config
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
         check_copies(config)
         vocab_size, eod = check_inputs(config)
-        return Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
+        padded = check_newest(config, Layout(*config.parallel.sizes), vocab_size)
+        return Checked(Vocabulary(vocab_size, padded, eod), later)
+
+
+def is_later_start(checkpoint: CheckpointConfig) -> bool:
+    """Whether this start goes on from --save, so that the flags of the first start are passed over.
+
+    Raises: ConfigError naming the directory that cannot be read; ObjectStoreError.
+    """
+    from megatron.checkpointing.first_start import has_own_checkpoint
+
+    try:
+        return has_own_checkpoint(checkpoint, os.environ)
+    except OSError as error:
+        raise ConfigError(
+            f"--save {checkpoint.save}: cannot be read: {error.strerror}; correct the path or its permissions"
+        ) from error
+
+
+def of_later_start(config: Config) -> Config:
+    """`config` without what describes the first start of the run: it goes on from --save."""
+    from megatron.checkpointing.first_start import later_start
+
+    return dataclasses.replace(config, checkpoint=later_start(config.checkpoint))
 
 
 def check_without_writing(config: Config, *, with_data: bool) -> None:

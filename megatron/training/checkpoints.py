@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from megatron.checkpointing.disk_space import rank_bytes
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.first_start import FirstStart, has_first_start, later_start, passed_over
 from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.naming import RankPlace, attempt_of
 from megatron.checkpointing.ownership import Ownership
@@ -48,11 +50,13 @@ def build_checkpointer(
     prefetch: Prefetch | None,
     early_copy: EarlyCopy | None,
     loads: LoadsAhead | None,
+    begins: FirstStart,
 ) -> Checkpointer:
     """Create the engine of --checkpoint-engine and the Checkpointer; collective.
 
     `ownership`: of --save, on rank 0. `vocab_sizes`: the tokenizer's, and the size padded for TP. `loads`: of a standby
-    rank that loads ahead. Raises EngineUnavailableError if --save is given and the engine cannot save on this machine.
+    rank that loads ahead. `begins`: how the run began, for manifests. Raises EngineUnavailableError if --save is given
+    and the engine cannot save on this machine.
     """
     if loads is None:
         options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
@@ -76,6 +80,7 @@ def build_checkpointer(
         follows_itself=follows_itself,
         early_copy=early_copy,
         ahead=None if loads is None else loads.ahead,
+        first_start=begins,
     )
     return Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
 
@@ -119,6 +124,29 @@ def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
 
 def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
     """Load a checkpoint. Returns its progress; None to start from iteration 0.
+
+    A run whose first saves are in host memory alone (--persist-interval) goes on from those, too: --save does not show
+    them, so they are looked for before the flags of its first start are obeyed.
+
+    Raises as _restore_as_told.
+    """
+    context = checkpointer.context
+    if context.follows_itself and context.checkpoint_engine.keeps_in_memory:
+        options = context.config.checkpoint
+        if has_first_start(options):
+            later = dataclasses.replace(context.config, checkpoint=later_start(options))
+            checkpointer.context = dataclasses.replace(context, config=later)
+            progress = checkpointer.load(engine)
+            if progress is not None:
+                logger.info("%s", passed_over(options))
+                logger.info("resumed from iteration %d in host memory", progress.iteration)
+                return progress
+            checkpointer.context = context
+    return _restore_as_told(checkpointer, engine) if context.config.checkpoint.load else None
+
+
+def _restore_as_told(checkpointer: Checkpointer, engine: Any) -> Progress | None:
+    """Load a checkpoint of --load. Returns its progress; None to start from iteration 0.
 
     Raises CheckpointNotFoundError if the flags require a checkpoint and there is no undamaged one, or if a checkpoint
     was loaded ahead and none is left: then the live state is no longer the initial one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -62,8 +63,16 @@ def _fit_in_memory() -> bool:
     return needed <= available
 
 
+def of_a_restart(options: CheckpointConfig) -> CheckpointConfig:
+    """`options` of the start that standby ranks are for: with --save it goes on from there, however the run began."""
+    from megatron.checkpointing.first_start import later_start
+
+    return options if options.save is None else later_start(options)
+
+
 def why_not_ahead(options: CheckpointConfig) -> str | None:
     """Why no checkpoint can be loaded ahead; None if it can."""
+    options = of_a_restart(options)
     if options.load is None:
         return "without --load nothing is loaded"
     if is_uri(options.load):
@@ -76,7 +85,7 @@ def why_not_ahead(options: CheckpointConfig) -> str | None:
 
 
 class LoadsAhead:
-    """In a standby rank with --standby-load: restores the newest checkpoint of --load into `engine`, DeepSpeed's.
+    """In a standby rank with --standby-load: restores into `engine`, DeepSpeed's, what a restart would load.
 
     `vocab_sizes`: the tokenizer's, and the size padded for TP. Loaded tensors may be in memory of its
     `checkpoint_engine`, which the run then continues to use.
@@ -93,7 +102,7 @@ class LoadsAhead:
         self.checkpoint_engine = create_engine(config.checkpoint.checkpoint_engine, options)
         self._engine = engine
         self._context = RunContext(
-            config=config,
+            config=dataclasses.replace(config, checkpoint=of_a_restart(config.checkpoint)),
             place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
             vocab_size=vocab_sizes[0],
             padded_vocab_size=vocab_sizes[1],

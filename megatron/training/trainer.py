@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.checkpointing.ownership import Ownership
     from megatron.checkpointing.prefetch import Prefetch
     from megatron.checkpointing.state import Progress
+    from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.initialize import Runtime
     from megatron.startup.preflight import Vocabulary
     from megatron.startup.watch import Watch
@@ -88,7 +89,7 @@ def pretrain(
 
     beginning = _Start(config, entered_ns)
     try:
-        vocabulary = once_per_host(
+        vocabulary, beginning.later_start = once_per_host(
             functools.partial(check_before_imports, config),
             os.environ,
             60 * config.parallel.distributed_timeout_minutes,
@@ -123,10 +124,12 @@ class _Start:
     """The first part of a start: claims --save, opens the trace and starts the prefetch, in `begin`.
 
     A standby rank begins when it is released: its work before that is not part of a restart, and is not recorded.
+    `later_start`: --save holds checkpoints of this run, so the flags of its first start are passed over.
     """
 
     def __init__(self, config: Config, entered_ns: int) -> None:
         self._config = config
+        self.later_start = False
         self._entered_ns = entered_ns
         self.recorder: Recorder = untraced_recorder()
         self.startup = Startup(self.recorder, None, config.parallel.rank, 0, entered_ns)
@@ -140,11 +143,32 @@ class _Start:
         Raises CheckpointError, ConfigError, OSError or ValueError.
         """
         from megatron.checkpointing.prefetch import start_prefetch
+        from megatron.startup.preflight import is_later_start
 
         self.ownership = _claim_save_directory(self._config)
         self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
-        self.prefetch = start_prefetch(self._config, Layout(*self._config.parallel.sizes))
+        if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
+            self.later_start = is_later_start(self._config.checkpoint)
+        self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
+
+    @property
+    def config(self) -> Config:
+        """Of this start, as this rank sees --save; `agreed` is that of all ranks."""
+        from megatron.startup.preflight import of_later_start
+
+        return of_later_start(self._config) if self.later_start else self._config
+
+    def agreed(self, control: ControlPlane) -> Config:
+        """The configuration of this start, as rank 0 decides; collective."""
+        from megatron.checkpointing.first_start import has_first_start, passed_over
+
+        options = self._config.checkpoint
+        if has_first_start(options):
+            self.later_start = control.broadcast(self.later_start)
+        if self.later_start and control.rank == 0:
+            logger.info("%s", passed_over(options))
+        return self.config
 
     def wait_and_begin(self, load_ahead: Callable[[], object] | None) -> None:
         """In a standby rank that is set up: wait for the release, then begin. `load_ahead`: with --standby-load."""
@@ -162,7 +186,6 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     """With engine memory, on a host that does not have the save that this rank will load: begin to fetch it."""
     if config.checkpoint.checkpoint_engine != "memory":
         return None
-    from megatron.checkpointing.memory_saves import resumes_itself
     from megatron.peers.client import MEMBERS_VARIABLE
     from megatron.peers.wire import key_of
 
@@ -174,7 +197,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     parallel = config.parallel
     layout = Layout(*parallel.sizes)
     key = None
-    if resumes_itself(config.checkpoint):
+    if config.checkpoint.save is not None:
         key = key_of({"layout": layout.as_dict(), "place": layout.coordinates(parallel.rank)._asdict()})
     return start_early_copy(key, parallel.local_rank, config.checkpoint.peer_timeout)
 
@@ -314,6 +337,7 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 
 def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
+    from megatron.checkpointing.first_start import first_start
     from megatron.checkpointing.naming import layer_file
     from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
@@ -345,6 +369,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
         beginning.wait_and_begin(None if loads is None else loads.load)
         startup = runtime.communicators.startup = beginning.startup
+    begins, config = first_start(config.checkpoint), beginning.agreed(control)
     recorder, prefetch = beginning.recorder, beginning.prefetch
     _sample_continuously(config, recorder)
     if prefetch is not None:
@@ -352,7 +377,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     with runtime.communicators.apart_from("engine_init"):
         checkpointer = build_checkpointer(
             config, runtime, control, recorder, beginning.ownership, vocabulary[:2], prefetch, beginning.early_copy,
-            loads,
+            loads, begins,
         )  # fmt: skip
     assert startup.operation is not None
     prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
@@ -428,7 +453,7 @@ def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup)
 
     context = checkpointer.context
     with startup.phase_beside_operation("engine_init"):
-        progress = restore(checkpointer, engine) if context.config.checkpoint.load else None
+        progress = restore(checkpointer, engine)
         if context.prefetch is not None:
             context.prefetch.close()
         if context.early_copy is not None:

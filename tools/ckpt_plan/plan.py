@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, collect_files
 from megatron.checkpointing.compatibility import model_identity
-from megatron.checkpointing.directories import loaded_from
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.first_start import first_start
 from megatron.checkpointing.state import Progress
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
@@ -137,6 +137,7 @@ def _commit_files(
     """The files that rank 0 writes in the first commit of a run, with sizes from the code that commits."""
     config, layout, vocab_sizes = planned
     tag = names.tag_of(progress.iteration)
+    begins = first_start(config.checkpoint)
     manifest = Manifest(
         tag=tag,
         step=progress.iteration,
@@ -144,7 +145,8 @@ def _commit_files(
         layout=layout.as_dict(),
         model=model_identity(config, vocab_sizes[1]),
         files=collect_files(saved),
-        loaded_from=loaded_from(config.checkpoint),
+        loaded_from=begins.loaded_from,
+        first_start=begins.flags,
     )
     return (
         PlannedFile(names.MANIFEST, len(manifest.to_json().encode()), 0),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.commit import write_manifest
-from megatron.checkpointing.directories import check_save, loaded_from
+from megatron.checkpointing.directories import check_save
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -313,11 +313,10 @@ def options(save: Path, load: Path | None = None, **more: Any) -> CheckpointConf
     return CheckpointConfig(save=str(save), save_interval=1, load=load and str(load), **more)
 
 
-def checkpoint_in(directory: Path, step: int = 5, loaded_from: str = "") -> None:
+def checkpoint_in(directory: Path, step: int = 5) -> None:
     tag = f"global_step{step}"
     (directory / tag).mkdir(parents=True)
-    manifest = dataclasses.replace(manifest_of(step), loaded_from=loaded_from)
-    write_manifest(directory / tag, manifest, fsync=False)
+    write_manifest(directory / tag, manifest_of(step), fsync=False)
     (directory / "latest").write_text(tag)
 
 
@@ -372,26 +371,6 @@ def test_saves_into_its_own_or_an_empty_directory(tmp_path: Path, caplog: pytest
     check_save(options(save, tmp_path / "link"))
     check_save(options(save, save, load_tag="global_step5"))
     assert caplog.messages == []
-
-
-def test_job_that_begins_elsewhere_is_restarted_with_its_flags(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It saved these checkpoints itself, so there is nobody else's to be mixed with; what it loses is said."""
-    save, pretrained, other = tmp_path / "run", tmp_path / "pretrained", tmp_path / "other"
-    mine = options(save, pretrained, finetune=True)
-    assert loaded_from(mine) == str(pretrained)
-    assert loaded_from(options(save, save)) == loaded_from(options(save)) == ""
-    checkpoint_in(save, loaded_from=loaded_from(mine))
-    check_save(mine, warn=False)
-    assert caplog.messages == []
-    check_save(mine)
-    assert caplog.messages == [
-        f"--save {save}: holds checkpoints of this run (the newest is global_step5), and it begins from --load "
-        f"{pretrained} once more; --load {save} would resume it"
-    ]
-    assert "the newest is global_step5" in refused_save(options(save, other))
-    assert "the newest is global_step5" in refused_save(options(save))
 
 
 def test_load_given_the_checkpoint_itself(tmp_path: Path) -> None:

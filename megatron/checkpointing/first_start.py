@@ -1,0 +1,131 @@
+"""The first start of a run and the later ones, which the same command makes; before anything heavy is imported.
+
+Launchers restart a job with the command that began it. Flags such as --load PRETRAINED --finetune say how the run
+begins: once --save holds a checkpoint of this run, a start goes on from there. A checkpoint belongs to the run whose
+first start had the flags that its manifest keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.checkpointing import commit
+from megatron.config import CheckpointConfig
+from megatron.config.flags import flag_name
+from megatron.config.uris import is_uri
+from restart_trace.cycles import is_restart_in_place
+
+# Besides a --load of another place: what describes how a run begins. Each would change a later start of the same run.
+FLAGS = ("load_tag", "finetune", "reset_iteration", "no_load_optim", "no_load_rng", "no_load_lr_state")
+# What only a --load in a file system takes: not of a start that goes on from object storage.
+_OF_FILES = ("prefetch_on_start", "prefetch_limit", "universal_checkpoint", "redistribute")
+
+
+class FirstStart(NamedTuple):
+    """How a run begins, as manifests keep it. `loaded_from`: another place than --save, or "".
+
+    `flags`: as the user gives them, with --start-over; "" for a run that begins from iteration 0 or resumes --save.
+    """
+
+    loaded_from: str = ""
+    flags: str = ""
+
+
+def first_start(options: CheckpointConfig) -> FirstStart:
+    """What the flags say of the first start."""
+    load = options.load
+    loaded_from = "" if load is None or resumes(options) else load if is_uri(load) else os.path.realpath(load)
+    words = ["--load " + loaded_from] if loaded_from else []
+    for name in FLAGS:
+        value = getattr(options, name)
+        if value:
+            words.append(flag_name(name) if value is True else f"{flag_name(name)} {value}")
+    if options.start_over is not None:
+        words.append(f"--start-over {options.start_over}")
+    return FirstStart(loaded_from, " ".join(words))
+
+
+def resumes(options: CheckpointConfig) -> bool:
+    """Whether --load and --save are one place."""
+    if options.load is None or options.save is None:
+        return False
+    if is_uri(options.load) or is_uri(options.save):
+        return options.load == options.save
+    return os.path.realpath(options.load) == os.path.realpath(options.save)
+
+
+def has_first_start(options: CheckpointConfig) -> bool:
+    """Whether the flags say of the first start something else than to resume --save."""
+    return options.save is not None and not (resumes(options) and not first_start(options).flags)
+
+
+def later_start(options: CheckpointConfig) -> CheckpointConfig:
+    """`options` of a start that goes on from --save: without what describes the first start."""
+    assert options.save is not None
+    changed = {name: CheckpointConfig.__dataclass_fields__[name].default for name in (*FLAGS, "start_over")}
+    if is_uri(options.save):
+        changed |= {name: CheckpointConfig.__dataclass_fields__[name].default for name in _OF_FILES}
+    return dataclasses.replace(options, load=options.save, **changed)
+
+
+def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> bool:
+    """Whether --save holds a checkpoint that a start with these flags has saved, so that this one goes on from it.
+
+    False if the flags themselves resume --save: then there is nothing to decide. Without --load a checkpoint of a run
+    that began from iteration 0 may be anybody's, so the launcher must say, too, that it starts the job again. Raises
+    OSError if --save cannot be listed, ObjectStoreError.
+    """
+    if not has_first_start(options) or options.checkpoint_engine == "none":
+        return False
+    mine = first_start(options)
+    if not mine.flags and (options.allow_other_checkpoints or not is_started_again(env)):
+        return False
+    newest = newest_manifest(options)
+    return newest is not None and is_of(newest, mine)
+
+
+def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
+    """Whether the checkpoint is of the run that begins as `mine` says.
+
+    An older program kept the place alone that a run was loaded from.
+    """
+    kept = FirstStart(manifest.loaded_from, manifest.first_start)
+    if kept.loaded_from and not kept.flags:
+        return kept.loaded_from == mine.loaded_from
+    return kept == mine
+
+
+def is_started_again(env: Mapping[str, str]) -> bool:
+    """Whether the launcher says that it has started this job before: in place, or as Slurm requeues one."""
+    return is_restart_in_place(env) or env.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
+    """That of the checkpoint in --save that was committed last, of those whose manifest can be read."""
+    if options.save is None:
+        return None
+    if is_uri(options.save):
+        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+
+        found = open_checkpoints("--save", options.save, options).newest_manifest(None)
+        return None if found is None else found.manifest
+    search = commit.Search(Path(options.save), None)
+    for _ in range(search.number):
+        candidate, _ = search.next()
+        if candidate is not None and candidate.manifest is not None:
+            return candidate.manifest
+    return None
+
+
+def passed_over(options: CheckpointConfig) -> str:
+    """For the log of a later start: what is passed over, and how to begin anew."""
+    mine = first_start(options)
+    flags = mine.flags or "a start from iteration 0"
+    return (
+        f"--save {options.save} holds checkpoints of this run, and it goes on from there; {flags}: describes the first "
+        "start and is passed over (--start-over LABEL begins so once more)"
+    )

@@ -1,0 +1,139 @@
+"""Which start of a run is this, and what of the command describes only the first one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpointing.commit import write_manifest
+from megatron.checkpointing.directories import check_save
+from megatron.checkpointing.first_start import FLAGS, first_start, has_own_checkpoint, later_start, passed_over
+from megatron.config import CheckpointConfig, ConfigError
+from tests.unit.megatron.checkpointing.test_commit import manifest_of
+
+AGAIN = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}]
+EACH = [
+    {"load_tag": "global_step5"}, {"finetune": True}, {"reset_iteration": True}, {"no_load_optim": True},
+    {"no_load_rng": True}, {"no_load_lr_state": True},
+]  # fmt: skip
+
+
+def options(save: Path, load: Path | None = None, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(save=str(save), save_interval=1, load=load and str(load), **more)
+
+
+def saved_by(begun_with: CheckpointConfig, step: int = 5, sequence: int = 1, **changed: str) -> None:
+    """A checkpoint in --save of a run that began with these flags."""
+    directory = Path(str(begun_with.save)) / f"global_step{step}"
+    directory.mkdir(parents=True)
+    begins = first_start(begun_with)
+    kept = {"loaded_from": begins.loaded_from, "first_start": begins.flags} | changed
+    write_manifest(directory, dataclasses.replace(manifest_of(step), sequence=sequence, **kept), fsync=False)
+    (directory.parent / "latest").write_text(directory.name)
+
+
+def goes_on(checkpoint: CheckpointConfig, env: dict[str, str] | None = None) -> bool:
+    return has_own_checkpoint(checkpoint, env or {})
+
+
+def test_every_flag_of_a_first_start_is_tried_here() -> None:
+    assert [name for each in EACH for name in each] == list(FLAGS)
+
+
+@pytest.mark.parametrize("flags", [{}, *EACH], ids=lambda flags: next(iter(flags), "load"))
+def test_a_later_start_has_no_flag_of_the_first(tmp_path: Path, flags: dict[str, Any]) -> None:
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    pretrained.mkdir()
+    mine = options(save, pretrained, keep_last=3, **flags)
+    assert not goes_on(mine)
+    save.mkdir()
+    assert not goes_on(mine)
+    saved_by(mine)
+    assert goes_on(mine)
+    assert later_start(mine) == options(save, save, keep_last=3)
+    check_save(later_start(mine))
+    assert f"--load {pretrained}" in passed_over(mine) and "--start-over LABEL" in passed_over(mine)
+    assert not goes_on(later_start(mine))  # which resumes by itself: nothing is passed over
+
+
+@pytest.mark.parametrize("flags", EACH, ids=lambda flags: next(iter(flags)))
+def test_flags_of_a_run_that_begins_in_its_own_directory(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """They are obeyed until the run has saved, and once only."""
+    mine = options(tmp_path, tmp_path, **flags)
+    saved_by(options(tmp_path, tmp_path), 10)
+    assert not goes_on(mine)
+    saved_by(mine, 6, sequence=2)
+    assert goes_on(mine)
+    saved_by(options(tmp_path, tmp_path), 7, sequence=3)  # of a launch without the flags: now they are news again
+    assert not goes_on(mine)
+
+
+def test_another_begin_is_another_run(tmp_path: Path) -> None:
+    save, pretrained, other = tmp_path / "run", tmp_path / "pretrained", tmp_path / "other"
+    saved_by(options(save, pretrained, finetune=True))
+    for another in (options(save, pretrained), options(save, other, finetune=True), options(save)):
+        assert not goes_on(another)
+        with pytest.raises(ConfigError) as caught:
+            check_save(another)
+        assert f"of a run that began with --load {pretrained} --finetune)" in str(caught.value)
+        assert "--start-over LABEL" in str(caught.value)
+
+
+def test_a_label_begins_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    saved_by(options(save, pretrained, finetune=True), 5)
+    second = options(save, pretrained, finetune=True, start_over="second")
+    assert not goes_on(second)
+    check_save(second, warn=False)
+    assert caplog.messages == []
+    check_save(second)
+    (warning,) = caplog.messages
+    assert "the newest is global_step5), and it begins once more, as --start-over second says" in warning
+    saved_by(second, 3, sequence=2)
+    assert goes_on(second) and later_start(second) == options(save, save)
+    assert not goes_on(options(save, pretrained, finetune=True, start_over="third"))
+
+
+def test_a_label_where_there_is_nothing_to_begin_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--start-over again: --load .* is the directory of --save"):
+        options(tmp_path, tmp_path, start_over="again")
+    with pytest.raises(ConfigError, match="--start-over 'two words'|--start-over two words"):
+        options(tmp_path, start_over="two words")
+
+
+@pytest.mark.parametrize("env", AGAIN, ids=["in place", "requeued"])
+def test_without_load_the_launcher_must_say_so_too(tmp_path: Path, env: dict[str, str]) -> None:
+    mine, zero = options(tmp_path), dict.fromkeys(env, "0")
+    assert not goes_on(mine, env)
+    saved_by(mine)
+    assert goes_on(mine, env) and not goes_on(mine) and not goes_on(mine, zero)
+    with pytest.raises(ConfigError, match="and this run begins from iteration 0"):
+        check_save(mine)
+    assert not goes_on(options(tmp_path, allow_other_checkpoints=True), env)  # they may be the others'
+    saved_by(options(tmp_path, tmp_path / "elsewhere"), 6, sequence=2)
+    assert not goes_on(mine, env)
+
+
+def test_checkpoint_of_a_program_that_kept_the_place_alone(tmp_path: Path) -> None:
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    mine = options(save, pretrained, finetune=True)
+    saved_by(mine, first_start="")
+    assert goes_on(mine) and not goes_on(options(save, tmp_path / "other", finetune=True))
+
+
+def test_manifest_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    mine = options(tmp_path / "run", tmp_path / "pretrained")
+    saved_by(mine, 5)
+    saved_by(mine, 6, sequence=2)
+    (tmp_path / "run" / "global_step6" / "manifest.json").write_text("{}")
+    assert goes_on(mine)
+
+
+def test_links_to_one_place_are_one_place(tmp_path: Path) -> None:
+    (tmp_path / "pretrained").mkdir()
+    (tmp_path / "link").symlink_to("pretrained")
+    saved_by(options(tmp_path / "run", tmp_path / "pretrained"))
+    assert goes_on(options(tmp_path / "run", tmp_path / "link"))
