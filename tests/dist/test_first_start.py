@@ -77,3 +77,13 @@ def test_going_back_in_its_own_directory_happens_once(launcher: Launcher) -> Non
     ):
         run = launcher.train(SINGLE, *flags, "--exit-interval", stop)
         assert [int(step) for step in re.findall(r"iteration +(\d+)/", run.output)] == expected
+
+
+def test_requeued_job_without_load_goes_on(launcher: Launcher) -> None:
+    """Whose checkpoints they are, only the launcher can say then: without its word the start is refused."""
+    command = [*RUN, *buffered_saving(launcher.directory / "save", 1), "--exit-interval"]
+    launcher.train(SINGLE, *command, "2")
+    refused = launcher.run(SINGLE, *command, "3")
+    assert refused.exit_codes == [2] and "begins from iteration 0" in refused.output
+    run = launcher.train(SINGLE, *command, "3", env={"SLURM_RESTART_COUNT": "1"})
+    assert "resumed from iteration 2" in run.output and passed_over(run) == ["a start from iteration 0"]

@@ -25,14 +25,14 @@ LAST = 11
 class Job:
     """Two ranks that are held after iteration HELD_AT, and restarted once."""
 
-    def __init__(self, directory: Path, dataset: list[str]) -> None:
+    def __init__(self, directory: Path, dataset: list[str], *more: str) -> None:
         self.save = directory / "save"
         self.trace = self.save / "restart_trace"
         self.directory = directory
         flags = [
             *TRAINING, "--save", str(self.save), "--load", str(self.save), "--verify-restored-state",
             "--save-interval", "1", "--checkpoint-engine", "memory", "--persist-interval", "5",
-            "--train-iters", str(LAST),
+            "--train-iters", str(LAST), *more,
         ]  # fmt: skip
         command = [*LAUNCHER, "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *flags]
         with (directory / "log").open("wb") as log:
@@ -75,8 +75,8 @@ class Job:
         return steps.pop(), {r["tier"] for r in reads}
 
 
-def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None) -> Job:
-    job = Job(directory, dataset)
+def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None, *more: str) -> Job:
+    job = Job(directory, dataset, *more)
     try:
         job.until_held()
         harm(job)
@@ -118,6 +118,22 @@ def test_killed_ranks_go_on_from_the_newest_save_in_memory(tmp_path: Path, datas
     ]  # fmt: skip
     states = [state for file in manifest.files.values() for state in file.states]
     assert len(states) == len(set(states)), "a state is stored twice"
+
+
+def nothing_is_stored(job: Job) -> None:
+    assert list(job.save.glob("global_step*")) == []
+
+
+@pytest.mark.slow
+def test_flags_of_the_first_start_do_not_hide_saves_that_are_in_memory_alone(
+    tmp_path: Path, dataset: list[str]
+) -> None:
+    """Nothing in --save tells of them: the run would begin once more, as --load of another place says."""
+    begins = ["--load", str(tmp_path / "pretrained"), "--finetune", "--persist-interval", "100"]
+    job = run(tmp_path, dataset, nothing_is_stored, *begins)
+    assert job.loaded() == (HELD_AT, {"local_memory"})
+    same_losses(job, HELD_AT + 1)
+    assert job.output.count("describes the first start and is passed over") == 1
 
 
 @pytest.mark.slow

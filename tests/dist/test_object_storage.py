@@ -72,6 +72,21 @@ def test_killed_and_resumed_with_the_same_losses(launcher: Launcher, server: Ser
         assert not any(secret in path.read_text() for path in trace.glob("*.jsonl"))
 
 
+def test_a_job_that_begins_from_a_directory_goes_on_from_its_bucket(launcher: Launcher, server: Server) -> None:
+    """The command is repeated: --load, --finetune and the prefetch of files describe its first start."""
+    pretrained, uri = launcher.directory / "pretrained", f"s3://{BUCKET}/runs/tuned"
+    run = [*FLAGS, "--train-iters", "4", "--restart-trace", "off", "--save-interval", "1"]
+    launcher.train(SINGLE, *run, "--save", pretrained, "--exit-interval", "3")
+    command = [*run, "--save", uri, "--load", pretrained, "--finetune", "--prefetch-on-start"]
+    first = launcher.train(SINGLE, *command, "--exit-interval", "2", env=server.environment())
+    second = launcher.train(SINGLE, *command, env=server.environment())
+    assert "passed over" not in first.output and f"resumed from iteration 2 of {uri}" in second.output
+    told = f"from there; --load {pretrained} --finetune: describes the first start and is passed over"
+    assert second.output.count(told) == 1
+    steps = {int(match[1]) for key in manifests(server, "runs/tuned/") if (match := re.search(r"step(\d+)/", key))}
+    assert steps == {1, 2, 3, 4}
+
+
 def check_trace(trace: Path, engine: str) -> None:
     """Uploads and downloads are told with what they moved, and nothing of an operation is unaccounted for."""
     found = records(trace, 1)
