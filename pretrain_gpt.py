@@ -68,7 +68,7 @@ def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor], t
     from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 
     targets, loss_mask = labels
-    losses = vocab_parallel_cross_entropy(logits.float(), targets, tp)
+    losses = vocab_parallel_cross_entropy(logits, targets, tp)
     return (losses * loss_mask).sum() / loss_mask.sum()
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.norms import build_norm
-from megatron.model.rotary import apply_rotary, rotary_cos_sin
+from megatron.model.rotary import rotary_cos_sin, split_and_rotate
+from megatron.model.swiglu import swiglu
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.placement import Placement
 from megatron.parallel.random import model_parallel_rng, residual_dropout
@@ -50,11 +51,11 @@ class ParallelAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))
         batch, seq = heads.shape[:2]
-        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.config.use_rotary_position_embeddings:
-            rotary_dim = int(self.head_dim * self.config.rotary_percent)
-            cos, sin = rotary_cos_sin(seq, rotary_dim, self.config.rope_theta, x.dtype, x.device)
-            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+            cos, sin = rotary_cos_sin(seq, self.config.rotary_dim, self.config.rope_theta, x.dtype, x.device)
+            query, key, value = split_and_rotate(heads, (self.num_heads, self.num_kv_heads), cos, sin)
+        else:
+            query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         context = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return self.dense(context.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -94,11 +95,7 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.dense_h_to_4h(x)
-        if self.swiglu:
-            gate, up = h.chunk(2, dim=-1)
-            h = F.silu(gate) * up
-        else:
-            h = F.gelu(h, approximate=self.gelu_approximate)
+        h = swiglu(h) if self.swiglu else F.gelu(h, approximate=self.gelu_approximate)
         return self.dense_4h_to_h(h)
 
 

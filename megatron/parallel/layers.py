@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from megatron.parallel.mappings import linear_of_copy, reduce_from_tensor_parallel_region
 from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
 from megatron.parallel.products import linear
@@ -25,7 +25,7 @@ def column_parallel_linear(
     """x W^T + b where each rank has some rows of W and b; see ColumnParallelLinear."""
     if tp.splits_sequence:
         return linear_of_gathered_sequence(x, weight, bias, tp)
-    return linear(copy_to_tensor_parallel_region(x, tp), weight, bias)
+    return linear_of_copy(x, weight, bias, tp)
 
 
 def _sum_over_ranks(partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:

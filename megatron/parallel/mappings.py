@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.parallel.products import linear, matmul, parameter_gradients
 from megatron.parallel.topology import TensorParallelGroup
 
 
@@ -41,6 +42,26 @@ class _ReduceFromRegion(torch.autograd.Function):
         return grads[0], None
 
 
+class _LinearOfCopy(torch.autograd.Function):
+    """f and the product that follows: the all-reduce runs while the gradients of the parameters are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any) -> torch.Tensor:
+        ctx.group = group
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_input = matmul(grads[0], weight)
+        reduction = dist.all_reduce(of_input, group=ctx.group, async_op=True)
+        of_parameters = parameter_gradients(grads[0], x, ctx.has_bias)
+        reduction.wait()  # pyright: ignore[reportOptionalMemberAccess]  this rank is in the group
+        return of_input, *of_parameters, None
+
+
 def copy_to_tensor_parallel_region(x: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
     """Enter a tensor-parallel region with a replicated `x` of any shape."""
     if tp.size == 1:
@@ -53,3 +74,12 @@ def reduce_from_tensor_parallel_region(x: torch.Tensor, tp: TensorParallelGroup)
     if tp.size == 1:
         return x
     return _ReduceFromRegion.apply(x, tp.group)  # type: ignore[no-any-return]
+
+
+def linear_of_copy(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallelGroup
+) -> torch.Tensor:
+    """x W^T + b of a replicated `x` [..., n], where each rank has some rows of W; returns [..., rows of W]."""
+    if tp.size == 1:
+        return linear(x, weight, bias)
+    return _LinearOfCopy.apply(x, weight, bias, tp.group)  # type: ignore[no-any-return]

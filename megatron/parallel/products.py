@@ -24,6 +24,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.float() @ b.float()).to(a.dtype) if _is_widened(a) else a @ b
 
 
+def parameter_gradients(grad: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of weight and, if there is one, bias of `linear`: `grad` [..., m] is that of its result."""
+    rows = grad.flatten(0, -2)
+    return matmul(rows.t(), x.flatten(0, -2)), rows.sum(0) if bias else None
+
+
 def _is_widened(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_slow_on_cpu(tensor.dtype)
 
@@ -54,6 +60,4 @@ class _WidenedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)  # [rows, m]
-        of_weight = matmul(grad.t(), x.flatten(0, -2))
-        return matmul(grads[0], weight), of_weight, grad.sum(0) if ctx.has_bias else None
+        return matmul(grads[0], weight), *parameter_gradients(grads[0], x, ctx.has_bias)

@@ -10,31 +10,42 @@ Batches come first here, so parts of several samples are copied into the order t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.parallel.mappings import copy_to_tensor_parallel_region
-from megatron.parallel.products import linear, matmul
+from megatron.parallel.products import linear, matmul, parameter_gradients
 from megatron.parallel.topology import TensorParallelGroup
 
 
-def _all_gather(part: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
-    """[b, s / TP, n] of every rank to [b, s, n]."""
+def _start_all_gather(part: torch.Tensor, tp: TensorParallelGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather [b, s / TP, n] of every rank; the result waits for it and returns [b, s, n]."""
     batch, length, width = part.shape
     gathered = part.new_empty((tp.size * batch, length, width))
-    dist.all_gather_into_tensor(gathered, part.contiguous(), group=tp.group)
-    return gathered.view(tp.size, batch, length, width).transpose(0, 1).reshape(batch, tp.size * length, width)
+    work: Any = dist.all_gather_into_tensor(gathered, part.contiguous(), group=tp.group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return gathered.view(tp.size, batch, length, width).transpose(0, 1).reshape(batch, tp.size * length, width)
+
+    return finish
 
 
-def _reduce_scatter(partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
-    """[b, s, n], summed over the ranks, to this rank's [b, s / TP, n]."""
+def _start_reduce_scatter(partial: torch.Tensor, tp: TensorParallelGroup) -> Callable[[], torch.Tensor]:
+    """Start to sum [b, s, n] over the ranks; the result waits for it and returns this rank's [b, s / TP, n]."""
     batch, length, width = partial.shape
     parts = partial.view(batch, tp.size, length // tp.size, width).transpose(0, 1).reshape(tp.size * batch, -1, width)
     mine = parts.new_empty((batch, length // tp.size, width))
-    dist.reduce_scatter_tensor(mine, parts, group=tp.group)
-    return mine
+    work: Any = dist.reduce_scatter_tensor(mine, parts, group=tp.group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return mine
+
+    return finish
 
 
 class _LinearOfGathered(torch.autograd.Function):
@@ -45,26 +56,27 @@ class _LinearOfGathered(torch.autograd.Function):
         ctx.tp = tp
         ctx.has_bias = bias is not None
         ctx.save_for_backward(part, weight)
-        return linear(_all_gather(part, tp), weight, bias)
+        return linear(_start_all_gather(part, tp)(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         part, weight = ctx.saved_tensors
-        grad = grads[0].flatten(0, 1)  # [b s, n]
-        of_weight = matmul(grad.t(), _all_gather(part, ctx.tp).flatten(0, 1))
-        of_input = matmul(grad, weight).view(*grads[0].shape[:2], -1)
-        return _reduce_scatter(of_input, ctx.tp), of_weight, grad.sum(0) if ctx.has_bias else None, None
+        # Each collective runs beside a product: of all ranks' inputs, of the gradient of the input.
+        gathered = _start_all_gather(part, ctx.tp)
+        of_input = _start_reduce_scatter(matmul(grads[0], weight), ctx.tp)
+        of_parameters = parameter_gradients(grads[0], gathered(), ctx.has_bias)
+        return of_input(), *of_parameters, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
         ctx.tp = tp
-        return _reduce_scatter(partial.contiguous(), tp)
+        return _start_reduce_scatter(partial.contiguous(), tp)()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(grads[0], ctx.tp), None
+        return _start_all_gather(grads[0], ctx.tp)(), None
 
 
 def linear_of_gathered_sequence(

@@ -4,8 +4,8 @@ The method is that of Korthikanti et al., "Reducing Activation Recomputation in 
 (arXiv:2205.05198), section 4: count what each operation saves. Their layer needs 34 sbh bytes without the attention
 matrix (equation 1), sbh (10 + 24/t) over t tensor-parallel ranks (equation 2), and 34 sbh / t with sequence parallelism
 (equation 4). The formulas here are for the layer of megatron/model/transformer.py: attention by a kernel that stores no
-matrix, SwiGLU or GELU, grouped key/value heads, normalisation in fp32. For the layer of the paper they give the
-same result, plus the statistics of the normalisations.
+matrix, SwiGLU or GELU, grouped key/value heads. For the layer of the paper they give the same result, plus the
+statistics of the normalisations. On CUDA before torch 2.9 RMSNorm is composed of operations that keep more.
 
 All are bytes per token; s tokens per sample, b samples in a micro batch.
 """
@@ -16,6 +16,7 @@ from megatron.config import Config, ModelConfig
 
 _FP32 = 4
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+LOSS_CHUNK_BYTES = 128 << 20  # CHUNK_BYTES of megatron/parallel/cross_entropy.py, which imports torch
 
 
 def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> int:
@@ -23,10 +24,9 @@ def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) ->
     size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key = model.num_key_value_heads * model.kv_channels
-    # The values are a view of the projection, so all of it is kept; rotated queries and keys are new tensors.
-    projected = query + 2 * key + (query + key if model.use_rotary_position_embeddings else 0)
-    attention = size * (projected + query) + _FP32 * model.num_attention_heads  # plus the log-sum-exp of the softmax
-    mlp = size * model.ffn_hidden_size * (4 if model.swiglu else 2)
+    # Queries, keys and values, the result, and the log-sum-exp of the softmax.
+    attention = size * (query + 2 * key + query) + _FP32 * model.num_attention_heads
+    mlp = size * model.ffn_hidden_size * (3 if model.swiglu else 2)
     inputs = 2 * size * hidden  # inputs of the two column-parallel layers
     masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel stores them
     # The same on every rank, or each rank's part of the sequence.
@@ -35,22 +35,25 @@ def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) ->
 
 
 def norm_bytes(model: ModelConfig) -> int:
-    """Bytes of a normalisation, per token: its input, and statistics in fp32."""
-    size = ELEMENT_SIZE[model.params_dtype]
-    if model.normalization == "rmsnorm":  # input in fp32, one statistic, and its result before the weight
-        return (_FP32 + size) * model.hidden_size + _FP32
-    return size * model.hidden_size + 2 * _FP32
+    """Bytes of a normalisation, per token: its input, and one statistic in fp32 of rmsnorm, two of layernorm."""
+    statistics = 1 if model.normalization == "rmsnorm" else 2
+    return ELEMENT_SIZE[model.params_dtype] * model.hidden_size + statistics * _FP32
 
 
 def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool = False) -> int:
-    """Peak bytes of the last normalisation, the head and the cross entropy, per token: while the loss is computed.
+    """Bytes of the last normalisation and the head, per token: their inputs, and the logits in the training type.
 
-    At that point memory holds the logits in the training type, in fp32 with their maximum subtracted, and exponentiated
-    (megatron/parallel/cross_entropy.py).
+    The gradient takes the place of the logits (megatron/parallel/cross_entropy.py). loss_chunk_bytes come in addition.
     """
     size = ELEMENT_SIZE[model.params_dtype]
     between = (norm_bytes(model) + size * model.hidden_size) // (tp if sequence_parallel else 1)
-    return between + (size + 3 * _FP32) * padded_vocab_size // tp
+    return between + size * padded_vocab_size // tp
+
+
+def loss_chunk_bytes(tokens: int, padded_vocab_size: int, tp: int) -> int:
+    """Bytes of the part of the logits of a micro batch of `tokens` tokens that the loss has in fp32 at a time."""
+    row = _FP32 * padded_vocab_size // tp
+    return row * min(tokens, max(1, LOSS_CHUNK_BYTES // row))
 
 
 def in_flight(config: Config, stage: int) -> int:
@@ -78,6 +81,8 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
         kept = 0 if parallel.checkpoint_in_cpu else -(-layers // max(chunk, 1)) * saved
         once = chunk * of_layer
     kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's receive and send buffers
+    of_loss = 0
     if stage == stages - 1:
         once += head_bytes(model, padded_vocab_size, tp, split)
-    return tokens * (in_flight(config, stage) * kept + once)
+        of_loss = loss_chunk_bytes(tokens, padded_vocab_size, tp)
+    return tokens * (in_flight(config, stage) * kept + once) + of_loss

@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
-from tools.ckpt_plan.activations import activation_bytes, head_bytes, in_flight, layer_bytes
+from tools.ckpt_plan.activations import activation_bytes, head_bytes, in_flight, layer_bytes, loss_chunk_bytes
 from tools.ckpt_plan.presets import config_for, config_from_flags
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 64, 64, 4
@@ -92,17 +92,18 @@ def test_a_stage_holds_what_its_schedule_has_in_flight() -> None:
     found = [activation_bytes(config, 128, 1, stage) for stage in range(4)]
     head = head_bytes(config.model, 128, 1)
     kept = [4 * (layer + boundary), 3 * (layer + 2 * boundary), 2 * (layer + 2 * boundary), layer + boundary + head]
-    assert found == [tokens * each for each in kept]
+    of_stages = [tokens * each for each in kept]
+    assert found == [*of_stages[:3], of_stages[3] + loss_chunk_bytes(tokens, 128, 1)]
 
 
 def test_recomputation_keeps_the_inputs_of_chunks_and_one_chunk() -> None:
     flags = "--bf16 --hidden-dropout 0 --checkpoint-activations --checkpoint-num-layers 2"
     config = config_of(flags)
     expected = 2 * 2 * HIDDEN + 2 * layer_bytes(config.model, 1) + head_bytes(config.model, 128, 1)
-    assert activation_bytes(config, 128, 4, 0) == BATCH * SEQ * expected
+    assert activation_bytes(config, 128, 4, 0) == BATCH * SEQ * expected + loss_chunk_bytes(BATCH * SEQ, 128, 1)
     split = config_of(f"{flags} --deepspeed-activation-checkpointing --partition-activations", tp=2)
     expected = 2 * HIDDEN + 2 * layer_bytes(split.model, 2) + head_bytes(split.model, 128, 2)
-    assert activation_bytes(split, 128, 4, 0) == BATCH * SEQ * expected
+    assert activation_bytes(split, 128, 4, 0) == BATCH * SEQ * expected + loss_chunk_bytes(BATCH * SEQ, 128, 2)
 
 
 def test_the_largest_preset_by_hand() -> None:
