@@ -13,7 +13,7 @@ import ctypes
 import resource
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +90,51 @@ def pinned_memory(num_bytes: int, pins: Pins) -> np.ndarray[Any, Any]:
     return _pin(_touched(num_bytes, lambda: False), pins)
 
 
+class PinnedMapping:
+    """A mapping of a file in memory whose first bytes are pinned, in pieces that end at multiples of `piece_bytes`.
+
+    A copy must not cross such a multiple: the driver knows each piece as memory of its own. If the file is cut off and
+    grows again, it gets new pages, while the device would go on writing into the old ones: `pin` renews those pins.
+    All pins end with the last view of `array`. For one thread at a time.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any], pins: Pins, piece_bytes: int) -> None:
+        """`array`: the mapping, from its first byte on, not cut from another array."""
+        self._address = array.ctypes.data
+        self._pins = pins
+        self._piece_bytes = piece_bytes
+        self._pinned: dict[int, int] = {}  # start -> bytes
+        self._kept = 0  # up to here the pages of the file are those that were pinned
+        weakref.finalize(array, _unpin_all, self._address, pins, self._pinned).atexit = False
+
+    def cut_off(self, num_bytes: int) -> None:
+        """The file had only so many bytes since the last call of `pin`, a multiple of the page size."""
+        self._kept = min(self._kept, num_bytes)
+
+    def pin(self, num_bytes: int) -> Iterator[int]:
+        """Pin the first bytes of the mapping, which the file has, as far as they are not pinned.
+
+        Yields the bytes of each piece once it is pinned. Raises PinningError.
+        """
+        for start in range(0, num_bytes, self._piece_bytes):
+            stop = min(start + self._piece_bytes, num_bytes)
+            present = self._pinned.get(start, 0)
+            if start + present >= stop and self._kept >= stop:
+                continue
+            if present:
+                self._pins.unpin(self._address + start)
+                del self._pinned[start]
+            self._pins.pin(self._address + start, stop - start)
+            self._pinned[start] = stop - start
+            yield stop - start
+        self._kept = max(self._kept, num_bytes)
+
+
+def _unpin_all(address: int, pins: Pins, pinned: dict[int, int]) -> None:
+    for start in pinned:
+        pins.unpin(address + start)
+
+
 class PinnedAhead:
     """Memory made ready in the background, piece by piece, each handed to `take` once it is pinned."""
 
@@ -101,27 +146,38 @@ class PinnedAhead:
         op: Operation,
         *,
         piece_bytes: int = PIECE,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins at once, and records it as background spans of `op`, a start-up. `take` runs in the thread."""
+        """Begins at once, and records it as background spans of `op`, a start-up, which may have ended before.
+
+        `take` runs in the thread, as does `ended`, once no piece is left or one could not be pinned.
+        """
         self._num_bytes = num_bytes
         self._piece_bytes = piece_bytes
         self._pins = pins
         self._take = take
         self._op = op
         self._stop = threading.Event()
-        self._error: Exception | None = None
+        self._ended = ended
+        self.error: Exception | None = None
+        self.done = False
         self.pinned_bytes = 0
         self._thread = device_thread(self._run, name="host-memory")
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all is pinned; what that takes is a span of its own. Raises PinningError."""
+        """Return when all is pinned. Raises PinningError."""
         if self._thread.is_alive():
-            with self._op.span("host_memory", "wait"):
-                self._thread.join()
+            began = now_ns()
+            self._thread.join()
+            self.waited_since(began)
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
+
+    def waited_since(self, began_ns: int) -> None:
+        """Record that the calling thread has waited for a piece since then."""
+        self._add("wait", began_ns, now_ns(), None)
 
     def stop(self) -> None:
         """End after the piece that is under way."""
@@ -133,7 +189,9 @@ class PinnedAhead:
             while self.pinned_bytes < self._num_bytes and not self._stop.is_set():
                 self._next_piece(min(self._piece_bytes, self._num_bytes - self.pinned_bytes))
         except Exception as exc:
-            self._error = exc
+            self.error = exc
+        self.done = True
+        self._ended()
 
     def _next_piece(self, size: int) -> None:
         free = available_memory()
@@ -150,7 +208,7 @@ class PinnedAhead:
         self.pinned_bytes += size
         self._take(memory)
 
-    def _add(self, detail: str, start: int, end: int, size: int) -> None:
+    def _add(self, detail: str, start: int, end: int, size: int | None) -> None:
         self._op.add("host_memory", detail, start, end, num_bytes=size, blocking=False)
 
 

@@ -88,7 +88,7 @@ def build_checkpointer(
 def prepare_memory(
     checkpointer: Checkpointer, runtime: Runtime, parameters: int, available: int, op: Operation
 ) -> None:
-    """Begin to pin host memory if the state is on a CUDA device; `wait_for_memory` must follow.
+    """Begin to pin host memory if the state is on a CUDA device; nothing waits for it before the first save.
 
     `parameters`: number of this rank's; `available`: bytes of host memory that were free before any rank did this.
     """
@@ -101,19 +101,26 @@ def prepare_memory(
     checkpointer.context.checkpoint_engine.prepare_memory(saved, available, CopyStream(runtime.device), op)
 
 
-def wait_for_memory(checkpointer: Checkpointer, device: Any) -> None:
-    """Wait until the memory is ready on all ranks; collective. Raises ConfigError on all ranks if one failed."""
+def memory_is_ready(checkpointer: Checkpointer, device: Any) -> bool:
+    """Whether the memory is ready on all ranks by now; collective, but it waits for no memory.
+
+    Raises ConfigError on all ranks if one has none.
+    """
     if device.type != "cuda":
-        return
-    error = None
+        return True
+    context, pending = checkpointer.context, "not ready"
+    told = None
     try:
-        checkpointer.context.checkpoint_engine.wait_for_memory()
+        if not context.checkpoint_engine.memory_is_ready():
+            told = pending
     except ConfigError as exc:
-        error = f"{os.uname().nodename}: {exc}"
-    failed = checkpointer.context.control.agree(error)
+        told = f"{os.uname().nodename}: {exc}"
+    others = context.control.agree(told)
+    failed = [(rank, reason) for rank, reason in others if reason != pending]
     if failed:
         rank, reason = failed[0]
         raise ConfigError(f"rank {rank}, {reason}")
+    return not others
 
 
 def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
@@ -186,8 +193,11 @@ def _restore_as_told(checkpointer: Checkpointer, engine: Any) -> Progress | None
 class CheckpointSaves:
     """The saves of a training run. `failed`: whether the last save with a known outcome failed."""
 
-    def __init__(self, checkpointer: Checkpointer, engine: Any) -> None:
+    def __init__(self, checkpointer: Checkpointer, engine: Any, device: Any) -> None:
+        """`device`: torch.device of this rank's state. Collective; raises ConfigError as `memory_is_ready`."""
         self.failed = False
+        self._device = device
+        self._memory_is_ready = memory_is_ready(checkpointer, device)
         self._checkpointer = checkpointer
         self._engine = engine
         self._background = checkpointer.background
@@ -243,8 +253,12 @@ class CheckpointSaves:
     def poll(self) -> None:
         """Report asynchronous saves that have ended. Does not wait; ranks may see the end at different iterations.
 
-        Raises AgreementLostError if the ranks can no longer agree on saves, as `save` and `drain` do.
+        Called after each iteration: collective until the memory for saves is ready on all ranks, and raises ConfigError
+        on all of them if it cannot be had. Raises AgreementLostError if the ranks can no longer agree on saves, as
+        `save` and `drain` do.
         """
+        if not self._memory_is_ready:
+            self._memory_is_ready = memory_is_ready(self._checkpointer, self._device)
         if self._background.pending is not None:
             self._report()
             self._check_agreement()

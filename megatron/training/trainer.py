@@ -342,7 +342,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron
-    from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory, wait_for_memory
+    from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory
     from megatron.training.data import batch_request, build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import check_free_space
@@ -392,7 +392,6 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
         data = build_data_iterators(providers.datasets, config, runtime, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard if a flag asks for it
-    wait_for_memory(checkpointer, runtime.device)
     reserve_slots(checkpointer, runtime, parameters, startup.operation)
     with startup.phase("engine_init"):
         logger.info("%s", runtime_line)
@@ -403,7 +402,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             progress,
             recorder,
             startup,
-            CheckpointSaves(checkpointer, engine),
+            CheckpointSaves(checkpointer, engine, runtime.device),
             ExitConditions(config, control),
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),

@@ -91,10 +91,14 @@ def test_a_save_is_measured_by_the_device(tmp_path: Path, record_property: Prope
 
 
 def test_engine_memory_copies_to_its_slot_and_back(device: torch.device, record_property: Property) -> None:
-    """The slot is not pinned: the driver copies through memory of its own, which the figures show."""
+    """On a device the slot is pinned first, as in training."""
     weights = torch.randn((GIB if device.type == "cuda" else 16 << 20) // 4, device=device)
     name = "mp_rank_00_model_states.pt"
     engine = MemoryEngine(EngineOptions())
+    if device.type == "cuda":
+        engine.prepare_memory(weights.nbytes, available_memory(), CopyStream(device), untraced_operation())
+    engine.reserve(weights.nbytes + (1 << 20))
+    engine.wait_for_memory()
     began = now_ns()
     pending = engine.begin_memory_save(
         [FileState(name, {"weights": weights})], {"save": "1"}, None, untraced_operation()

@@ -282,12 +282,16 @@ class CheckpointEngine(ABC):
 
         Called once, during the start-up `op`. `save_bytes`: approximate size of this rank's saves, 0 if it saves
         nothing; `available`: bytes of host memory that were free before any rank allocated some. Errors are raised by
-        `wait_for_memory`.
+        `memory_is_ready`. A save that begins before the memory is ready waits for what it needs of it.
         """
         return None
 
+    def memory_is_ready(self) -> bool:
+        """Whether the memory is ready by now. Raises ConfigError naming flag, value and fix if it is not available."""
+        return True
+
     def wait_for_memory(self) -> None:
-        """Wait until the memory is ready. Raises ConfigError naming flag, value and fix if it is not available."""
+        """Wait until the memory is ready. Raises ConfigError as `memory_is_ready`."""
         return None
 
     def begin_step(self, began_ns: int) -> None:

@@ -78,7 +78,7 @@ class LazyEngine(CheckpointEngine):
                 staging = pinned_memory(size, stream.pins)
                 span.bytes = size
         except PinningError as exc:
-            self._not_pinned = f"the buffers of loads: {why_pinning_failed(exc, 0, size)}; or use engine torch"
+            self._not_pinned = f"the buffers of loads: {why_pinning_failed(exc, 0, size)}"
             return
         with op.span("host_memory", "bus"):
             op.measure(**stream.measure_bus(Buffer(staging)))
@@ -86,10 +86,15 @@ class LazyEngine(CheckpointEngine):
         if save_bytes:
             self._cache.pin_ahead(save_bytes, available, stream.pins, op)
 
-    def wait_for_memory(self) -> None:
+    def memory_is_ready(self) -> bool:
         if self._not_pinned is not None:
-            raise ConfigError(f"--checkpoint-engine lazy: host memory could not be pinned: {self._not_pinned}")
+            problem = f"host memory could not be pinned: {self._not_pinned}"
+            raise ConfigError(f"--checkpoint-engine {self.name}: {problem}; or use engine torch")
+        return self._cache.is_pinned()
+
+    def wait_for_memory(self) -> None:
         self._cache.wait_until_pinned()
+        self.memory_is_ready()
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         path = directory / lazy_format.file_name(self.options.rank)

@@ -8,6 +8,7 @@ a thread that needs more waits.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron.fileio.direct_files import ALIGNMENT, align_up
 from megatron.fileio.host_buffers import Buffer, cut, new_buffer
 from megatron.fileio.host_memory import available_memory, memory_limit
 from megatron.fileio.pinned_memory import PIECE, PinnedAhead, PinningError, Pins, why_pinning_failed
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 DEFAULT_IO_THREADS = 4
@@ -124,19 +126,28 @@ class HostCache:
             )
             return
         piece = max(PIECE // self.block_bytes, 1) * self.block_bytes  # no block crosses two pieces
-        self._pinned_ahead = PinnedAhead(self._pinned_bytes, pins, self._add, op, piece_bytes=piece)
+        self._pinned_ahead = PinnedAhead(self._pinned_bytes, pins, self._add, op, piece_bytes=piece, ended=self.wake)
 
     def wait_until_pinned(self) -> None:
         """Wait for the buffers of `pin_ahead`. Raises ConfigError saying why there are none."""
+        if self._pinned_ahead is not None:
+            with contextlib.suppress(PinningError):  # raised by `is_pinned`, with the flag
+                self._pinned_ahead.wait()
+        self.is_pinned()
+
+    def is_pinned(self) -> bool:
+        """Whether all buffers of `pin_ahead` are there by now. Raises ConfigError saying why there will be none."""
         if self._refused is not None:
             raise self._refused
-        if self._pinned_ahead is None:
-            return
-        try:
-            self._pinned_ahead.wait()
-        except PinningError as exc:
-            why = why_pinning_failed(exc, self._pinned_ahead.pinned_bytes, self._pinned_bytes)
-            raise ConfigError(f"{self._flag()}: host memory could not be pinned: {why}; or lower the flag") from exc
+        ahead = self._pinned_ahead
+        if ahead is None:
+            return True
+        if isinstance(ahead.error, PinningError):
+            why = why_pinning_failed(ahead.error, ahead.pinned_bytes, self._pinned_bytes)
+            raise ConfigError(f"{self._flag()}: host memory could not be pinned: {why}; or lower the flag")
+        if ahead.error is not None:
+            raise ahead.error
+        return ahead.done
 
     def _flag(self) -> str:
         given = "not given" if self._limit_bytes is None else f"{self._limit_bytes / 2**30:g}"
@@ -155,19 +166,36 @@ class HostCache:
         with self._condition:
             self._free += buffers
             self._made += len(buffers)
+            self._condition.notify_all()
 
     def take_io(self, pins: Pins | None) -> Buffer:
         """A buffer for an I/O thread, which holds at most one of these at a time; pinned if there are `pins`."""
         return self._take(pins)
 
     def take_ahead(self, pins: Pins | None, given_up: Callable[[], bool]) -> Buffer | None:
-        """A buffer to gather a block into in advance; waits while the cache is full. None once `given_up()` is true."""
+        """A buffer to gather a block into in advance; waits while the cache is full, or its buffers are not pinned yet.
+
+        None once `given_up()` is true. Raises ConfigError if there are no buffers because they could not be pinned.
+        """
         with self._condition:
             self._condition.wait_for(lambda: given_up() or self._ahead < self._limit - self.io_threads)
+            self._wait_for_pinned(given_up)
             if given_up():
                 return None
             self._ahead += 1
         return self._take(pins)
+
+    def _wait_for_pinned(self, given_up: Callable[[], bool]) -> None:
+        """While buffers are pinned ahead: wait for a free one. The caller holds the condition."""
+        ahead = self._pinned_ahead
+        if ahead is None or self._free:
+            return
+        if not ahead.done:
+            began = now_ns()
+            self._condition.wait_for(lambda: self._free or ahead.done or given_up())
+            ahead.waited_since(began)
+        if not self._free:
+            self.is_pinned()
 
     def _take(self, pins: Pins | None) -> Buffer:
         with self._condition:

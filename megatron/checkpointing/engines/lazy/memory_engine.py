@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +30,15 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, Checkp
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.slot_save import SlotMemory, SlotSave, captured_for_storage
+from megatron.config.errors import ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
+from megatron.fileio.pinned_memory import PinningError, why_pinning_failed
 from megatron.peers.client import Peer, Sent, fetch, own_peer, send_copies
 from megatron.peers.traffic import own_step_times
 from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,10 @@ class MemoryEngine(LazyEngine):
         self._memories = [SlotMemory(slot) for slot in mine]
         self._newest: Slot | None = None  # slot of the newest save that all ranks have agreed on
         self._filled: Slot | None = None  # slot of the last save
+        self._stream: CopyStream | None = None  # on CUDA
+        self._startup: Operation | None = None
+        self._pinning: threading.Thread | None = None
+        self._slots_not_pinned: str | None = None
         self._peers: Sequence[Peer] = ()
         self._has_warned = False
         self._step_times = own_step_times(options.local_rank) if options.copy_steps is not None else None
@@ -96,13 +104,42 @@ class MemoryEngine(LazyEngine):
         return [memory.slot.num_bytes for memory in self._memories]
 
     def reserve(self, num_bytes: int) -> None:
+        """As CheckpointEngine.reserve. On CUDA it then begins to pin the slots, beside training."""
         for memory in self._memories:
             if memory.slot.record() is None:
                 memory.reserve(align_up(num_bytes))
+        if self._stream is not None:
+            for memory in self._memories:
+                memory.pins = self._stream.pins
+            self._pinning = device_thread(self._pin_slots, name="host-memory")
+            self._pinning.start()
 
     def prepare_memory(self, save_bytes: int, available: int, stream: CopyStream, op: Operation) -> None:
-        """As LazyEngine, for loads: saves go to slots, not through a cache."""
+        """As LazyEngine, for loads. Saves go to slots, not through a cache; `reserve` begins to pin them."""
         super().prepare_memory(0, available, stream, op)
+        self._stream, self._startup = stream, op
+
+    def memory_is_ready(self) -> bool:
+        if self._slots_not_pinned is not None:
+            problem = f"the slots for saves in host memory could not be pinned: {self._slots_not_pinned}"
+            raise ConfigError(f"--checkpoint-engine memory: {problem}; or use engine lazy with a --host-cache-size")
+        pinned = self._pinning is None or not self._pinning.is_alive()
+        return super().memory_is_ready() and pinned
+
+    def wait_for_memory(self) -> None:
+        if self._pinning is not None:
+            self._pinning.join()
+        super().wait_for_memory()
+
+    def _pin_slots(self) -> None:
+        assert self._startup is not None
+        wanted, pinned = sum(self.slot_bytes), 0
+        try:
+            for memory in self._memories:
+                memory.pin_ahead(self._startup)
+                pinned += memory.slot.num_bytes
+        except PinningError as exc:  # raised by `memory_is_ready`
+            self._slots_not_pinned = why_pinning_failed(exc, pinned, wanted)
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         return self.begin_memory_save(files, {}, directory, op, alone=True)
@@ -266,6 +303,8 @@ class MemoryEngine(LazyEngine):
 
     def close(self) -> None:
         super().close()
+        if self._pinning is not None:
+            self._pinning.join()
         self._slot_reader.close()
         self._memories = []
         for slot in self._own:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,10 @@ from megatron.fileio.checksums import RangeChecksum, crc32
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.host_memory import available_memory
+from megatron.fileio.pinned_memory import PIECE, PinnedMapping, PinningError, Pins
 from megatron.peers.client import Sent
 from megatron.processes.memory_slots import Slot
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -35,13 +38,19 @@ _EXTENT = 4 << 20  # largest number of bytes that share one checksum; a larger t
 
 
 class SlotMemory:
-    """A slot, mapped into this process. The mapping is kept between saves, so its pages are faulted in only once."""
+    """A slot, mapped into this process. The mapping is kept between saves, so its pages are faulted in only once.
 
-    def __init__(self, slot: Slot) -> None:
+    On CUDA it is pinned in pieces of `piece_bytes`, which no copy may cross: a device then copies to it by itself.
+    """
+
+    def __init__(self, slot: Slot, piece_bytes: int = PIECE) -> None:
         self.slot = slot
+        self.piece_bytes = piece_bytes
         self.abandoned = False  # a device may still write into it
-        self._mapping: mmap.mmap | None = None
+        self.pins: Pins | None = None  # set once, for all saves to come
         self.array: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
+        self._pinned: PinnedMapping | None = None
+        self._lock = threading.Lock()  # protects the two above: a thread pins ahead of the first save
 
     def reserve(self, num_bytes: int) -> None:
         """Grow the slot to at least `num_bytes`. It must not be sealed.
@@ -56,17 +65,55 @@ class SlotMemory:
             raise OSError(errno.ENOMEM, f"{growth / 2**30:.2f} GiB more are needed and {free / 2**30:.2f} GiB are free")
         self.slot.resize(num_bytes)
 
+    def pin_ahead(self, op: Operation) -> None:
+        """Map and pin what the slot has, beside training. `op`: the start-up, which may have ended.
+
+        Raises PinningError.
+        """
+        with self._lock:
+            began = now_ns()
+            for num_bytes in self._map(align_up(self.slot.num_bytes)):
+                ended = now_ns()
+                op.add("host_memory", "pin", began, ended, num_bytes=num_bytes, blocking=False)
+                began = ended
+
+    def _map(self, num_bytes: int) -> Iterator[int]:
+        """Map at least that many bytes of the slot, and pin them if there are `pins`: yields the bytes of each piece.
+
+        The caller holds the lock.
+        """
+        if len(self.array) < num_bytes:
+            self.array = np.frombuffer(mmap.mmap(self.slot.data, num_bytes), dtype=np.uint8)
+            self._pinned = None
+        if self.pins is None or not num_bytes:
+            return
+        if self._pinned is None:
+            self._pinned = PinnedMapping(self.array, self.pins, self.piece_bytes)
+        yield from self._pinned.pin(num_bytes)
+
     def make_room(self, num_bytes: int) -> None:
-        """Unseal the slot and resize it to `num_bytes`. Raises CheckpointSaveError if there is not enough memory."""
+        """Unseal the slot, resize it to `num_bytes` and map it.
+
+        Waits while another thread pins it. Raises CheckpointSaveError if there is not enough memory, or if it cannot be
+        pinned.
+        """
+        size = align_up(num_bytes)
         self.slot.unseal()
-        try:
-            self.reserve(align_up(num_bytes))
-        except OSError as exc:
-            raise CheckpointSaveError(f"host memory for a save could not be allocated: {exc.strerror}") from exc
-        self.slot.resize(align_up(num_bytes))
-        if len(self.array) < align_up(num_bytes):
-            self._mapping = mmap.mmap(self.slot.data, align_up(num_bytes))
-            self.array = np.frombuffer(self._mapping, dtype=np.uint8)
+        with self._lock:
+            present = align_up(self.slot.num_bytes)
+            try:
+                self.reserve(size)
+            except OSError as exc:
+                raise CheckpointSaveError(f"host memory for a save could not be allocated: {exc.strerror}") from exc
+            self.slot.resize(size)
+            if self._pinned is not None:
+                self._pinned.cut_off(min(present, size))
+            try:
+                pinned = sum(self._map(size))
+            except PinningError as exc:
+                raise CheckpointSaveError(f"host memory for a save could not be pinned: {exc}") from exc
+            if pinned:
+                logger.debug("%.3f GiB of a slot were pinned for a save of another size", pinned / 2**30)
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes` bytes of the slot."""
@@ -112,7 +159,9 @@ class SlotSave(LazySave):
         self._done = done
         self._copy_to_peers = copy_to_peers
         self._set_waiting = set_waiting
-        super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
+        super().__init__(
+            captured, Path(lazy_format.file_name(options.rank)), options, cache, op, uncrossed_bytes=memory.piece_bytes
+        )
 
     def set_waiting(self, waits: bool) -> None:
         self._set_waiting(waits)

@@ -53,8 +53,13 @@ class Block:
     copied: Copies | None = None  # the device's copies into the buffer
 
 
-def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Block]:
-    """The data of a file as blocks of `block_bytes`, the last one shorter, with the pieces that fill them."""
+def cut_into_blocks(
+    contents: lazy_format.Contents, block_bytes: int, uncrossed_bytes: int | None = None
+) -> list[Block]:
+    """The data of a file as blocks of `block_bytes`, the last one shorter, with the pieces that fill them.
+
+    No piece crosses a multiple of `uncrossed_bytes` of the file.
+    """
     total = contents.data_bytes
     blocks = [
         Block(contents.data_start + start, min(block_bytes, total - start)) for start in range(0, total, block_bytes)
@@ -64,6 +69,9 @@ def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Bl
         while position < entry.stop:
             index, offset = divmod(position, block_bytes)
             stop = min(entry.stop, (index + 1) * block_bytes)
+            if uncrossed_bytes is not None:
+                at = contents.data_start + position
+                stop = min(stop, position + uncrossed_bytes - at % uncrossed_bytes)
             blocks[index].pieces.append(Piece(entry.name, position - entry.start, stop - entry.start, offset))
             position = stop
     return blocks
@@ -90,8 +98,17 @@ class LazySave(PendingSave):
     _WRITES: ClassVar[bool] = True  # whether gathered blocks must still be written
 
     def __init__(
-        self, captured: lazy_format.Captured, path: Path, options: EngineOptions, cache: HostCache, op: Operation
+        self,
+        captured: lazy_format.Captured,
+        path: Path,
+        options: EngineOptions,
+        cache: HostCache,
+        op: Operation,
+        *,
+        uncrossed_bytes: int | None = None,
     ) -> None:
+        """`uncrossed_bytes`: as of `cut_into_blocks`."""
+        self._uncrossed_bytes = uncrossed_bytes
         self._captured = captured
         self._path = path
         self._options = options
@@ -181,7 +198,7 @@ class LazySave(PendingSave):
         try:
             with self._op.span("serialize", file=self._path.name, blocking=False):
                 self._contents = lazy_format.with_data_start(self._contents)
-                blocks = cut_into_blocks(self._contents, self._options.io_block_bytes)
+                blocks = cut_into_blocks(self._contents, self._options.io_block_bytes, self._uncrossed_bytes)
                 tensors = self._captured.tensors
                 self._sources = {
                     name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items() if tensor.numel()

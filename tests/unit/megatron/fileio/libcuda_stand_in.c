@@ -61,3 +61,12 @@ int cuGetErrorName(int code, const char **name) {
 }
 
 size_t locked_bytes(void) { return locked; }
+
+/* Whether all of these bytes lie in one piece that is pinned, as a copy by the device needs. */
+int is_one_piece(char *address, size_t bytes) {
+    for (int i = 0; i < 64; i++) {
+        char *start = pieces[i].address;
+        if (start && start <= address && address + bytes <= start + pieces[i].bytes) return 1;
+    }
+    return 0;
+}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import resource
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,22 +15,27 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory, why_pinning_failed
+from megatron.fileio.pinned_memory import (
+    CudaPins,
+    PinnedAhead,
+    PinnedMapping,
+    PinningError,
+    pinned_memory,
+    why_pinning_failed,
+)
 from restart_trace.process import RankIdentity, rank_fields
 from restart_trace.reading import read_records
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
+from tests.unit.megatron.fileio import stand_in_driver
 
 MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
-SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, SOURCE], check=True)
-    return built
+    return stand_in_driver.build(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def limited(library: Path) -> Iterator[ctypes.CDLL]:
     """The library, with no more than 4 MiB to be locked."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * MIB, before[1]))
-    yield ctypes.CDLL(str(library))
+    yield stand_in_driver.opened(library)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
@@ -110,3 +115,50 @@ def test_memory_that_is_not_free_is_not_taken(monkeypatch: pytest.MonkeyPatch, l
     ahead = PinnedAhead(2 * MIB, CudaPins(DEVICE, str(library)), lambda _: None, untraced_operation())
     with pytest.raises(PinningError, match=r"^0\.00 GiB of host memory are free, and 0\.00 GiB more are needed$"):
         ahead.wait()
+
+
+class NotedPins:
+    """Notes what was asked of it, and pins nothing: (offset from `start`, bytes), 0 bytes to unpin."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self.asked: list[tuple[int, int]] = []
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self.asked.append((address - self._start, num_bytes))
+
+    def unpin(self, address: int) -> None:
+        self.asked.append((address - self._start, 0))
+
+
+def test_pins_of_pages_that_are_no_longer_the_files_are_renewed() -> None:
+    """The device would go on writing into the pages that were cut off."""
+    memory = np.zeros(10 * 4096, dtype=np.uint8)
+    pins = NotedPins(memory.ctypes.data)
+    mapping = PinnedMapping(memory, pins, 4 * 4096)
+
+    def asked_for(num_pages: int) -> list[tuple[int, int]]:
+        pins.asked.clear()
+        pinned = sum(mapping.pin(num_pages * 4096))
+        assert pinned == sum(num_bytes for _, num_bytes in pins.asked)
+        return [(start // 4096, num_bytes // 4096) for start, num_bytes in pins.asked]
+
+    assert asked_for(10) == [(0, 4), (4, 4), (8, 2)]
+    assert asked_for(6) == asked_for(10) == [], "what is pinned stays so"
+    mapping.cut_off(6 * 4096)
+    assert asked_for(6) == []
+    assert asked_for(7) == [(4, 0), (4, 3)]
+    assert asked_for(10) == [(4, 0), (4, 4), (8, 0), (8, 2)]
+
+
+def test_the_pins_of_a_mapping_end_with_its_last_view(library: Path, limited: ctypes.CDLL) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 2 * MIB), dtype=np.uint8)
+    mapping = PinnedMapping(memory, CudaPins(DEVICE, str(library)), MIB)
+    assert list(mapping.pin(2 * MIB)) == [MIB, MIB] and limited.locked_bytes() == 2 * MIB
+    address = memory.ctypes.data
+    assert limited.is_one_piece(address, MIB) and not limited.is_one_piece(address + 10, MIB)
+    view = memory[10:20]
+    del memory
+    assert limited.locked_bytes() == 2 * MIB
+    del view
+    assert limited.locked_bytes() == 0

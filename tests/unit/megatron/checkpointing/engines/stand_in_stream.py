@@ -34,6 +34,20 @@ class CountingPins:
         del self.pinned[address]
 
 
+class HeldPins(CountingPins):
+    """Pins `at_once` pieces, the others once `go_on` is set."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self._at_once = at_once
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        if len(self.pinned) >= self._at_once:
+            self.go_on.wait()
+        super().pin(address, num_bytes)
+
+
 @dataclass
 class StandInStream:
     """Events happen up to number `stops_after`, all if that is None; two are recorded for each block."""

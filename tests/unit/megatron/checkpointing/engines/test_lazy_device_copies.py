@@ -23,7 +23,7 @@ from tests.unit.megatron.checkpointing.engines.lazy_helpers import (
     load,
     losing_its_processor,
 )
-from tests.unit.megatron.checkpointing.engines.stand_in_stream import DEVICE_NS, CountingPins, StandInStream
+from tests.unit.megatron.checkpointing.engines.stand_in_stream import DEVICE_NS, CountingPins, HeldPins, StandInStream
 
 STATE = 3 * MIB
 
@@ -58,6 +58,46 @@ def test_a_save_takes_nothing_but_what_was_pinned_at_the_start(stream: StandInSt
     saved, _ = traced_save(saving, tmp_path)
     assert stream.pins.pinned == pinned
     check(load(tmp_path / "saved", saved), files(STATE))
+
+
+def test_nothing_waits_for_pinning_but_a_save_that_needs_more_than_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, stream: StandInStream, tmp_path: Path
+) -> None:
+    """The wait is a span of the start-up, whose operation may have ended."""
+    monkeypatch.setattr(host_cache, "PIECE", 4 * BLOCK)
+    stream.pins = pins = HeldPins(at_once=3)  # one for loads, two for saves
+    path = tmp_path / "rank_00000_cycle_001.jsonl"
+    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
+    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=1))
+    saving = engine(io_threads=2)
+    with recorder.operation("startup") as op:
+        saving.prepare_memory(STATE + BLOCK, 64 << 30, stream, op)  # pyright: ignore[reportArgumentType]
+        assert not saving.memory_is_ready()
+    (tmp_path / "saved").mkdir()
+    pending = saving.begin_save(files(STATE), tmp_path / "saved", untraced_operation())
+    pins.go_on.set()
+    pending.release_state()
+    check(load(tmp_path / "saved", pending.wait()), files(STATE))
+    saving.wait_for_memory()
+    assert saving.memory_is_ready()
+    recorder.close()
+    spans = [r for r in read_records(path) if r["type"] == "span" and not r["blocking"]]
+    assert {s["detail"] for s in spans if s["thread"] == "host-memory"} == {"allocate", "pin"}
+    assert {(s["phase"], s["detail"]) for s in spans if s["thread"] == "lazy-copy"} <= {("host_memory", "wait")}
+
+
+def test_a_save_tells_that_its_buffers_could_not_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, stream: StandInStream, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host_cache, "PIECE", 4 * BLOCK)
+    saving = engine(io_threads=2)
+    saving.prepare_memory(0, 64 << 30, stream, untraced_operation())  # pyright: ignore[reportArgumentType]
+    stream.pins.limit = 2 * sum(stream.pins.pinned.values()) + 8 * BLOCK  # for loads again, and eight blocks
+    saving.prepare_memory(STATE, 64 << 30, stream, untraced_operation())  # pyright: ignore[reportArgumentType]
+    pending = saving.begin_save(files(STATE), tmp_path, untraced_operation())
+    pending.release_state()
+    with pytest.raises(ConfigError, match=r"^--host-cache-size not given .*could not be pinned: CUDA_ERROR_OUT"):
+        pending.wait()
 
 
 def test_the_copies_are_recorded_as_the_device_measured_them(stream: StandInStream, tmp_path: Path) -> None:
