@@ -64,7 +64,8 @@ def _host_values() -> dict[str, float]:
 
 def _torch_values(local_rank: int) -> dict[str, float]:
     torch = sys.modules.get("torch")  # a probe must not import torch
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    # Whether it is available is not asked: that would initialise the driver in a process that may fork users of CUDA.
+    if torch is None or not torch.cuda.is_initialized():
         return {}
     # By its index: on threads other than the training thread the current device is 0.
     index = device_index(local_rank, torch.cuda.device_count())

@@ -205,7 +205,8 @@ def batches(args: argparse.Namespace, first_sample: int, dp: int, dp_rank: int) 
 
 def main() -> None:
     args = parse_arguments()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see above
+    if not torch.cuda.is_available():  # with CUDA there is no such operator, and this line would try all others
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see above
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.launch.plan import Plan
@@ -20,8 +21,8 @@ class PreloadError(RuntimeError):
 def preload(plan: Plan, started_ns: int) -> Preload:
     """Import torch, DeepSpeed and megatron; returns when. `started_ns`: when this process started (monotonic, ns).
 
-    Sets two environment variables for the ranks: DS_ACCELERATOR, which DeepSpeed has chosen by then, and
-    OMP_NUM_THREADS, as torchrun does. Raises PreloadError if the process cannot be forked afterwards.
+    Sets two environment variables for the ranks: DS_ACCELERATOR, if it is not set, and OMP_NUM_THREADS, as torchrun
+    does. Raises PreloadError if the process cannot be forked afterwards.
     """
     if plan.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,10 +31,12 @@ def preload(plan: Plan, started_ns: int) -> Preload:
     began = now_ns()
     with _variables(OPENBLAS_NUM_THREADS="1"):  # NumPy's BLAS starts threads as it is loaded, by torch or by others
         import torch
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if _sees_cuda() else "cpu")
+    if "DS_ACCELERATOR" not in os.environ:
+        os.environ["DS_ACCELERATOR"] = "cuda" if _in_a_child(torch.cuda.is_available) else "cpu"
     local_size = str(plan.nproc_per_node)
-    # DeepSpeed asks devices for their properties as it is imported, which would initialise CUDA.
-    with _variables(OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", LOCAL_SIZE=local_size):
+    # DeepSpeed and Triton look for devices as they are imported: where none is visible, torch does not ask the driver.
+    with _variables(OPENBLAS_NUM_THREADS="1", LOCAL_SIZE=local_size, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES=""):
+        os.environ.pop("ROCR_VISIBLE_DEVICES", None)  # which torch takes before both on ROCm
         from megatron.training.heavy_imports import import_for_forks
 
         import_for_forks()
@@ -43,19 +46,32 @@ def preload(plan: Plan, started_ns: int) -> Preload:
             f"importing torch, DeepSpeed and megatron started {threads - 1} threads, which a fork would lose; "
             "use torchrun"
         )
-    if torch.cuda.is_initialized():
-        raise PreloadError("importing DeepSpeed has initialised CUDA, which cannot be forked; use torchrun")
+    if os.environ["DS_ACCELERATOR"] != "cpu" and _in_a_child(torch.cuda._is_in_bad_fork):
+        raise PreloadError(
+            "a module that was imported has initialised CUDA, which forked ranks could not use then; use torchrun"
+        )
     return Preload(started_ns, began, now_ns())
 
 
-def _sees_cuda() -> bool:
-    """Whether there is a CUDA device, as NVML says: asking CUDA itself would initialise it."""
-    import torch
+def _in_a_child(question: Callable[[], bool]) -> bool:
+    """What `question` answers in a forked process: torch refuses CUDA to the forks of a process that asked the driver.
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
-        return torch.backends.cuda.is_built()  # of these devices torch asks CUDA in spite of the variable
-    with _variables(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-        return torch.cuda.is_available()
+    Where NVML answers, the child asks no driver either. Raises PreloadError if the child ends without an answer.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            status = int(question())
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # nothing of this process may run twice, such as what is registered with atexit
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, 1):
+        raise PreloadError(f"a process that asked torch about CUDA ended with {status}, see above; use torchrun")
+    return status == 1
 
 
 @contextlib.contextmanager

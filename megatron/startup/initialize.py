@@ -41,8 +41,11 @@ class Runtime:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that DeepSpeed reads, before it is imported."""
-    if "DS_ACCELERATOR" not in os.environ:  # a process that forks ranks has settled it without asking CUDA
+    """Set the environment variables that DeepSpeed reads, before it is imported.
+
+    Asks CUDA for devices, unless DS_ACCELERATOR is set: in a process that forks ranks it has to be.
+    """
+    if "DS_ACCELERATOR" not in os.environ:
         from torch import cuda
 
         os.environ["DS_ACCELERATOR"] = "cuda" if cuda.is_available() else "cpu"
@@ -60,32 +63,35 @@ def prepare_environment() -> None:
 def import_heavy(imports: Interruptions | None = None) -> None:
     """Import torch and DeepSpeed; everything else that is slow to import comes with them.
 
-    With `imports`, the phase around this, CUDA is initialised in between and counts as `cuda_context`: DeepSpeed would
-    do it as it is imported.
+    With `imports`, the phase around this, a rank that is to compute with CUDA initialises it in between, which counts
+    as `cuda_context`: DeepSpeed would do it as it is imported.
     """
     import torch
 
     lean_imports.install()
-    if imports is not None:
-        _initialize_cuda(torch, imports)
+    began = now_ns()
     prepare_environment()
+    if imports is not None and os.environ["DS_ACCELERATOR"] == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # loads the driver and finds the devices: no context on any of them yet
+        imports.add("cuda_context", None, now_ns() - began)
     import deepspeed
 
     with lean_imports.without_compile():
-        import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed imports it when it looks at the optimizer
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - when it looks at the optimizer, otherwise
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Its op for shared-memory collectives is compiled for half a minute at first use and leaves 66 MiB per
-    # rank in /dev/shm after every run; gloo gives the same results.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _without_shared_memory_op(accelerator())
 
 
-def _initialize_cuda(torch: Any, imports: Interruptions) -> None:
-    """Load the driver and find the devices, where there are any: no context on any of them yet."""
-    began = now_ns()
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        imports.add("cuda_context", None, now_ns() - began)
+def _without_shared_memory_op(device_type: Any) -> None:
+    """Keep DeepSpeed from its op for collectives in shared memory, which it has for CPUs.
+
+    It is compiled for half a minute at first use and leaves 66 MiB for each rank in /dev/shm after every run; gloo
+    gives the same results. DeepSpeed also asks `deepspeed.ops.__compatible_ops__`, but whoever touches that has all ops
+    tried: compilers are started, and CUDA is asked for devices.
+    """
+    create = device_type.create_op_builder
+    device_type.create_op_builder = lambda name: None if name == "ShareMemCommBuilder" else create(name)
 
 
 def freeze_imported_objects() -> None:

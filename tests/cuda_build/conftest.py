@@ -17,15 +17,19 @@ class CudaHost:
     """The environment of a host with one GPU, as far as CUDA and NVML can be stood in for, and what asked CUDA."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._log = directory / "calls"
         for name in ("libcuda", "libnvidia-ml"):
             source = HERE / f"{name.replace('-', '_')}_stand_in.c"
             built = directory / f"{name}.so.1"
             subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, source], check=True)
-        unset = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
+        unset = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "OMP_NUM_THREADS")
         self.environment = {name: value for name, value in os.environ.items() if name not in unset} | {
             "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(directory), "CUDA_STAND_IN_LOG": str(self._log),
         }  # fmt: skip
+
+    def remove_nvml(self) -> None:
+        (self._directory / "libnvidia-ml.so.1").unlink()
 
     def calls(self) -> dict[int, Counter[str]]:
         """How often each process that loaded the driver has called each of its functions, by process id."""

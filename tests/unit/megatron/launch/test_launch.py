@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments
-from megatron.launch.rank import cuda_problem
 from restart_trace.startup import PRELOAD_VARIABLE, Preload, preload_of
 from tests.unit.trace_helpers import ROOT
 
@@ -397,25 +396,6 @@ def test_what_was_done_before_the_fork_survives_the_environment() -> None:
     preload = Preload(10, 200, 3000)
     assert preload_of({PRELOAD_VARIABLE: preload.to_text()}) == preload
     assert preload_of({}) is None
-
-
-class TorchThatLooked:
-    """A stand-in for torch in a process forked from one that has initialised CUDA, which no CPU build can be."""
-
-    class cuda:
-        @staticmethod
-        def _is_in_bad_fork() -> bool:
-            return True
-
-
-def test_a_rank_refuses_cuda_that_was_initialised_before_the_fork() -> None:
-    problem = cuda_problem(TorchThatLooked, {"DS_ACCELERATOR": "cuda"})
-    assert problem is not None and "use torchrun" in problem
-    assert cuda_problem(None, {}) is None
-
-
-def test_a_cuda_build_of_torch_without_a_driver_is_no_reason_to_refuse() -> None:
-    assert cuda_problem(TorchThatLooked, {"DS_ACCELERATOR": "cpu"}) is None
 
 
 @pytest.mark.parametrize(
