@@ -76,8 +76,8 @@ def test_a_launcher_whose_cuda_somebody_initialised_says_so_once(cuda_host: Cuda
 def test_imports_ask_nothing_of_torch_and_start_no_program(cuda_host: CudaHost, tmp_path: Path) -> None:
     """Triton does ask, while no device is visible, which torch answers by itself."""
     done = subprocess.run(
-        [sys.executable, str(RECORDED)],
-        cwd=tmp_path, env=cuda_host.environment, capture_output=True, text=True, timeout=600,
+        [sys.executable, str(RECORDED)], cwd=tmp_path,
+        env=cuda_host.environment | {"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
