@@ -178,11 +178,6 @@ class Config:
         yield from self._notes_of_layout()
         if self.checkpoint.save is None and self.checkpoint.save_interval is not None:
             yield _warning("--save-interval: no effect, no checkpoint is saved without --save DIR")
-        if self.model.recompute_granularity == "selective" or self.model.recompute_activations:
-            yield _info(
-                "--recompute-granularity selective: no effect, scaled_dot_product_attention recomputes its scores by "
-                "itself wherever its flash or memory-efficient kernel runs"
-            )
         if self.trace.restart_trace and self.trace.restart_trace_dir is None:
             yield _warning("no restart trace is written: neither --save nor --restart-trace-dir is given")
 

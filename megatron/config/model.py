@@ -65,7 +65,8 @@ class ModelConfig(FlagGroup):
     checkpoint_num_layers: int = flag(1, "layers per recomputed chunk; needs --checkpoint-activations", least=1)
     recompute_granularity: str | None = flag(
         None,
-        "full: as --checkpoint-activations; selective: nothing to do, since attention keeps no score matrix",
+        "full: as --checkpoint-activations; selective: only what is large and cheap to recompute, the results of "
+        "normalizations and of the MLP's activation function, while attention keeps no score matrix anyway",
         names=("--recompute-granularity", "--activations-checkpoint-granularity"),
         choices=("full", "selective"),
     )
@@ -106,6 +107,11 @@ class ModelConfig(FlagGroup):
         return self.params_dtype == "fp16"
 
     @property
+    def recomputes_selectively(self) -> bool:
+        """--recompute-granularity selective, or --recompute-activations."""
+        return self.recompute_granularity == "selective" or self.recompute_activations
+
+    @property
     def gelu_approximate(self) -> str:
         """What `torch.nn.functional.gelu(approximate=...)` takes: "tanh" or "none"."""
         return "tanh" if self.bias_gelu_fusion else "none"
@@ -140,9 +146,14 @@ class ModelConfig(FlagGroup):
             raise ConfigError(
                 "--recompute-activations is --recompute-granularity selective, and full is given: drop one of them"
             )
-        if self.recompute_granularity == "selective" or self.recompute_activations:
+        if self.recomputes_selectively:
             if self.recompute_method is not None:
                 self.refuse("recompute_method", "is for --recompute-granularity full")
+            if self.checkpoint_activations:
+                raise ConfigError(
+                    "--checkpoint-activations recomputes whole layers, and --recompute-granularity selective (or "
+                    "--recompute-activations) parts of them: drop one of them"
+                )
         elif self.recompute_granularity == "full" or self.recompute_method is not None:
             object.__setattr__(self, "checkpoint_activations", True)
         if self.recompute_num_layers is None:

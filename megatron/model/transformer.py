@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.norms import build_norm
+from megatron.model.recomputation import Layer, feed_recomputed
 from megatron.model.rotary import rotary_cos_sin, split_and_rotate
 from megatron.model.swiglu import swiglu
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -79,6 +80,7 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
+        self.recomputes = config.recomputes_selectively
         self.swiglu = config.swiglu
         self.gelu_approximate = config.gelu_approximate
         ffn = config.ffn_hidden_size
@@ -94,9 +96,15 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.dense_h_to_4h(x)
-        h = swiglu(h) if self.swiglu else F.gelu(h, approximate=self.gelu_approximate)
-        return self.dense_4h_to_h(h)
+        return _feed(self._activation, self.dense_4h_to_h, self.dense_h_to_4h(x), self.recomputes)
+
+    def _activation(self, h: torch.Tensor) -> torch.Tensor:
+        return swiglu(h) if self.swiglu else F.gelu(h, approximate=self.gelu_approximate)
+
+
+def _feed(producer: Layer, consumer: Layer, x: torch.Tensor, recomputed: bool) -> torch.Tensor:
+    """consumer(producer(x)); with --recompute-granularity selective producer(x) is not kept for the backward pass."""
+    return feed_recomputed(producer, consumer, x) if recomputed else consumer(producer(x))
 
 
 class ParallelTransformerLayerPipe(nn.Module):
@@ -108,6 +116,7 @@ class ParallelTransformerLayerPipe(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.tp = place.tp
+        self.recomputes = config.recomputes_selectively
         self.hidden_dropout = config.hidden_dropout
         norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, place)
         self.input_layernorm = build_norm(*norm)
@@ -116,7 +125,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.mlp = ParallelMLP(config, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        attention = self.self_attention(self.input_layernorm(x))
+        attention = _feed(self.input_layernorm, self.self_attention, x, self.recomputes)
         x = x + residual_dropout(attention, self.hidden_dropout, self.training, self.tp)
-        mlp = self.mlp(self.post_attention_layernorm(x))
+        mlp = _feed(self.post_attention_layernorm, self.mlp, x, self.recomputes)
         return x + residual_dropout(mlp, self.hidden_dropout, self.training, self.tp)

@@ -151,6 +151,7 @@ def test_activation_checkpointing_variants_agree(launcher: Launcher, tmp_path: P
     recompute = ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     variants = {
         "none": [],
+        "selective": ["--recompute-granularity", "selective"],
         "recompute": recompute,
         "split": [*recompute, "--partition-activations", "--contigious-checkpointing"],
         "split, in host memory": [*recompute, "--partition-activations", "--checkpoint-in-cpu"],

@@ -26,8 +26,11 @@ def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) ->
     key = model.num_key_value_heads * model.kv_channels
     # Queries, keys and values, the result, and the log-sum-exp of the softmax.
     attention = size * (query + 2 * key + query) + _FP32 * model.num_attention_heads
-    mlp = size * model.ffn_hidden_size * (3 if model.swiglu else 2)
-    inputs = 2 * size * hidden  # inputs of the two column-parallel layers
+    # What goes into the activation function and what comes out; selective recomputation keeps neither the latter nor
+    # the inputs of the two column-parallel layers.
+    kept = 0 if model.recomputes_selectively else 1
+    mlp = size * model.ffn_hidden_size * ((2 if model.swiglu else 1) + kept)
+    inputs = 2 * size * hidden * kept
     masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel stores them
     # The same on every rank, or each rank's part of the sequence.
     between = (inputs + 2 * norm_bytes(model) + masks) // (tp if sequence_parallel else 1)

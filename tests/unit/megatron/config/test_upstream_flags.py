@@ -36,6 +36,7 @@ REFUSALS = [
     ("--lr-warmup-tokens 5 --lr-decay-tokens 9 --lr-warmup-iters 1", 1, "--lr-warmup-tokens sets the warm-up, too"),
     ("--recompute-method block", 1, "--recompute-method block: choose one of uniform"),
     ("--recompute-granularity selective --recompute-method uniform", 1, "is for --recompute-granularity full"),
+    ("--recompute-activations --checkpoint-activations", 1, "recomputes whole layers, and --recompute-granularity sel"),
     ("--recompute-num-layers 2", 1, "--recompute-num-layers 2: add --recompute-granularity full"),
     ("--reset-iteration", 1, "--reset-iteration does nothing without --load DIR"),
     ("--universal-checkpoint", 1, "--universal-checkpoint does nothing without --load DIR"),
@@ -67,7 +68,6 @@ def test_value_without_effect_is_noted(name: str) -> None:
         ("--zero-stage 0", logging.INFO, "--zero-stage 0: ZeRO-1 is used, which computes the same"),
         ("--zero-stage 2", logging.WARNING, "--zero-stage 2: ZeRO-1 is used, which computes the same but"),
         ("--no-pipeline-parallel", logging.INFO, "--no-pipeline-parallel: there is one stage"),
-        ("--recompute-activations", logging.INFO, "--recompute-granularity selective: no effect"),
         ("--sequence-parallel", logging.INFO, "--sequence-parallel: no effect, --tensor-model-parallel-size is 1"),
     ],
 )
@@ -85,7 +85,10 @@ def test_recompute_flags_are_checkpoint_flags() -> None:
     ):
         model = small(extra).model
         assert (model.checkpoint_activations, model.checkpoint_num_layers) == (True, 2)
-    assert not small("--recompute-granularity selective").model.checkpoint_activations
+    for flags in ("--recompute-granularity selective", "--recompute-activations"):
+        model = small(flags).model
+        assert model.recomputes_selectively and not model.checkpoint_activations
+    assert not small("--checkpoint-activations").model.recomputes_selectively
 
 
 def test_length_and_schedule_in_samples() -> None:

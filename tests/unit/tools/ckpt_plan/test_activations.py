@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.model.transformer import ParallelTransformerLayerPipe
@@ -32,24 +37,43 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
 
 
 def kept_by_autograd(config: Config, tp: TensorParallelGroup) -> int:
-    """Bytes that the backward pass of one layer finds, parameters and the table of rotations left out."""
+    """Bytes that are held for the backward pass of one layer, parameters and the table of rotations left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
     place = Placement(tp, dtype, torch.device("cpu"))
     length = SEQ // tp.size if tp.splits_sequence else SEQ
     layer = ParallelTransformerLayerPipe(config.model, place)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, requires_grad=True)
+    layer(x)  # makes the table of rotations
+    made = Storages()
+    with made:
+        y = layer(x)
+    result = y.untyped_storage().data_ptr()
+    gc.collect()
+    return x.untyped_storage().nbytes() + sum(size for pointer, size in made.alive().items() if pointer != result)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        is_table = tensor.dim() == 3 and tensor.shape[:2] == (SEQ, 1)
-        if storage.data_ptr() not in parameters and not is_table:
-            kept[storage.data_ptr()] = storage
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(torch.randn(BATCH, length, HIDDEN, dtype=dtype, requires_grad=True))
-    return sum(storage.nbytes() for storage in kept.values())
+class Storages(TorchDispatchMode):
+    """The memory of the results of all operations, as far as something still holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def alive(self) -> dict[int, int]:
+        """Bytes by address."""
+        return {pointer: size for pointer, (storage, size) in self._made.items() if not storage.expired()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, torch.Tensor):
+                storage = result.untyped_storage()
+                if storage.data_ptr() not in given:
+                    self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return results
 
 
 @pytest.mark.parametrize(
@@ -59,6 +83,8 @@ def kept_by_autograd(config: Config, tp: TensorParallelGroup) -> int:
         f"--bf16 {LLAMA} --hidden-dropout 0.1",
         "--bf16 --hidden-dropout 0.1",
         "--hidden-dropout 0",
+        f"--bf16 {LLAMA} --num-key-value-heads 2 --hidden-dropout 0 --recompute-granularity selective",
+        "--bf16 --hidden-dropout 0.1 --recompute-granularity selective",
     ],
 )
 def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
@@ -82,6 +108,9 @@ def test_the_layer_of_the_paper_needs_what_the_paper_says(tp: int) -> None:
     assert layer_bytes(model, tp) - of_norms - of_heads // tp == HIDDEN * (10 + 24 // tp)
     # equation 4: sequence parallelism divides all of it
     assert layer_bytes(model, tp, sequence_parallel=True) == (34 * HIDDEN + of_norms + of_heads) // tp
+    # Selective recomputation: inputs of two layers, 2 each, and what GELU makes of 4 h, 8.
+    selective = replace(model, recompute_granularity="selective")
+    assert layer_bytes(model, tp) - layer_bytes(selective, tp) == HIDDEN * (4 + 8 // tp)
 
 
 def test_a_stage_holds_what_its_schedule_has_in_flight() -> None:

@@ -1,0 +1,39 @@
+"""Selective recomputation: gradients to the last bit. Memory: tests/unit/tools/ckpt_plan/test_activations.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.parallel.placement import Placement
+from megatron.parallel.topology import TensorParallelGroup
+from tests.unit.tools.ckpt_plan.test_activations import BATCH, HIDDEN, LLAMA, SEQ, config_of
+
+SELECTIVE = "--recompute-granularity selective"
+
+
+def gradients(flags: str) -> list[torch.Tensor]:
+    """Output of a block, gradient of its input, and gradients of its parameters."""
+    config = config_of(flags).model
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    layer = ParallelTransformerLayerPipe(config, Placement(TensorParallelGroup(), dtype, torch.device("cpu")))
+    for name, module in layer.named_modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters(1, name)  # pyright: ignore[reportCallIssue]
+    torch.manual_seed(2)
+    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [y.detach(), *(each for each in found if each is not None)]
+
+
+@pytest.mark.parametrize(
+    "flags", [f"--bf16 {LLAMA} --num-key-value-heads 2 --hidden-dropout 0.1", "--hidden-dropout 0"]
+)
+def test_gradients_are_the_same_to_the_last_bit(flags: str) -> None:
+    kept, recomputed = gradients(flags), gradients(f"{flags} {SELECTIVE}")
+    assert len(kept) == len(recomputed) >= 8
+    for mine, expected in zip(recomputed, kept, strict=True):
+        assert torch.equal(mine, expected)
