@@ -20,10 +20,12 @@ from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import CheckpointConfig
 from megatron.config.uris import Location
+from megatron.fileio.device_copies import CopyStream
+from megatron.fileio.host_memory import available_memory
 from megatron.parallel.control_plane import ControlPlane, control_planes
 from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
-from restart_trace.recorder import Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 
 from .connector import Connector
 from .host_memory import holder
@@ -121,6 +123,19 @@ class RankContext:
             save_dir=self.task.directory,
         )
         return engine
+
+    def pin_memory(self, engine: CheckpointEngine | Connector, save_bytes: int) -> None:
+        """Pin the memory that `engine` copies through from and to a device, as the trainer does beside its start.
+
+        So no measured save or load pins it. `save_bytes`: of this rank's saves, 0 for loads alone. Collective. Raises
+        ConfigError as CheckpointEngine.wait_for_memory.
+        """
+        if self.device.type == "cpu" or isinstance(engine, Connector):
+            return
+        free = available_memory()
+        self.wait_for_all()  # no rank of this host has pinned anything yet
+        engine.prepare_memory(save_bytes, free, CopyStream(self.device), untraced_operation())
+        engine.wait_for_memory()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest
@@ -32,6 +31,7 @@ from .context import RankContext
 from .host_memory import holder
 from .plan import LOAD_COLD, MEMORY_PEER, ReplayError, fingerprint_file
 from .shares import tensor_bytes
+from .steps import wait_for_queued
 from .tensors import alter, check_restored, live_before_load
 
 
@@ -76,6 +76,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
         return {"loads": [], "skipped": reason}
     engine = ctx.create_engine()
     assert isinstance(engine, CheckpointEngine)
+    ctx.pin_memory(engine, 0)
     loader = _Loader(ctx, engine, _Files(directory, engine), planned)
     samples = []
     for again in (False,) if cold else (False, True):
@@ -109,6 +110,7 @@ def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]
     source = (
         _Stored(ctx, uri, engine) if isinstance(engine, CheckpointEngine) else _ByConnector(ctx, uri, engine, planned)
     )
+    ctx.pin_memory(engine, 0)
     loader = _Loader(ctx, engine, source, planned)
     ctx.wait_for_all()
     samples = [loader.load(False, 0.0)]
@@ -299,7 +301,7 @@ class _Loader:
         """Copy the loaded tensors to the device, as restoring a model does."""
         with op.span("load", "host_to_device") as span:
             moved = map_tensors(states, lambda tensor: tensor.to(self._ctx.device, non_blocking=True))
-            torch.cuda.synchronize(self._ctx.device)
+            wait_for_queued(self._ctx.device)
             span.bytes = op.bytes
         return moved
 

@@ -78,6 +78,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     gc.collect()
     before = memory.resident_memory()
     saver = _Saver(ctx)
+    ctx.pin_memory(saver.engine, tensor_bytes(planned.files))
     count = ctx.request.warmup_saves + 1
     samples = []
     for number in range(count):

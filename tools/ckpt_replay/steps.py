@@ -65,10 +65,18 @@ def _matmul(device: torch.device) -> Callable[[], None]:
 
     def unit() -> None:
         torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_queued(device)
 
     return unit
+
+
+def wait_for_queued(device: torch.device) -> None:
+    """Return when `device` has done what this thread has queued, as training does when it reads its loss.
+
+    Not all that the device does: copies of a save go on, on streams of their own.
+    """
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def interference(before: list[Unit], after: list[Unit], until_ns: int) -> float | None:
