@@ -1,8 +1,10 @@
 """The rehearsal of the GPU tier, and the page that is made of it: no part may fail for a silly reason on a GPU.
 
-All parts: bash tests/gpu/run.sh --rehearse. Those left out here differ from these by the name of an engine, of a fault
-or of a launcher, and their commands are checked one by one (tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard`
-and `device-error` run what `shared-gpu` and `resume-torch` run, `engines` what `engines-others` runs.
+All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2. The parts left out here differ from these by
+the name of an engine, of a fault, of a launcher or by a number, and their commands are checked one by one
+(tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard` and `device-error` run what `shared-gpu` and `resume-torch`
+run, `launch` and `sequence-parallel` what `machine` and `shared-gpu` run, `step-time-4` what `step-time` runs,
+`engines` what `engines-others` runs. `overhead` is tests/dist/test_ckpt_overhead.py.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,8 @@ import pytest
 from tests.dist.harness import ROOT
 
 pytestmark = pytest.mark.slow
-PARTS = ("machine", "engines-others", "tests", "resume-torch", "shared-gpu", "overhead", "resume-datastates")
+PARTS = ("facts", "install", "grow", "machine", "step-time", "engines-others", "copies", "tests", "resume-torch")
+PARTS += ("shared-gpu", "resume-datastates")
 SMALL_BYTES = 2 << 20
 
 
@@ -32,7 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings["LAUNCHER"] = "fork"
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [path.name for path in place.iterdir()] == ["out"]  # no checkpoints are left
+    assert sorted(path.name for path in place.iterdir()) == ["out", "out.tar.gz"]  # no checkpoints are left
     return place / "out"
 
 
@@ -48,6 +52,8 @@ def test_every_part_passes(out: Path) -> None:
 def test_what_is_left_is_small(out: Path) -> None:
     files = [path for path in out.rglob("*") if path.is_file()]
     assert files and not [path for path in files if path.stat().st_size > SMALL_BYTES]
+    with tarfile.open(out.with_name("out.tar.gz")) as archive:
+        assert sorted(archive.getnames()) == sorted(f"out/{path.relative_to(out)}" for path in files)
 
 
 def test_the_page(out: Path) -> None:
@@ -58,7 +64,12 @@ def test_the_page(out: Path) -> None:
     text = done.stdout
     assert "**A rehearsal on CPUs" in text
     assert "| shared-gpu | yes |" in text
-    assert "| fork | a rank that megatron.launch forks uses CUDA | not run |" in text
-    for heading in ("Parts", "Killed and resumed", "Start-up phases of the restarts", "What the trace costs"):
+    assert "| fork | the drill: ranks that megatron.launch forks are killed and resumed | not run |" in text
+    headings = ("Parts", "Predicted and measured", "Iterations, part `step-time`", "Killed and resumed")
+    for heading in (*headings, "Start-up phases of the restarts", "The machine"):
         assert f"\n## {heading}\n" in text
+    (iteration,) = [line for line in text.splitlines() if line.startswith("| `step-time`: an iteration |")]
+    assert "not observed" not in iteration and "The profile has no kernels of a device." in text
+    (copies,) = [line for line in text.splitlines() if line.startswith("| `copies`: to pageable memory |")]
+    assert "not observed" in copies
     assert "| imports |" in text and "| first_step |" in text and "`dcp` |" in text

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,19 @@ from typing import Any
 from benchmarks.overhead.report import render
 from restart_trace.command_line import CommandParser
 from restart_trace.reading import read_records
-from tests.gpu.parts import PARTS, ROOT
-from tests.gpu.runner import records
+from tests.gpu.measured import (
+    NOT_OBSERVED,
+    TestResult,
+    device_peak_bytes,
+    iterations,
+    kernels,
+    read_json,
+    tests_of,
+    timed,
+)
+from tests.gpu.parts import LADDERS, PARTS, ROOT
+from tests.gpu.predictions import DEVIATES, PREDICTIONS
+from tests.gpu.runner import records, why
 from tools.ckpt_replay.answer import sentence
 from tools.common.formatting import NOT_RECORDED, number, size
 from tools.common.tables import markdown_table
@@ -51,15 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def page(out: Path, parts: list[dict[str, Any]]) -> list[str]:
     """The lines of the page. `parts`: what `records` read of `out`."""
-    lines = [*_head(out, parts), *_table_of_parts(parts)]
+    lines = [*_head(out, parts), *_table_of_parts(out, parts)]
     drills = {part["part"]: out / part["part"] / "drill" for part in parts if (out / part["part"] / "drill").is_dir()}
-    for section in (_restarts(drills), _engines(out), _tests(out), _overhead(out)):
+    rehearsal = any(part["rehearsal"] for part in parts)
+    sections = (_predictions(out, rehearsal), _step_times(out), _restarts(drills), _losses(out), _engines(out))
+    for section in (*sections, _tests(out), _overhead(out), _facts(out)):
         lines += ["", *section] if section else []
     return lines
 
 
 def _head(out: Path, parts: list[dict[str, Any]]) -> list[str]:
-    facts = _json(out / "machine" / "machine.json")
+    facts = read_json(out / "machine" / "machine.json")
     lines = ["# On one GPU", ""]
     if any(part["rehearsal"] for part in parts):
         lines += ["**A rehearsal on CPUs with small sizes: no figure on this page means anything.**", ""]
@@ -75,22 +87,113 @@ def _head(out: Path, parts: list[dict[str, Any]]) -> list[str]:
     return [*lines, "; ".join(told) + ".", ""]
 
 
-def _table_of_parts(parts: list[dict[str, Any]]) -> list[str]:
+def _table_of_parts(out: Path, parts: list[dict[str, Any]]) -> list[str]:
     rows = []
     for part in parts:
-        why = [f"{step['step']}: {step['why']}" for step in part["steps"] if step["why"]]
-        why += [f"{problem}" for step in part["steps"] for problem in (step.get("left_out") or {}).values()]
-        rows.append((part["part"], part["shows"], part["outcome"], f"{part['seconds']:.0f}", _cell("; ".join(why))))
+        outcome = part["outcome"] or "not finished"
+        rows.append((part["part"], part["shows"], outcome, f"{part['seconds']:.0f}", why(part)))
     known = {part["part"] for part in parts}
-    rows += [(part.name, part.shows, "not run", "", "") for part in PARTS if part.name not in known]
+    reasons = _reasons(out)
+    rows += [
+        (part.name, part.shows, "not run", "", reasons.get(part.name, "")) for part in PARTS if part.name not in known
+    ]
     return ["## Parts", "", *markdown_table(("part", "what it shows", "outcome", "s", "why"), rows)]
+
+
+def _reasons(out: Path) -> dict[str, str]:
+    """Why parts of a ladder were not run."""
+    ladders = [found for number in LADDERS if (found := read_json(out / f"ladder_{number}.json"))]
+    told = {name: part["why"] for found in ladders for name, part in found["parts"].items() if part["why"]}
+    return {name: _cell(reason) for name, reason in told.items()}
+
+
+def _predictions(out: Path, rehearsal: bool) -> list[str]:
+    """Predicted beside measured. What deviates by half is a finding, but not in a rehearsal."""
+    rows = []
+    for one in PREDICTIONS:
+        measured = one.measured(out)
+        said = {None: NOT_OBSERVED, True: "**deviates by half**", False: ""}[one.deviates(measured)]
+        said = said if measured is None or not rehearsal else ""
+        shown = NOT_RECORDED if measured is None else f"{measured:.3g}"
+        rows.append((one.what, f"{one.predicted:.3g} {one.unit}", shown, said, one.why))
+    told = "Predicted for an H100 (SXM, 80 GB) before the run. Marked is what differs by "
+    told += f"{100 * DEVIATES:.0f} % of the prediction or more."
+    head = ("figure", "predicted", "measured", "", "the prediction's reason")
+    return ["## Predicted and measured", "", told, "", *markdown_table(head, rows)]
+
+
+def _step_times(out: Path) -> list[str]:
+    lines: list[str] = []
+    for part in ("step-time", "step-time-4"):
+        times = timed(out, part)
+        if not times:
+            continue
+        seconds = sorted(found.seconds for found in times)
+        rates = ", ".join(f"{found.tflops:.4g}" for found in times)
+        lines += [f"## Iterations, part `{part}`", ""]
+        lines += [f"Seconds of {len(times)} iterations: {', '.join(f'{value:.4f}' for value in seconds)}.", ""]
+        lines += [f"TFLOP/s of the model, without recomputation, in their order: {rates}.", ""]
+        lines += _profile(out / part / "trace")
+    return lines[:-1]
+
+
+def _profile(trace_dir: Path) -> list[str]:
+    """The kernels that take most of the profiled iterations."""
+    lines: list[str] = []
+    for path in sorted(trace_dir.glob("profile_*.json.gz")):
+        found = kernels(path)
+        if not found:
+            return ["The profile has no kernels of a device.", ""]
+        total = sum(seconds for _, seconds, _ in found)
+        rows = [
+            (f"`{_cell(name)[:90]}`", f"{100 * seconds / total:.1f}", f"{seconds:.4f}", str(number))
+            for name, seconds, number in found[:25]
+        ]
+        lines += [f"`{path.name}`: {total:.4f} s of kernels and copies; the 25 that take longest:", ""]
+        lines += [*markdown_table(("kernel", "%", "s", "number"), rows), ""]
+    return lines
+
+
+def _losses(out: Path) -> list[str]:
+    """Of four ranks on one device with --sequence-parallel, beside those of the same ranks without."""
+    split = {found.number: found.loss for found in iterations(out, "sequence-parallel")}
+    if not split:
+        return []
+    trace = out / "shared-gpu" / "drill" / "trace"
+    plain = {
+        record["step"]: record["loss"]
+        for path in sorted(trace.glob("rank_*_cycle_000.jsonl"))
+        for record in read_records(path)
+        if record["type"] == "iteration" and record.get("loss") is not None
+    }
+    rows = [
+        (str(number), f"{loss:.6f}", f"{plain[number]:.6f}" if number in plain else NOT_RECORDED)
+        for number, loss in split.items()
+    ]
+    head = ("iteration", "loss with --sequence-parallel", "loss of `shared-gpu`, without")
+    return ["## Losses of TP2 DP2 on one device", "", *markdown_table(head, rows)]
+
+
+def _facts(out: Path) -> list[str]:
+    found = read_json(out / "facts" / "facts.json")
+    grown = read_json(out / "grow" / "grow.json")
+    if found is None:
+        return []
+    rows = [(name, _cell(json.dumps(value))) for name, value in found.items() if value is not None]
+    rows = [row for row in rows if row[0] != "not_observed"]
+    rows += [(name, f"{NOT_OBSERVED}: {_cell(reason)}") for name, reason in found["not_observed"].items()]
+    if grown is not None and grown["touched_bytes"]:
+        told = f"{grown['touched_bytes'] / GIB:.1f} GiB at {grown['first_GBps']:.1f} GB/s"
+        again = NOT_OBSERVED if grown["again_GBps"] is None else f"{grown['again_GBps']:.1f} GB/s"
+        rows.append(("memory touched", f"{told}; the second time {again}"))
+    return ["## The machine", "", *markdown_table(("fact", "value"), rows)]
 
 
 def _restarts(drills: dict[str, Path]) -> list[str]:
     """What each drill verified, and where its restart spent its time."""
     rows, phases = [], {}
     for part, directory in drills.items():
-        drilled = _json(directory / "drill.json")
+        drilled = read_json(directory / "drill.json")
         for cycle in drilled["cycles"] if drilled else ():
             report = _analysed(directory / "trace")
             restart = next((start for start in report["restarts"] if start["cycle"] == cycle["cycle"] + 1), None)
@@ -103,7 +206,7 @@ def _restarts(drills: dict[str, Path]) -> list[str]:
                     _of(save, "bytes", ".2f", 1e9), _of(save, "blocked_s"), _of(save, "durable_s"), _of(load, "load_s"),
                     cycle["cache"], _of(restart, "restart_s"), _of(copies, "slowest_GBps", ".2f"),
                     _of(copies, "bus_share", ".2f"), _of(copies, "overlapped", ".2f"),
-                    _device_peak(directory / "trace"),
+                    _gb(device_peak_bytes(directory / "trace")),
                 )
             )  # fmt: skip
     if not rows:
@@ -115,14 +218,6 @@ def _restarts(drills: dict[str, Path]) -> list[str]:
     told += "that torch had given out, steps included; `ckpt_plan` estimates it."
     lines = ["## Killed and resumed", "", told, ""]
     return [*lines, *markdown_table(header, rows), "", *_startups(phases)]
-
-
-def _device_peak(trace_dir: Path) -> str:
-    """GB that torch had given out at most, on the rank and in the launch that had most."""
-    records = (record for path in trace_dir.glob("rank_*.jsonl") for record in read_records(path))
-    probes = [record["values"] for record in records if record["type"] == "probe"]
-    peaks = [values["device_peak_allocated_bytes"] for values in probes if "device_peak_allocated_bytes" in values]
-    return format(max(peaks) / 1e9, ".2f") if peaks else NOT_RECORDED
 
 
 def _startups(restarts: dict[str, dict[str, Any] | None]) -> list[str]:
@@ -141,7 +236,7 @@ def _startups(restarts: dict[str, dict[str, Any] | None]) -> list[str]:
 def _engines(out: Path) -> list[str]:
     lines: list[str] = []
     for part in ("engines", "engines-others"):
-        figures = _json(out / part / "replay.json")
+        figures = read_json(out / part / "replay.json")
         if figures is None:
             continue
         gib = figures["bytes_per_rank"] / GIB
@@ -164,18 +259,23 @@ def _engines(out: Path) -> list[str]:
 
 
 def _tests(out: Path) -> list[str]:
-    path = out / "tests" / "junit.xml"
-    if not path.exists():
+    rows = [_test_row(result) for part in ("copies", "tests") for result in tests_of(out, part)]
+    if not rows:
         return []
-    rows = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        name = f"{case.get('classname', '').removeprefix('tests.gpu.')}.{case.get('name')}"
-        told = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        outcome = "passed" if told is None else told.tag
-        said = [f"{p.get('name')} {float(p.get('value') or 0):.4g}" for p in case.iter("property")]
-        said += [(told.get("message") or "")[:300]] if told is not None else []
-        rows.append((f"`{name}`", outcome, _cell(", ".join(said))))
     return ["## Tests marked gpu", "", *markdown_table(("test", "outcome", "measured, or why not"), rows)]
+
+
+def _test_row(result: TestResult) -> tuple[str, str, str]:
+    said = [f"{name} {_short(value)}" for name, value in result.recorded.items()]
+    return f"`{result.name}`", result.outcome, _cell(", ".join([*said, result.message[:300]]).strip(", "))
+
+
+def _short(value: str) -> str:
+    """A number in four digits; what is none, as it is."""
+    try:
+        return f"{float(value):.4g}"
+    except ValueError:
+        return value
 
 
 def _overhead(out: Path) -> list[str]:
@@ -195,10 +295,6 @@ def _analysed(trace_dir: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def _first(operations: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((found for found in operations if found["outcome"] == "ok" and found["bytes"]), None)
 
@@ -206,6 +302,10 @@ def _first(operations: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _of(found: dict[str, Any] | None, key: str, spec: str = ".3f", scale: float = 1.0) -> str:
     value = found[key] if found is not None else None
     return NOT_RECORDED if value is None else format(value / scale, spec)
+
+
+def _gb(value: float | None) -> str:
+    return NOT_RECORDED if value is None else format(value / 1e9, ".2f")
 
 
 def _spread(found: dict[str, Any] | None) -> str:

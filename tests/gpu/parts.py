@@ -1,4 +1,4 @@
-"""The parts of the GPU tier: which commands each consists of, on the GPU and in the rehearsal on CPUs.
+"""The parts of the GPU tier: which commands each consists of, on the GPU and in the rehearsal on CPUs; the ladders.
 
 A part measures nothing itself: its commands are the drill, the replay and the benchmarks of this project. What the
 rehearsal changes is in `Sizes` and in the environment; the commands are the same.
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0  # of a part; then what it runs is ended
 ENGINES_HERE = "ENGINES"
+TIMED_ITERATIONS = 12  # of a part that measures the time of an iteration
 _MODEL = ROOT / "tests" / "gpu" / "run_model.sh"
 FIRST_ENGINES = ("lazy", "torch", "fastpersist-decoupled", "dcp-async")
 OTHER_ENGINES = ("fastpersist", "torchsnapshot", "dcp", "datastates")
@@ -36,20 +37,28 @@ class Sizes:
     replay_steps_s: str
     overhead_bytes: str
     overhead_repeat: int
+    touched_bytes: int
 
 
-# 1b: 17 GB of checkpoint. Two of them and a torn one fit on a disk of 64 GB.
-ON_GPU = Sizes("1b", 50_256, 2048, 4, 10, "2GiB", 3, "2", "1GiB", 12)
-SMALL = Sizes("tiny", 1_023, 64, 1, 5, "4MiB", 1, "0", "4MiB", 1)  # also on the GPU, where the model does not matter
+# 1b: 17 GB of checkpoint, of which two are there while the second is saved. On a disk, so WORK needs 40 GB.
+ON_GPU = Sizes("1b", 50_256, 2048, 4, 10, "2GiB", 3, "2", "1GiB", 12, 48 << 30)
+# Also on the GPU, where the model does not matter.
+SMALL = Sizes("tiny", 1_023, 64, 1, 5, "4MiB", 1, "0", "4MiB", 1, 64 << 20)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how the tier runs. `out` gets small files; `work`, removed after each part, checkpoints and data."""
+    """Where and how the tier runs. `out` gets small files; `work`, removed after each part, checkpoints and data.
+
+    `archive`: where all of `out` is packed after each part; None: nowhere. `bundle`: wheels to install from; None: the
+    packages must be there.
+    """
 
     rehearsal: bool
     out: Path
     work: Path
+    archive: Path | None = None
+    bundle: Path | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -90,13 +99,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its directory below OUT has its `name`. `expected_s` is an estimate for one H100."""
+    """A part: its directory below OUT has its `name`. `expected_s` is an estimate for one H100.
+
+    `needs_device`: it cannot run where torch sees no CUDA device, or where there is no torch.
+    """
 
     name: str
     expected_s: int
     shows: str
     steps: Callable[[Setting], list[Step]]
     limit_s: float = LIMIT_S
+    needs_device: bool = True
 
 
 def part_named(name: str) -> Part:
@@ -135,6 +148,31 @@ def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str
     return Step("drill", argv, environment, engines=(engine,))
 
 
+def _facts(setting: Setting) -> list[Step]:
+    words = [str(setting.out / "facts" / "facts.json"), str(ROOT), str(setting.work), "/dev/shm"]
+    return [Step("facts", _python("tests.gpu.facts", *words))]
+
+
+def _install(setting: Setting) -> list[Step]:
+    """Without a bundle, and in a rehearsal, pip only says whether something is missing."""
+    words = ["install", "--disable-pip-version-check", "--no-index", "-r", "tests/gpu/requirements.txt"]
+    words += ["--find-links", str(setting.bundle)] if setting.bundle else []
+    words += ["--dry-run"] if setting.rehearsal or not setting.bundle else []
+    return [Step("pip", _python("pip", *words))]
+
+
+def _grow(setting: Setting) -> list[Step]:
+    """A virtual machine may get its memory as it touches it: it should not do so within a part that is timed."""
+    words = ["--bytes", str(setting.sizes.touched_bytes), "--output", str(setting.out / "grow" / "grow.json")]
+    return [Step("grow", _python("tests.gpu.grow", *words))]
+
+
+def _launch(setting: Setting) -> list[Step]:
+    training = _training(setting, SMALL, iterations=4)
+    training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(setting.out / "launch" / "trace"), "LAUNCHER": "fork"}
+    return [_data(setting, SMALL), Step("training", ["bash", str(_MODEL)], training)]
+
+
 def _machine(setting: Setting) -> list[Step]:
     directory = setting.out / "machine"
     extra = "--restart-trace-nvtx on --restart-trace-probes-interval 0.05 --profile-backward --warmup-communicators"
@@ -145,6 +183,20 @@ def _machine(setting: Setting) -> list[Step]:
         _data(setting, SMALL),
         Step("training", ["bash", str(_MODEL)], training),
     ]
+
+
+def _step_time(part: str, micro_batches: int) -> Callable[[Setting], list[Step]]:
+    """Iterations of the preset without saves; torch.profiler records the last three, which the figures leave out."""
+
+    def steps(setting: Setting) -> list[Step]:
+        sizes, trace = setting.sizes, str(setting.out / part / "trace")
+        first = TIMED_ITERATIONS + 1
+        extra = f"--profile pt --profile_steps {first},{first + 2} --restart-trace-probes-interval 0.5"
+        training = _training(setting, sizes, extra, iterations=first + 2)
+        training |= {"ENGINE": "none", "TRACE_DIR": trace, "GLOBAL_BATCH": str(micro_batches * sizes.micro_batch)}
+        return [_data(setting, sizes), Step("training", ["bash", str(_MODEL)], training)]
+
+    return steps
 
 
 def _resume(engine: str) -> Callable[[Setting], list[Step]]:
@@ -169,9 +221,13 @@ def _replay(part: str, engines: tuple[str, ...]) -> Callable[[Setting], list[Ste
     return steps
 
 
-def _tests(setting: Setting) -> list[Step]:
-    words = ["-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", "--junitxml", str(setting.out / "tests" / "junit.xml")]
-    return [Step("pytest", _python("pytest", *words, "tests/gpu"))]
+def _pytest(part: str, *chosen: str) -> Callable[[Setting], list[Step]]:
+    def steps(setting: Setting) -> list[Step]:
+        words = ["-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider"]
+        words += ["--junitxml", str(setting.out / part / "junit.xml")]
+        return [Step("pytest", _python("pytest", *words, *chosen))]
+
+    return steps
 
 
 def _fork(setting: Setting) -> list[Step]:
@@ -180,12 +236,20 @@ def _fork(setting: Setting) -> list[Step]:
 
 
 def _shared_gpu(setting: Setting) -> list[Step]:
+    return [_data(setting, SMALL), _drill(setting, "shared-gpu", _four_ranks(setting), "lazy")]
+
+
+def _four_ranks(setting: Setting, iterations: int = 1000) -> dict[str, str]:
     """NCCL refuses two ranks on one device; gloo does not, and has no point-to-point operations for CUDA tensors."""
-    extra = "--distributed-backend gloo --deterministic on"
-    layout = {"TP": "2", "DP": "2", "SHARED_GPU": "4", "LAUNCHER": "fork"}
-    return [
-        _data(setting, SMALL), _drill(setting, "shared-gpu", _training(setting, SMALL, extra) | layout, "lazy")
-    ]  # fmt: skip
+    training = _training(setting, SMALL, "--distributed-backend gloo --deterministic on", iterations=iterations)
+    return training | {"TP": "2", "DP": "2", "SHARED_GPU": "4", "LAUNCHER": "fork"}
+
+
+def _sequence_parallel(setting: Setting) -> list[Step]:
+    """A training alone: what a resume adds is the same as in `shared-gpu`."""
+    training = _four_ranks(setting, iterations=4) | {"SEQUENCE_PARALLEL": "1", "ENGINE": "none"}
+    training |= {"TRACE_DIR": str(setting.out / "sequence-parallel" / "trace")}
+    return [_data(setting, SMALL), Step("training", ["bash", str(_MODEL)], training)]
 
 
 def _reshard(setting: Setting) -> list[Step]:
@@ -226,20 +290,43 @@ def _replay_part(name: str, expected_s: int, engines: tuple[str, ...]) -> Part:
     return Part(name, expected_s, shows, _replay(name, engines))
 
 
-# Where time is short, the first ones tell most.
+_COPIES = "tests/gpu/test_device_copies.py"
+
 PARTS: tuple[Part, ...] = (
-    Part("machine", 60, "device, driver, libraries, engines; a tiny training to its end", _machine),
+    Part("facts", 10, "device, driver, disk, memory, limits, compilers, packages", _facts, needs_device=False),
+    Part("install", 25, "the wheels of --bundle, or what is missing without it", _install, needs_device=False),
+    Part("grow", 30, "48 GiB of memory touched, the first time and the second", _grow, needs_device=False),
+    Part("launch", 30, "megatron.launch forks a rank, which uses CUDA", _launch),
+    Part("machine", 45, "libraries, engines; a tiny training to its end, with NCCL and NVTX ranges", _machine),
+    Part("step-time", 60, "1b: time of an iteration, MFU, memory, a profile", _step_time("step-time", 1)),
+    Part("step-time-4", 60, "the same with four micro-batches", _step_time("step-time-4", 4)),
+    Part("copies", 40, "pinning, copies to the host: GB/s, beside computing", _pytest("copies", _COPIES)),
+    Part("tests", 90, "the other tests marked gpu", _pytest("tests", "tests/gpu", "--ignore", _COPIES)),
     _resume_part("lazy"),
+    Part("fork", 50, "the drill: ranks that megatron.launch forks are killed and resumed", _fork),
+    Part("memory", 50, "engine memory: from the device to host memory that the launcher holds", _memory),
+    Part("shared-gpu", 55, "four ranks on one GPU over gloo: TP2 DP2, killed and resumed", _shared_gpu),
+    Part("sequence-parallel", 35, "the same ranks with --sequence-parallel: a training", _sequence_parallel),
+    Part("device-error", 50, "a kernel fails, which makes a rank's CUDA context unusable: trained on", _device_error),
     _replay_part("engines", 330, FIRST_ENGINES),
-    Part("tests", 120, "the tests that are marked gpu", _tests),
-    _resume_part("torch"),
-    Part("fork", 60, "a rank that megatron.launch forks uses CUDA", _fork),
-    Part("shared-gpu", 90, "four ranks on one GPU over gloo: TP2 DP2", _shared_gpu),
-    Part("reshard", 90, "the same, resumed on TP1 DP4", _reshard),
-    Part("memory", 60, "engine memory: from the device to host memory that the launcher holds", _memory),
-    Part("device-error", 60, "a kernel fails, which makes a rank's CUDA context unusable: trained on", _device_error),
+    Part("reshard", 70, "the ranks of shared-gpu, resumed on TP1 DP4", _reshard),
     Part("overhead", 120, "what the trace costs a save and a load", _overhead),
-    *(_resume_part(engine) for engine in FIRST_ENGINES[2:]),
+    *(_resume_part(engine) for engine in FIRST_ENGINES[1:]),
     _replay_part("engines-others", 400, ("lazy", *OTHER_ENGINES)),
     *(_resume_part(engine) for engine in OTHER_ENGINES),
+)
+# Of each ladder, the parts in their order: the most important first.
+LADDERS: dict[int, tuple[str, ...]] = {
+    1: ("facts", "install", "grow", "launch", "machine", "step-time", "step-time-4", "copies", "tests"),
+    2: ("install", "resume-lazy", "fork", "memory", "shared-gpu", "sequence-parallel", "device-error"),
+}
+# No part can show these; docs/gpu.md has the list.
+NEEDS_TWO_DEVICES = (
+    "process groups of several ranks on NCCL, and its watchdog",
+    "pipeline stages: gloo sends no CUDA tensor from rank to rank",
+    "reduce-scatter and all-gather of --sequence-parallel on NCCL",
+    "--warmup-communicators with several devices",
+    "NVLink and its counters",
+    "several devices that copy to one host at a time",
+    "threads of a rank whose device is not the first",
 )

@@ -30,6 +30,13 @@ CUDA = "cuda:0"
 Property = Callable[[str, object], None]
 
 
+def recorder_in(directory: Path) -> tuple[Recorder, Path]:
+    """A recorder, and the file that it writes to."""
+    path = directory / "rank_00000_cycle_000.jsonl"
+    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
+    return Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0)), path
+
+
 def test_memory_is_pinned_until_its_last_view_is_gone() -> None:
     device = torch.device(CUDA)
     torch.empty(1, device=device)
@@ -49,9 +56,7 @@ def test_memory_is_pinned_until_its_last_view_is_gone() -> None:
 def test_a_gibibyte_is_pinned_in_the_background(tmp_path: Path, record_property: Property) -> None:
     device = torch.device(CUDA)
     torch.empty(1, device=device)
-    path = tmp_path / "rank_00000_cycle_000.jsonl"
-    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
-    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
+    recorder, path = recorder_in(tmp_path)
     pieces = []
     with recorder.operation("startup") as op:
         PinnedAhead(2 * GIB, CudaPins(device), pieces.append, op).wait()
@@ -67,9 +72,7 @@ def test_a_save_is_measured_by_the_device(tmp_path: Path, record_property: Prope
     weights = torch.randn(GIB // 2, device=device)  # 2 GiB
     state = [FileState("mp_rank_00_model_states.pt", {"weights": weights})]
     engine = LazyEngine(EngineOptions())
-    path = tmp_path / "rank_00000_cycle_000.jsonl"
-    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
-    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
+    recorder, path = recorder_in(tmp_path)
     with recorder.operation("startup") as op:
         engine.prepare_memory(2 * GIB, available_memory(), CopyStream(device), op)
         engine.wait_for_memory()
@@ -87,6 +90,51 @@ def test_a_save_is_measured_by_the_device(tmp_path: Path, record_property: Prope
     assert save["device_to_host_bytes"] >= weights.numel() * 4
     loaded = engine.load([state[0].name], SavedCheckpoint(tmp_path, {f.name: f for f in saved}), untraced_operation())
     assert torch.equal(loaded[state[0].name]["weights"], weights.cpu())
+    engine.close()
+
+
+def test_pageable_memory_is_slower(record_property: Property) -> None:
+    """For comparison with pinned memory: what a copy costs without."""
+    source = torch.ones(GIB, dtype=torch.uint8, device=CUDA)
+    target = torch.zeros(GIB, dtype=torch.uint8)  # its pages are there
+    torch.cuda.synchronize()
+    began = now_ns()
+    target.copy_(source)
+    record_property("pageable_GBps", GIB / (now_ns() - began))
+    assert torch.equal(target, source.cpu())
+
+
+def test_copies_beside_computing(tmp_path: Path, record_property: Property) -> None:
+    """A save of engine lazy while matrices are multiplied: what each costs the other."""
+    device = torch.device(CUDA)
+    weights = torch.randn(GIB, device=device)  # 4 GiB: 80 ms and more of copies
+    factor = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    engine = LazyEngine(EngineOptions())
+    engine.prepare_memory(5 * GIB, available_memory(), CopyStream(device), untraced_operation())
+    engine.wait_for_memory()
+
+    def computing_s() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(50):  # 1.4 ms each at 800 TFLOP/s
+            torch.mm(factor, factor)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    computing_s()
+    alone_s = computing_s()
+    recorder, path = recorder_in(tmp_path)
+    with recorder.operation("save", tag="global_step1", step=1) as op:
+        pending = engine.begin_save([FileState("mp_rank_00_model_states.pt", {"weights": weights})], tmp_path, op)
+        beside_s = computing_s()
+        pending.release_state()
+        pending.wait()
+    recorder.close()
+    (save,) = (r["values"] for r in read_records(path) if r["type"] == "probe" and r["at"] == "end")
+    assert save["device_to_host_bytes"] >= weights.nbytes
+    record_property("beside_computing_GBps", save["device_to_host_bytes"] / save["device_to_host_device_s"] / 1e9)
+    record_property("computing_beside_copies", beside_s / alone_s)
     engine.close()
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from restart_trace.probes import make_probe
+from tests.gpu.measured import NOT_OBSERVED
 
 BYTES = 1 << 28
+COPIED = ("pcie_rx_bytes_per_s", "gpu_utilization_percent")  # what the copies must show
 
 
 def test_nvml_sees_the_bus_and_the_memory(record_property: Callable[[str, object], None]) -> None:
@@ -21,9 +23,10 @@ def test_nvml_sees_the_bus_and_the_memory(record_property: Callable[[str, object
     values = probe()
     torch.cuda.synchronize()
     for name, value in values.items():
-        record_property(name, value)
+        hidden = name in COPIED and value == 0  # as some virtual machines show it
+        record_property(name, f"{NOT_OBSERVED}: it reads 0 while bytes are copied" if hidden else value)
     assert values["device_peak_allocated_bytes"] >= values["device_allocated_bytes"] >= BYTES
     if "gpu_memory_used_bytes" in values:  # a MIG device may hide it
         assert values["gpu_memory_used_bytes"] >= BYTES
-    if "pcie_rx_bytes_per_s" in values:
+    if values.get("pcie_rx_bytes_per_s"):
         assert values["pcie_rx_bytes_per_s"] > 1e9

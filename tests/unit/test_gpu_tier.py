@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -23,9 +26,25 @@ from megatron.checkpointing.engines.registry import engine_names
 from megatron.config.arguments import config_from_args, parse_args
 from restart_trace.schema import RANK_FILE_PATTERN
 from tests.dist.harness import wait_for
+from tests.gpu.facts import facts
+from tests.gpu.files import MOST_BYTES
+from tests.gpu.grow import touch
+from tests.gpu.ladder import BUDGET_S, RESERVE_S, Limits, ladder, run_parts
 from tests.gpu.page import page
-from tests.gpu.parts import ENGINES, ENGINES_HERE, LIMIT_S, PARTS, Part, Setting, Step, part_named
-from tests.gpu.runner import FAILED, PASSED, TierError, run_part, write_overview
+from tests.gpu.parts import (
+    ENGINES,
+    ENGINES_HERE,
+    LADDERS,
+    LIMIT_S,
+    NEEDS_TWO_DEVICES,
+    PARTS,
+    Part,
+    Setting,
+    Step,
+    part_named,
+)
+from tests.gpu.predictions import table
+from tests.gpu.runner import FAILED, PASSED, TierError, publish, run_part
 from tests.unit.tools.ckpt_analysis.metrics.test_device_copies import rank_log
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, dump
 from tools.ckpt_replay.options import parse_arguments as parse_replay
@@ -52,13 +71,26 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(rehearsal=True, out=tmp_path / "out", work=tmp_path / "work")
 
 
-def test_a_dry_run_lists_every_part_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_both_ladders_and_every_other_part_and_touches_nothing(tmp_path: Path) -> None:
     done = run_tier("--dry-run", "--out", tmp_path / "out", "--work", tmp_path / "work")
     assert done.returncode == 0, done.stderr
-    listed = dict(re.findall(r"^(\S+) +([\d.]+) min  ", done.stdout, re.MULTILINE))
-    assert list(listed)[: len(PARTS)] == [part.name for part in PARTS]
+    listed = re.findall(r"^([a-z]\S*) +[\d.]+ min  (?!in all)", done.stdout, re.MULTILINE)
+    ladders = [name for names in LADDERS.values() for name in names]
+    assert listed == [*ladders, *(part.name for part in PARTS if part.name not in ladders)]
+    sums = re.findall(
+        r"^ladder \d +([\d.]+) min  in all, estimated; all is ended at 7.0 min$", done.stdout, re.MULTILINE
+    )
+    assert len(sums) == 2 and max(map(float, sums)) <= 7
+    assert all(f"  {what}\n" in done.stdout for what in NEEDS_TWO_DEVICES)
     assert max(part.expected_s for part in PARTS) < LIMIT_S == 540
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", LADDERS)
+def test_a_ladder_is_expected_to_end_by_itself(number: int) -> None:
+    """With what it takes to end the last part and to pack the archive; the budget is seven minutes."""
+    assert sum(part.expected_s for part in ladder(number, rehearsal=False)) <= BUDGET_S - RESERVE_S < BUDGET_S == 420
+    assert all(part.expected_s <= part.limit_s < LIMIT_S for part in ladder(number, rehearsal=False))
 
 
 def test_every_engine_that_writes_is_drilled() -> None:
@@ -89,7 +121,7 @@ def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tm
     place = Setting(rehearsal=rehearsal, out=tmp_path / "out", work=tmp_path / "work")
     trained = 0
     for step in part.steps(place):
-        engine = step.engines[0] if step.engines else "torch"
+        engine = step.engines[0] if step.engines else step.environment.get("ENGINE", "torch")
         argv = [",".join(step.engines) if word == ENGINES_HERE else word for word in step.argv]
         if argv[0] == "bash" or "tools.restart_drill" in argv:
             world_size = int(step.environment.get("TP", 1)) * int(step.environment.get("DP", 1))
@@ -101,8 +133,15 @@ def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tm
         if argv[0] == sys.executable and argv[2] in PARSERS:
             PARSERS[argv[2]](argv[3:])
         else:
-            assert argv[0] == "bash" or argv[2] in ("pytest", "tests.gpu.machine")
-    assert trained == (0 if part.name in ("engines", "engines-others", "tests", "overhead") else 1)
+            assert argv[0] == "bash" or argv[2] in (
+                "pip",
+                "pytest",
+                "tests.gpu.machine",
+                "tests.gpu.facts",
+                "tests.gpu.grow",
+            )
+    without = ("facts", "install", "grow", "copies", "tests", "engines", "engines-others", "overhead")
+    assert trained == (part.name not in without)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,6 +184,14 @@ def test_docs_have_every_part_and_name_no_other() -> None:
         assert all((ROOT / name).is_file() for name in named if name.endswith(".py"))
 
 
+def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    lines = "\n".join(table())
+    assert lines in text, f"python -m tests.gpu.predictions prints the table:\n{lines}"
+    needed = text.split("### What needs two devices\n")[1].split("\n## ")[0]
+    assert re.findall(r"^- (.*)$", needed, re.MULTILINE) == list(NEEDS_TWO_DEVICES)
+
+
 def test_docs_name_every_module_that_uses_cuda() -> None:
     uses = re.compile(
         r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
@@ -168,7 +215,7 @@ def test_without_a_gpu_the_rehearsal_is_named(tmp_path: Path) -> None:
 
 def test_a_part_that_there_is_not() -> None:
     done = run_tier("--dry-run", "resume-lazi")
-    assert done.returncode == 2 and "resume-lazi: no such part; there are machine, " in done.stderr
+    assert done.returncode == 2 and "resume-lazi: no such part; there are facts, " in done.stderr
 
 
 def test_a_step_that_fails_fails_its_part_and_the_others_run(tmp_path: Path) -> None:
@@ -190,12 +237,12 @@ def test_a_part_ends_with_its_time_and_leaves_no_process(tmp_path: Path) -> None
     assert run_part(part, setting(tmp_path)) == FAILED
     steps = json.loads((tmp_path / "out" / "endless" / "part.json").read_text())["steps"]
     assert [step["why"] for step in steps] == [
-        "ended: the time of the part was over", "not started: the time of the part was over"
+        "ended: the part's time was over", "not started: the part's time was over"
     ]  # fmt: skip
     assert left_of(tmp_path) == []
 
 
-def test_a_part_that_is_interrupted_has_failed(tmp_path: Path) -> None:
+def test_a_part_that_is_interrupted_has_no_outcome(tmp_path: Path) -> None:
     program = (
         "import signal, sys; from pathlib import Path; from tests.gpu.parts import Part, Setting, Step\n"
         "from tests.gpu.runner import run_part\n"
@@ -211,7 +258,7 @@ def test_a_part_that_is_interrupted_has_failed(tmp_path: Path) -> None:
         process.terminate()
     assert process.returncode == 143 and left_of(tmp_path) == []
     record = json.loads((tmp_path / "cut" / "part.json").read_text())
-    assert (record["outcome"], [step["step"] for step in record["steps"]]) == (FAILED, ["fine"])
+    assert (record["outcome"], [step["step"] for step in record["steps"]]) == (None, ["fine"])
 
 
 def left_of(tmp_path: Path) -> list[int]:
@@ -235,7 +282,144 @@ def test_a_part_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="give another directory"):
         run_part(Part("precious", 1, "nothing", lambda _: []), setting(tmp_path))
     assert (mine / "file").exists()
-    assert write_overview(setting(tmp_path)).count("\n") == 2  # of the tier's own parts alone, and none of those ran
+    assert publish(setting(tmp_path), {}).count("\n") == 2  # of the tier's own parts alone, and none of those ran
+
+
+ENDLESS = "import time; time.sleep(1000)"
+
+
+def part_of(name: str, program: str, expected_s: int = 1, *, needs_device: bool = True) -> Part:
+    step = Step("step", [sys.executable, "-c", program])
+    return Part(name, expected_s, "nothing", lambda _: [step], needs_device=needs_device)
+
+
+def archived(archive: Path) -> dict[str, bytes]:
+    """Names in the archive, without that of its directory, and what is in the files."""
+    with tarfile.open(archive) as packed:
+        files = {name: packed.extractfile(name) for name in packed.getnames()}
+        return {name.partition("/")[2]: file.read() for name, file in files.items() if file is not None}
+
+
+def with_archive(tmp_path: Path) -> Setting:
+    return replace(setting(tmp_path), archive=tmp_path / "out.tar.gz")
+
+
+def test_a_part_that_the_end_of_a_ladder_cuts_off_has_no_outcome(tmp_path: Path) -> None:
+    place = with_archive(tmp_path)
+    assert run_part(part_of("cut", ENDLESS), place, time.monotonic() + 1) is None
+    record = json.loads((tmp_path / "out" / "cut" / "part.json").read_text())
+    assert record["outcome"] is None
+    assert record["steps"][0]["why"] in (f"{how}: the ladder's time was over" for how in ("ended", "not started"))
+    (place.out / "cut").rename(place.out / "machine")  # a part of the tier, which the overview lists
+    assert "| cut | not finished |" in publish(place, {})
+
+
+@dataclass(frozen=True)
+class UntilThereIs(Limits):
+    """The time of the ladder is over once there is this file."""
+
+    file: Path
+
+    def left_s(self) -> float:
+        return 0.0 if self.file.exists() else super().left_s()
+
+
+def test_what_the_end_of_a_ladder_leaves_is_not_run_and_has_not_failed(tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    parts = [part_of("first", f"open({str(over)!r}, 'w')", needs_device=False), part_of("left", "print(1)")]
+    limits = UntilThereIs(time.monotonic(), 1e6, over)
+    assert run_parts(parts, with_archive(tmp_path), limits, 1) == [PASSED, None]
+    told = json.loads(archived(tmp_path / "out.tar.gz")["ladder_1.json"])["parts"]
+    assert {name: part["outcome"] for name, part in told.items()} == {"first": PASSED, "left": None}
+    assert told["left"]["why"] == "0 s were left of the ladder's time, and it is expected to take 1 s"
+    assert not (tmp_path / "out" / "left").exists()
+
+
+def test_a_part_that_does_not_fit_is_passed_over_for_a_shorter_one(tmp_path: Path) -> None:
+    parts = [part_of("long", ENDLESS, 10**7), part_of("short", "print(1)")]
+    assert run_parts(parts, with_archive(tmp_path), Limits(time.monotonic(), 1e6), 1) == [None, PASSED]
+
+
+def test_the_archive_is_complete_whenever_a_ladder_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from tests.gpu.ladder import run_parts\n"
+        "from tests.gpu.parts import Part, Setting, Step\n"
+        "def part(name, program):\n"
+        "    return Part(name, 1, '', lambda _: [Step('step', [sys.executable, '-c', program, str(place)])])\n"
+        "place = Path(sys.argv[1])\n"
+        "first = part('first', 'print(1)')\n"
+        "begun = 'import pathlib, sys, time; pathlib.Path(sys.argv[1], str(1)).touch(); time.sleep(1000)'\n"
+        "long = part('long', begun)\n"
+        "run_parts([first, long], Setting(True, place / 'out', place / 'work', place / 'out.tar.gz'), None, 2)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=os.environ | {MARK: str(tmp_path)}
+    ) as process:
+        wait_for(lambda: (tmp_path / "1").exists(), "the second part")
+        process.kill()
+    for pid in left_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    files = archived(tmp_path / "out.tar.gz")
+    told = json.loads(files["ladder_2.json"])["parts"]
+    assert {name: part["outcome"] for name, part in told.items()} == {"first": PASSED, "long": None}
+    assert json.loads(files["first/part.json"])["outcome"] == PASSED
+    assert "| long | not run | | its turn has not come |" in files["overview.md"].decode()
+
+
+def test_a_large_file_stays_out_of_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = with_archive(tmp_path)
+    (place.out / "facts").mkdir(parents=True)
+    (place.out / "facts" / "small").touch()
+    with (place.out / "facts" / "large").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    publish(place, {})
+    assert sorted(archived(tmp_path / "out.tar.gz")) == ["facts/small", "overview.md"]
+    assert "facts/large is not in the archive" in capsys.readouterr().err
+
+
+def test_without_a_device_a_ladder_runs_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    place = replace(with_archive(tmp_path), rehearsal=False)
+    parts = [part_of("plain", "print(1)", needs_device=False), part_of("device", "print(1)")]
+    assert run_parts(parts, place, None, 1) == [PASSED, None]
+    assert "| device | not run | | torch sees no CUDA device here" in (tmp_path / "out" / "overview.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--ladder", "3"], "--ladder: invalid choice: 3"),
+        (["--ladder", "1", "tests"], "--ladder 1: has its own parts; drop it, or tests"),
+        (["--budget", "60"], "--budget 60: is that of a ladder"),
+        (["--ladder", "1", "--budget", "15"], "--budget 15: the last 15 s end and pack"),
+        (["--bundle", "/nowhere"], "--bundle /nowhere: there is no wheel"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line(words: list[str], error: str) -> None:
+    done = run_tier("--dry-run", *words)
+    assert done.returncode == 2 and error in done.stderr
+
+
+def test_what_a_machine_does_not_show_is_null_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'card, 1.0, 80 MiB, 1 MiB, 5, [N/A], 16, 9 MHz, 7 W, Enabled, [N/A], Disabled, 9.0'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    found = facts([tmp_path])
+    assert found["nvidia_smi"][0] | {"name": "card", "pcie.link.gen.current": None} == found["nvidia_smi"][0]
+    for name, reason in (("nvcc", "nvcc is not on PATH"), ("CUDA_HOME", "CUDA_HOME is not set")):
+        assert (found[name], found["not_observed"][name]) == (None, reason)
+    assert set(found["not_observed"]) == {name for name, value in found.items() if value is None}
+
+
+def test_memory_is_touched_and_told(tmp_path: Path) -> None:
+    told = touch(3 << 20, tmp_path / "grow.json")
+    assert told == json.loads((tmp_path / "grow.json").read_text())
+    assert told["touched_bytes"] == told["wanted_bytes"] == 3 << 20
+    assert len(told["seconds"]) == 1 and told["first_GBps"] > 0 and told["again_GBps"] > 0
 
 
 @pytest.mark.slow
@@ -295,9 +479,20 @@ def test_the_bundle_holds_all_that_is_needed(version: str) -> None:
     [
         ([], "give one argument"), (["a", "b"], "give one argument"), (["--fast"], "give one argument"),
         ([str(GPU)], f"{GPU} is there already"), (["--python", "3.12"], "give one argument"),
+        (["--check"], "--check : give a directory"), (["--check", "/nowhere"], "--check /nowhere: give a directory"),
         (["--python"], "--python ''"), (["--python", "3.9", "a"], "--python '3.9': give 3.12 or 3.13"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_makes_no_bundle(words: list[str], error: str) -> None:
     done = subprocess.run(["bash", str(GPU / "bundle.sh"), *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith(f"bundle.sh: error: {error}")
+
+
+@pytest.mark.parametrize(("mib", "status"), [(1, 0), (64, 1)])
+def test_a_bundle_that_cannot_be_carried_with_the_files_is_refused(mib: int, status: int, tmp_path: Path) -> None:
+    with (tmp_path / "a.whl").open("wb") as file:
+        file.truncate(mib << 20)
+    words = ["bash", str(GPU / "bundle.sh"), "--check", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert re.search(rf"[1-9][\d.]* MiB of files and {mib}.0 MiB of wheels", done.stdout + done.stderr)

@@ -12,7 +12,7 @@ from ....common.formatting import size
 from ....common.tables import Column
 from ...model.probe_values import NAMES
 from ...model.sample_rates import NAMES as RATES
-from ...model.sample_rates import rates_over
+from ...model.sample_rates import never_above_zero, rates_over
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line, vertical
 from .run_data import RunData, title_of, wall_of
@@ -63,6 +63,9 @@ def draw(run: RunData) -> Content:
         plots.append(_traffic(run, known))
     absent = [panel.title for panel in _LEVELS if not set(panel.names) & set(known)]
     notes = [f"Not recorded (no such device, or hidden there): {', '.join(absent)}."] if absent else []
+    zero = never_above_zero(run.frames)
+    if zero:
+        notes.append(f"Not observed, since it is 0 in every sample of the run: {', '.join(zero)}.")
     if moments.height > _MOST_MOMENTS:
         notes.append(f"The plots show the last {_MOST_MOMENTS} moments; the table is over all.")
     over_save = _over_save(run)

@@ -199,13 +199,17 @@ def test_blocking_saves_overlap_no_step(trace: Path) -> None:
 
 
 def test_throughput_over_a_save_is_drawn(tmp_path: Path) -> None:
-    """Sampled rates as they are, counters as their rise per second; nothing of before and after the save."""
+    """Sampled rates as they are, counters as their rise per second; nothing of before and after the save.
+
+    A device's counter that is 0 in all samples was not observed; one that stands still shows 0.
+    """
     log = RankLog(Options(), 0, 0, 0)
     log.process()
     for at_ms in range(0, 1100, 100):
         written = 1_000_000 * max(0, min(at_ms, 700) - 200)  # 1 GB/s from 200 to 700 ms
         rate = 2e9 if 200 < at_ms <= 700 else 0.0
-        values = {"pcie_tx_bytes_per_s": rate, "nvlink_tx_bytes": 0, "io_write_storage_bytes": written}
+        values = {"pcie_tx_bytes_per_s": rate, "nvlink_tx_bytes": 7, "io_write_storage_bytes": written}
+        values |= {"pcie_rx_bytes_per_s": 0, "nvlink_rx_bytes": 0}
         log.write("sample", time_ns=log.ns(at_ms), values=values)
     log.now_ms = 250
     op = log.begin("save", tag="global_step2", step=2)
@@ -220,6 +224,8 @@ def test_throughput_over_a_save_is_drawn(tmp_path: Path) -> None:
         "PCIe, from the device": [2.0] * 5, "NVLink, from the device": [0.0] * 5,
         "sent to storage": pytest.approx([1.0] * 5),
     }  # fmt: skip
+    zero = "Not observed, since it is 0 in every sample of the run: PCIe, to the device, NVLink, to the device."
+    assert zero in content.notes
     assert found["sent to storage"]["x"] == pytest.approx([0.05, 0.15, 0.25, 0.35, 0.45])  # to the first after the end
     (written,) = [row for row in content.tables[-1].rows if row[0].text == "sent to storage"]
     assert [cell.text for cell in written] == ["sent to storage", "1", "1", "0"]
