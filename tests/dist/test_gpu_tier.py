@@ -1,10 +1,10 @@
 """The rehearsal of the GPU tier, and the page that is made of it: no part may fail for a silly reason on a GPU.
 
-All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2. The parts left out here differ from these by
-the name of an engine, of a fault, of a launcher or by a number, and their commands are checked one by one
-(tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard` and `device-error` run what `shared-gpu` and `resume-torch`
-run, `launch` and `sequence-parallel` what `machine` and `shared-gpu` run, `step-time-4` what `step-time` runs,
-`engines` what `engines-others` runs. `overhead` is tests/dist/test_ckpt_overhead.py.
+All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2, which .ci/nightly does. The parts left out here
+differ from these by the name of an engine, of a fault, of a launcher or by a number, and their commands are checked one
+by one (tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard`, `device-error` and the drills of each engine run what
+`shared-gpu` runs, `launch` and `sequence-parallel` what `machine` and `shared-gpu` run, `step-time-4` what `step-time`
+runs, `engines` what `engines-others` runs. `overhead` is tests/dist/test_ckpt_overhead.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 from tests.dist.harness import ROOT
 
 pytestmark = pytest.mark.slow
-PARTS = ("facts", "install", "grow", "machine", "step-time", "engines-others", "copies", "tests", "resume-torch")
-PARTS += ("shared-gpu", "resume-datastates")
+PARTS = ("facts", "grow", "machine", "step-time", "engines-others", "copies", "tests", "shared-gpu")
+PARTS += ("resume-datastates",)
 SMALL_BYTES = 2 << 20
 
 
@@ -44,9 +44,8 @@ def test_every_part_passes(out: Path) -> None:
     outcomes = {name: json.loads((out / name / "part.json").read_text())["outcome"] for name in PARTS}
     assert outcomes.pop("resume-datastates") == "left out"  # it is installed where there is CUDA
     assert set(outcomes.values()) == {"passed"}
-    for part in ("resume-torch", "shared-gpu"):
-        drilled = json.loads((out / part / "drill" / "drill.json").read_text())
-        assert [(cycle["verified"], cycle["state_hashes"]) for cycle in drilled["cycles"]] == [(True, "equal")]
+    drilled = json.loads((out / "shared-gpu" / "drill" / "drill.json").read_text())
+    assert [(cycle["verified"], cycle["state_hashes"]) for cycle in drilled["cycles"]] == [(True, "equal")]
 
 
 def test_what_is_left_is_small(out: Path) -> None:
