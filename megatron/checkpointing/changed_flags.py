@@ -116,8 +116,12 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",
         "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",
-        "the data order stays; the learning rate decays over --lr-decay-samples": "train_samples",
-        "the data order stays; the learning rate decays over --lr-decay-iters": "train_iters",
+        "the data order stays; without --lr-decay-samples the schedule is another, too, and so refused unless a flag "
+        "decides":
+            "train_samples",
+        "the data order stays; without --lr-decay-iters the schedule is another, too, and so refused unless a flag "
+        "decides; an end before the iteration of the checkpoint is refused":
+            "train_iters",
         "it changes when this launch evaluates or ends; the data order stays":
             "eval_interval eval_iters exit_interval exit_duration_in_mins train_tokens",
         "it changes what is logged, measured or traced":

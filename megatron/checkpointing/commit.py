@@ -183,22 +183,24 @@ class Known:
     damaged: set[Path] = field(default_factory=set)  # checked
     # Set aside by this launch for removal (megatron.checkpointing.removal), with its manifest if that is known.
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
+    sequence: int = 0  # of the last commit of this launch; 0: none yet
 
 
 def next_sequence(save_dir: Path, known: Known | None = None) -> int:
-    """Sequence number of the next commit into `save_dir`: one more than that of the checkpoint named by `latest`.
+    """Sequence number of the next commit into `save_dir`: one more than that of any checkpoint there.
 
-    If `latest` does not name a checkpoint of ours, all manifests are read.
+    `latest` is not asked: a user may have set it back. A launch that knows its directory lists it for its first commit
+    only; a number that it does not use is left out.
     """
-    try:
-        newest = save_dir / (read_latest(save_dir) or "")
-        candidate = known.complete.get(newest) if known is not None else None
-        manifest = candidate.manifest if candidate is not None else None
-        return min(1 + (manifest or Manifest.of(newest)).sequence, MAX_SEQUENCE)
-    except (OSError, ValueError):
-        found, _ = discover(save_dir, None, files=False)
-        newest = max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
-        return min(1 + newest, MAX_SEQUENCE)
+    if known is not None and known.sequence:
+        newest = known.sequence
+    else:
+        listed = Search(save_dir, None, known).listed()
+        newest = max((int(one.sequence) for one in listed if one.has_manifest), default=0)
+    number = min(1 + newest, MAX_SEQUENCE)
+    if known is not None:
+        known.sequence = number
+    return number
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:

@@ -63,9 +63,11 @@ def check_candidate(
 
     So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
     naming every difference of shape, and a difference of layout unless the engine that saved it is `redistributable`
-    (None: not known yet). A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream
-    wrote them (`foreign`, where they are known); if they are ours, its manifest is gone: CheckpointDamagedError.
+    (None: not known yet), and a --train-iters before its iteration. A checkpoint without manifest is judged by the
+    arguments in its mp_rank_00 file, as upstream wrote them (`foreign`, where they are known); if they are ours, its
+    manifest is gone: CheckpointDamagedError.
     """
+    _check_length(candidate, config)
     mine = model_identity(config, padded_vocab_size)
     if candidate.manifest is not None:
         engine, theirs = candidate.manifest.engine, candidate.manifest.model
@@ -102,6 +104,21 @@ def check_candidate(
             f"with --checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
         )
     return other_layout
+
+
+def _check_length(candidate: Candidate, config: Config) -> None:
+    """Raises CheckpointMismatchError if the run would end before the iteration that it resumes from.
+
+    In samples nothing is compared: their iterations depend on --global-batch-size, which may change on resume.
+    """
+    options, training = config.checkpoint, config.training
+    if options.finetune or options.reset_iteration or training.train_samples is not None:
+        return
+    if candidate.step > training.train_iters:
+        raise CheckpointMismatchError(
+            f"--train-iters {training.train_iters}: {candidate.place} is of iteration {candidate.step}, so nothing "
+            "would be trained; give a later end, an earlier checkpoint with --load-tag, or --reset-iteration"
+        )
 
 
 def cannot_be_read(place: str, engine: str, why: str) -> CheckpointMismatchError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpointing import commit
+from megatron.checkpointing import naming as names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import flag_name
 from megatron.config.uris import is_uri
@@ -119,6 +120,26 @@ def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
         if candidate is not None and candidate.manifest is not None:
             return candidate.manifest
     return None
+
+
+def holds_checkpoints(options: CheckpointConfig) -> bool:
+    """Whether something in --save looks like a checkpoint: a directory of a step, or what `latest` names.
+
+    What is wrong with it, a load tells. Raises ObjectStoreError.
+    """
+    save = options.save or ""
+    if is_uri(save):
+        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+
+        return open_checkpoints("--save", save, options).newest_manifest(None) is not None
+    try:
+        found = [entry.name for entry in os.scandir(save) if entry.is_dir()]
+    except OSError:  # it is not there yet; what else is wrong, the checks of --save and --load tell
+        return False
+    with_suffix = [name.removesuffix(names.REPLACED_SUFFIX) for name in found]
+    return os.path.lexists(os.path.join(save, names.LATEST)) or any(
+        names.step_of(name) is not None for name in with_suffix
+    )
 
 
 def passed_over(options: CheckpointConfig) -> str:

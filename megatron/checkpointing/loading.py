@@ -42,6 +42,7 @@ from megatron.config.uris import is_uri
 from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
+from restart_trace.regular import read_regular
 from restart_trace.schema import STORAGE
 from restart_trace.under_way import RANKS, READING, UnderWay
 
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 # A rank that reads so many times longer than the median one, and so many seconds, is named in the log.
 _SLOW_READER = 2.0
 _SLOW_READER_S = 1.0
+_MAX_POINTER = 512  # bytes of `latest` and of the tracker file
 
 
 def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
@@ -138,6 +140,8 @@ def _load_first(
         try:
             progress = _Attempt(ctx, reader, engine, candidate, fetch, op).load()
             ctx.checkpoint_engine.keep(candidate.save if isinstance(candidate, MemoryCandidate) else None)
+            if ctx.control.rank == 0 and fetch is None:
+                _tell_of_pointers(Path(load_dir), options.load_tag, candidate)
             return progress
         except CheckpointRejectedError as rejected:
             logger.debug("%s cannot be used", candidate.place, exc_info=rejected)
@@ -157,6 +161,25 @@ def _load_first(
     if options.load_tag is not None:
         raise CheckpointNotFoundError(f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}")
     return None
+
+
+def _tell_of_pointers(load_dir: Path, load_tag: str | None, loaded: commit.Candidate) -> None:
+    """On rank 0: name a pointer file that was set back to an older checkpoint, as users of other programs go back.
+
+    A save that was killed before it replaced them leaves them so, too, and then the newest is right.
+    """
+    pointers = {names.LATEST: loaded.tag, names.TRACKER: str(loaded.step)}
+    for name, expected in pointers.items() if load_tag is None else ():
+        try:
+            told = read_regular(load_dir / name, _MAX_POINTER).decode().strip()
+        except (OSError, ValueError):  # what is wrong with `latest`, the search has told
+            continue
+        tag = told if name == names.LATEST else names.tag_of(int(told)) if told.isdecimal() else ""
+        if told != expected and os.path.isfile(load_dir / tag / names.MANIFEST):
+            logger.warning(
+                "%s names %s, and %s is loaded, which was committed later; --load-tag %s goes back to it",
+                load_dir / name, tag, loaded.tag, tag,
+            )  # fmt: skip
 
 
 def _none_can_be_used(load_dir: str, problems: list[str], half_applied: bool) -> CheckpointError:

@@ -210,7 +210,12 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
             logger.warning("changed on resume: %s", line)
     if options.finetune:
         return Progress()
-    if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
+    if not options.no_load_lr_state:
+        if common.get("lr_scheduler") is None:
+            raise CheckpointMismatchError(
+                "the checkpoint holds no state of the learning-rate schedule, which would begin anew: give "
+                "--no-load-lr-state if it should, or load another checkpoint"
+            )
         _restore_schedule(engine, common["lr_scheduler"])
     if options.reset_iteration:
         return Progress()
@@ -316,11 +321,19 @@ def preserving_settings(optimizer: Any) -> Iterator[None]:
 
 
 def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:
-    """Restore the rank's random state from its shard or, if it has none (upstream), that of the first DP replica."""
+    """Restore the rank's random state from its shard or, if it has none (upstream), that of the first DP replica.
+
+    Raises CheckpointMismatchError if the checkpoint was saved without any: dropout would repeat its first masks.
+    """
     if shard is not None and "rng_state" in shard:
         set_rng_state(shard["rng_state"])
     elif "rng_state" in common:
         set_rng_state(common["rng_state"][0])
+    else:
+        raise CheckpointMismatchError(
+            "the checkpoint holds no random state (it was saved with --no-save-rng): give --no-load-rng to go on with "
+            "one seeded from --seed, or load another checkpoint"
+        )
 
 
 def start_over(engine: Any, seed: int) -> None:

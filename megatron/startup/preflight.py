@@ -71,10 +71,35 @@ def check_before_imports(config: Config) -> Checked:
         config = of_later_start(config) if later else config
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
+        check_not_lost(config)
         check_copies(config)
         vocab_size, eod = check_inputs(config)
         padded = check_newest(config, Layout(*config.parallel.sizes), vocab_size)
         return Checked(Vocabulary(vocab_size, padded, eod), later)
+
+
+def check_not_lost(config: Config) -> None:
+    """Check that a --save without checkpoints has lost none: the trace of earlier cycles tells what was saved.
+
+    Not asked of a first start that begins from iteration 0 by its flags, nor with --allow-start-over or --start-over.
+
+    Raises: ConfigError naming the directory, the last checkpoint that was saved there and the fixes; ObjectStoreError.
+    """
+    from megatron.checkpointing.first_start import holds_checkpoints, is_started_again
+    from megatron.startup.lost_checkpoints import last_committed
+
+    options, trace_dir = config.checkpoint, config.trace.restart_trace_dir
+    if options.save is None or trace_dir is None or options.allow_start_over or options.start_over is not None:
+        return
+    if (options.load is None and not is_started_again(os.environ)) or holds_checkpoints(options):
+        return
+    lost = last_committed(Path(trace_dir), options.save)
+    if lost is not None:
+        raise ConfigError(
+            f"--save {options.save}: holds no checkpoint, and this run has saved {lost.tag} there, as {lost.trace} "
+            "tells: it was removed, or its storage is not mounted; restore it, or train again from the beginning with "
+            "--allow-start-over"
+        )
 
 
 def is_later_start(checkpoint: CheckpointConfig) -> bool:
@@ -213,6 +238,17 @@ def _check_prefix(flag: str, stored: StoredCheckpoints, checkpoint: CheckpointCo
     there = any("manifest.json" in files for files in attempts.values())
     first = f"; objects of others are there, such as {stored.bucket.uri(foreign[0])}" if foreign else ""
     if not there and checkpoint.load == str(stored.uri):
+        if any(
+            key.endswith("/manifest.json") and key.count("/") <= stored.uri.key("").count("/") + 1 for key in foreign
+        ):
+            parent, _, tag = str(stored.uri).rstrip("/").rpartition("/")
+            raise ConfigError(
+                f"--load {checkpoint.load}: is one checkpoint itself: give --load {parent} --load-tag {tag}"
+            )
+        if checkpoint.finetune:
+            raise ConfigError(
+                f"--finetune takes the weights of --load {checkpoint.load}, where no checkpoint is; correct the prefix"
+            )
         upstreams = any(key.endswith("mp_rank_00_model_states.pt") for key in foreign)
         hint = "copy upstream's checkpoint to a directory and load it from there" if upstreams else "correct the prefix"
         if checkpoint.exit_on_missing_checkpoint:
@@ -374,23 +410,21 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     if os.path.lexists(os.path.join(load, "latest")):
         _check_latest(checkpoint, load)
         return
-    hint = "correct the path"
-    if os.path.isfile(os.path.join(load, "manifest.json")) or os.path.isfile(
-        os.path.join(load, "mp_rank_00_model_states.pt")
-    ):
+    if any(os.path.isfile(os.path.join(load, name)) for name in ("manifest.json", "mp_rank_00_model_states.pt")):
         parent, tag = os.path.split(os.path.abspath(load))
-        hint = f"it is one checkpoint itself: give --load {parent} --load-tag {tag}"
+        raise ConfigError(f"--load {load}: is one checkpoint itself: give --load {parent} --load-tag {tag}")
+    if checkpoint.finetune:
+        raise ConfigError(f"--finetune takes the weights of --load {load}, where no checkpoint is; correct the path")
     if checkpoint.exit_on_missing_checkpoint:
         raise ConfigError(
-            f"--load {load}: no checkpoint there; {hint}, or drop "
+            f"--load {load}: no checkpoint there; correct the path, or drop "
             "--exit-on-missing-checkpoint to start from iteration 0"
         )
     if warn and load != checkpoint.save:  # a first launch into its own directory finds nothing, as it should
         logger.warning(
-            "--load %s: no checkpoint there (%s): training starts from iteration 0; "
+            "--load %s: no checkpoint there (correct the path): training starts from iteration 0; "
             "give --exit-on-missing-checkpoint to stop instead",
             load,
-            hint,
         )
 
 

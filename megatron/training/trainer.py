@@ -488,6 +488,10 @@ def train(trainer: Trainer) -> None:
     loop_start = now_ns()
     standby = StandbyRanks(config)
     trainer.exits.start()
+    if progress.iteration >= training.train_iters:
+        logger.info(
+            "--train-iters %d: iteration %d is reached, nothing is trained", training.train_iters, progress.iteration
+        )
     while progress.iteration < training.train_iters and not _enough_tokens(config, progress):
         _train_step(trainer, loop_start)
         trainer.saves.poll()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.dist.harness import LLAMA_STYLE, Run, Zygote
+from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, wait_for
 from tests.dist.tiny_runs import DROPOUT, MODEL, SINGLE, TRAINING, Launcher, buffered_saving, losses_of_ranks
 
 RUN = [*MODEL, *LLAMA_STYLE, *TRAINING, *DROPOUT, "--train-iters", "5"]
@@ -87,3 +88,83 @@ def test_requeued_job_without_load_goes_on(launcher: Launcher) -> None:
     assert refused.exit_codes == [2] and "begins from iteration 0" in refused.output
     run = launcher.train(SINGLE, *command, "3", env={"SLURM_RESTART_COUNT": "1"})
     assert "resumed from iteration 2" in run.output and passed_over(run) == ["a start from iteration 0"]
+
+
+def gone(save: Path, *names: str) -> None:
+    for path in (save / name for name in names):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "begins", [["--load", "SAVE"], ["--load", "PRETRAINED", "--finetune"]], ids=["own", "elsewhere"]
+)
+def test_all_checkpoints_are_gone(launcher: Launcher, pretrained: Path, begins: list[str]) -> None:
+    """The trace of the cycle before tells of them, so nothing begins anew unless it is told to."""
+    save = launcher.directory / "save"
+    places = {"SAVE": save, "PRETRAINED": pretrained}
+    command = [*RUN, *buffered_saving(save, 1), *(places.get(word, word) for word in begins), "--exit-interval", "2"]
+    launcher.train(SINGLE, *command)
+    gone(save, "global_step1", "global_step2", "latest", "latest_checkpointed_iteration.txt")
+    refused = launcher.run(SINGLE, *command)
+    assert refused.exit_codes == [2]
+    told = (
+        f"error: --save {save}: holds no checkpoint, and this run has saved global_step2 there, as {save}/restart_trace"
+    )
+    assert told in refused.output and "--allow-start-over" in refused.output
+    launcher.train(SINGLE, *command, "--allow-start-over")
+    assert sorted(losses_of_ranks(save, SINGLE, 1)[0]) == [1, 2]
+
+
+def test_a_start_before_the_first_save_has_lost_nothing(launcher: Launcher) -> None:
+    save = launcher.directory / "save"
+    command = [*RUN, "--load", save, *buffered_saving(save, 4)]
+    killed = launcher.run(SINGLE, *command, during=lambda pids: kill_at(save, pids))
+    assert killed.exit_codes == [-9]
+    launcher.train(SINGLE, *command, "--exit-interval", "2")
+
+
+def kill_at(save: Path, pids: list[int]) -> None:
+    wait_for(lambda: any((save / "restart_trace").glob("rank_*")), "the trace")
+    kill_all(pids)
+
+
+def test_pointers_that_were_set_back_are_named(launcher: Launcher) -> None:
+    save = launcher.directory / "save"
+    command = [*RUN, "--load", save, *buffered_saving(save, 1), "--exit-interval"]
+    launcher.train(SINGLE, *command, "3")
+    (save / "latest").write_text("global_step1\n")
+    (save / "latest_checkpointed_iteration.txt").write_text("2")
+    run = launcher.train(SINGLE, *command, "4")
+    for pointer, step in (("latest", 1), ("latest_checkpointed_iteration.txt", 2)):
+        told = f"{save / pointer} names global_step{step}, and global_step3 is loaded, which was committed later; "
+        assert run.output.count(f"{told}--load-tag global_step{step} goes back to it") == 1
+    assert "goes back to it" not in launcher.train(SINGLE, *command, "5").output
+
+
+def test_an_end_before_the_checkpoint_is_refused(launcher: Launcher, pretrained: Path) -> None:
+    flags = [*RUN, "--lr-decay-iters", "5", "--load", pretrained]
+    refused = launcher.run(SINGLE, *flags, "--train-iters", "2")
+    assert refused.exit_codes == [2]
+    assert (
+        f"--train-iters 2: {pretrained}/global_step3 is of iteration 3, so nothing would be trained" in refused.output
+    )
+    ended = launcher.train(SINGLE, *flags, "--train-iters", "3")
+    assert "--train-iters 3: iteration 3 is reached, nothing is trained" in ended.output
+
+
+def test_what_a_checkpoint_lacks_is_asked_for(launcher: Launcher) -> None:
+    """Without random state dropout would repeat its masks from the beginning."""
+    save = launcher.directory / "save"
+    launcher.train(SINGLE, *RUN, *buffered_saving(save, 1), "--no-save-rng", "--exit-interval", "2")
+    refused = launcher.run(SINGLE, *RUN, "--load", save)
+    assert refused.exit_codes == [2] and "give --no-load-rng" in refused.output
+    launcher.train(SINGLE, *RUN, "--load", save, "--no-load-rng", "--exit-interval", "3")
+
+
+def test_a_checkpoint_given_as_its_directory_is_refused(launcher: Launcher, pretrained: Path) -> None:
+    refused = launcher.run(SINGLE, *RUN, "--load", pretrained / "global_step2")
+    assert refused.exit_codes == [2]
+    assert f"is one checkpoint itself: give --load {pretrained} --load-tag global_step2" in refused.output
+    nothing = launcher.directory / "nothing"
+    refused = launcher.run(SINGLE, *RUN, "--load", nothing, "--finetune")
+    assert refused.exit_codes == [2] and f"--finetune takes the weights of --load {nothing}, where no" in refused.output

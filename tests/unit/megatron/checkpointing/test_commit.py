@@ -235,8 +235,11 @@ def test_commits_are_counted(tmp_path: Path) -> None:
     assert commit.next_sequence(tmp_path) == 3
     (tmp_path / "latest").unlink()
     assert commit.next_sequence(tmp_path) == 3
-    (tmp_path / "latest").write_text("no_such_tag")
-    assert commit.next_sequence(tmp_path) == 3
+    for told in ("no_such_tag", "global_step1"):  # as users of other programs go back
+        (tmp_path / "latest").write_text(told)
+        assert commit.next_sequence(tmp_path) == 3
+    known = commit.Known()
+    assert [commit.next_sequence(tmp_path, known) for _ in range(2)] == [3, 4]
 
 
 def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def config(**model: Any) -> Config:
     return Config(
         model=ModelConfig(**(shape | model)),
         parallel=ParallelConfig(),
-        training=TrainingConfig(micro_batch_size=1, train_iters=2),
+        training=TrainingConfig(micro_batch_size=1, train_iters=9),
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=500),
     )
