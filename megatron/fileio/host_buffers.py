@@ -67,10 +67,11 @@ class Staging:
     They are taken when they are first needed.
     """
 
-    def __init__(self, block_bytes: int, device: torch.device) -> None:
-        """`device`: where the bytes go."""
+    def __init__(self, block_bytes: int, device: torch.device, after: Any = None) -> None:
+        """`device`: where the bytes go; copies to a CUDA device follow the event `after` there."""
         self._block_bytes = block_bytes
         self._device = device
+        self._after = after
         self._buffers: list[Buffer] = []
         self._events: list[Any] = []
         self._stream: Any = None
@@ -108,7 +109,9 @@ class Staging:
         else:
             self._buffers = [new_buffer(self._block_bytes, None)]
         self._events = [None] * len(self._buffers)
-        self._stream = torch.cuda.Stream(self._device) if on_cuda else None
+        if on_cuda:
+            self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_event(self._after)  # the host waits for nothing
 
     def _wait(self, turn: int) -> None:
         if self._events[turn] is not None:

@@ -98,9 +98,10 @@ def read_ranges(
     Records what reading, verifying and copying took, in each thread, and `deserialize` for the rest. Raises
     DamagedFileError if a file is shorter than it was, or OSError; then the targets may hold anything.
     """
-    if targets.device.type == "cuda":
-        torch.cuda.synchronize(targets.device)  # what is still to be done to them, such as filling them
-    return _Pool(extents, files, targets).run(threads, label, op)
+    queued: Any = None
+    if targets.device.type == "cuda":  # what is still to be done to them, such as filling them
+        queued = torch.cuda.current_stream(targets.device).record_event()
+    return _Pool(extents, files, targets, queued).run(threads, label, op)
 
 
 def open_all(
@@ -123,9 +124,14 @@ def _aligned(extent: Extent, file: RangedFile) -> tuple[int, int]:
 
 
 class _Pool:
-    """Threads that share extents: equal parts of what passes through the page cache, the others as they come."""
+    """Threads that share extents: equal parts of what passes through the page cache, the others as they come.
 
-    def __init__(self, extents: Sequence[Extent], files: Mapping[Path, RangedFile], targets: Targets) -> None:
+    `queued`: an event after which a device may be copied to; None for targets on the CPU.
+    """
+
+    def __init__(
+        self, extents: Sequence[Extent], files: Mapping[Path, RangedFile], targets: Targets, queued: Any
+    ) -> None:
         self._mapped: list[Extent] = []
         self._others: list[Extent] = []
         for extent in extents:
@@ -134,6 +140,7 @@ class _Pool:
         self._queue = iter(self._others)
         self._files = files
         self._targets = targets
+        self._queued = queued
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -142,7 +149,8 @@ class _Pool:
         count = count or (DIRECT_THREADS if self._others else _MAPPING_THREADS)
         count = min(count, len(self._mapped) + len(self._others)) or 1
         staging_bytes = max((file.block for file in self._files.values()), default=BLOCK)
-        readers = [_ReadingThread(self._files, self._targets, staging_bytes) for _ in range(count)]
+        stagings = [Staging(staging_bytes, self._targets.device, self._queued) for _ in range(count)]
+        readers = [_ReadingThread(self._files, self._targets, staging) for staging in stagings]
         started: list[threading.Thread] = []
         try:
             for i, reader in enumerate(readers):
@@ -188,12 +196,12 @@ class _Pool:
 
 
 class _ReadingThread:
-    def __init__(self, files: Mapping[Path, RangedFile], targets: Targets, staging_bytes: int) -> None:
+    def __init__(self, files: Mapping[Path, RangedFile], targets: Targets, staging: Staging) -> None:
         self.checksums: list[RangeChecksum] = []
         self.num_bytes = 0
         self._files = files
         self._targets = targets
-        self._staging = Staging(staging_bytes, targets.device)
+        self._staging = staging
         self._ahead = ReadAhead()
         self._times = {"read": 0, "verify": 0, "copy": 0}  # ns
 

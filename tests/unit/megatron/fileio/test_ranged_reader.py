@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.fileio.direct_files import ALIGNMENT
-from megatron.fileio.extents import extents, file_plan
+from megatron.fileio.extents import Extent, extents, file_plan
+from megatron.fileio.host_buffers import STAGING_BUFFERS, new_buffer
+from megatron.fileio.open_files import RangedFile
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation, Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
@@ -82,3 +86,58 @@ def test_nothing_lies_between_planning_and_reading(path_on_disk: Path, tmp_path:
         read_into(aligned(1 << 20), path, 1 << 20, threads=1, op=op)
     planned, *_, reading = [r for r in read(trace) if r["type"] == "span" and r["thread"] == "MainThread"]
     assert reading["start_ns"] == planned["end_ns"]
+
+
+class OnADevice(Targets):
+    """Targets that stand for tensors of a CUDA device; their memory is on the CPU."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors, {})
+        self.device = torch.device("cuda", 0)
+
+    def on_cpu(self, extent: Extent) -> bool:
+        return False
+
+    def direct(self, extent: Extent, start: int, stop: int, file: RangedFile) -> memoryview | None:
+        return None
+
+
+class StandInCuda:
+    """What torch.cuda is asked for by a read; `order`: of which stream, in its order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def stream_for_copies(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_event=self.order.append, record_event=lambda event: event)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: "what was queued before")
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        self.order.append("copies")
+        return nullcontext()
+
+    def event(self, **_: bool) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def test_the_host_waits_for_no_work_queued_before_a_load(monkeypatch: pytest.MonkeyPatch, path_on_disk: Path) -> None:
+    """Copies follow it on the device: the host waiting for it would be time of the load, and reads nothing."""
+    cuda = StandInCuda()
+    for name, stand_in in (
+        ("Stream", cuda.stream_for_copies), ("current_stream", cuda.current_stream), ("stream", cuda.stream),
+        ("Event", cuda.event), ("synchronize", lambda *_: pytest.fail("the host waits for the device")),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(STAGING_BUFFERS, "take", lambda size, device: new_buffer(size, None))
+    monkeypatch.setattr(STAGING_BUFFERS, "add", lambda buffers: None)
+    path = path_on_disk / "file"
+    path.write_bytes(bytes(range(256)) * (8 * ALIGNMENT // 256))
+    target = aligned(8 * ALIGNMENT)
+    with ExitStack() as stack:
+        files = open_all({path: path.stat().st_size}, "on", stack)
+        parts = extents(file_plan(path, [(0, 0, 0, len(target))]))
+        read_ranges(parts, files, OnADevice([target]), 1, LABEL, untraced_operation())
+    assert target.numpy().tobytes() == path.read_bytes()
+    assert cuda.order[:2] == ["what was queued before", "copies"] and set(cuda.order[1:]) == {"copies"}
