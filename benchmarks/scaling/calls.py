@@ -13,7 +13,7 @@ from pathlib import Path
 
 _MARK = re.compile(r'"/mark/(\w+)/(begin|end)"')
 REMOVAL = "removal"
-_REMOVED = re.compile(r"^(?!.*\b(?:rename|manifest\.json)).*/\.incomplete_removed_")
+_REMOVED = re.compile(r"^(?!.*\brename).*/\.incomplete_removed_")
 _HEARTBEAT = re.compile(r"\butimensat\(.*/\.generations/")
 _READ = re.compile(r"\b(?:read|pread64)\(.* = (\d+)$")
 

@@ -27,6 +27,7 @@ from megatron.checkpointing.files import missing_files, shares_of, wrong_files
 from megatron.checkpointing.manifest import (
     MANIFEST_VERSION,
     MAX_SEQUENCE,
+    Heading,
     content_checksum,
     parse_manifest,
     read_beginning,
@@ -55,8 +56,10 @@ class Manifest:
     `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
     after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
     from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
-    megatron.checkpointing.first_start has them; "" if there were none. `objects`: for a checkpoint in object storage,
-    the object of each file. megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
+    megatron.checkpointing.first_start has them; "" if there were none. `run_id` is that of the directory that it was
+    saved into (megatron.checkpointing.ownership); "" if nobody owned that, or an earlier version wrote it. `objects`:
+    for a checkpoint in object storage, the object of each file. megatron.checkpointing.manifest says what each key may
+    hold; a new key must be added there.
     """
 
     tag: str
@@ -65,10 +68,10 @@ class Manifest:
     layout: dict[str, int]
     model: dict[str, Any]
     files: dict[str, SavedFile]
-    run_id: str = ""
     loaded_from: str = ""
     first_start: str = ""
     sequence: int = 1
+    run_id: str = ""
     manifest_version: int = MANIFEST_VERSION
     objects: dict[str, StoredObject] = field(default_factory=dict)
 
@@ -127,12 +130,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint of which only the order is known; nothing else was read. `sequence`: as in Candidate."""
+    """A checkpoint of which only the heading of the manifest is known. `sequence`: as in Candidate."""
 
     directory: Path
     tag: str
     step: int
     sequence: float
+    run_id: str = ""
 
     @property
     def has_manifest(self) -> bool:
@@ -184,6 +188,7 @@ class Known:
     # Set aside by this launch for removal (megatron.checkpointing.removal), with its manifest if that is known.
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
     sequence: int = 0  # of the last commit of this launch; 0: none yet
+    told: set[Path] = field(default_factory=set)  # left alone, which was said
 
 
 def next_sequence(save_dir: Path, known: Known | None = None) -> int:
@@ -236,7 +241,7 @@ def publish(
         found = _inspect(temporary) if manifest is None else _missing(temporary, manifest)
         if isinstance(found, str) or (found is None and manifest is None):
             raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
-        return _publish(save_dir, temporary, tag, step, fsync)
+        return _publish(save_dir, temporary, tag, step, fsync, "" if owner is None else owner.run_id)
 
 
 def _missing(directory: Path, manifest: Manifest) -> str | None:
@@ -248,23 +253,19 @@ def changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]
     return contextlib.nullcontext() if owner is None else owner.exclusively()
 
 
-def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> list[str]:
+def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool, run_id: str) -> list[str]:
     final = save_dir / tag
-    replaced = save_dir / f"{tag}{names.REPLACED_SUFFIX}"
     # Files that need space are written before the checkpoint appears: a full disk must not leave it half published.
     pointers = {
         save_dir / name: _write_beside(save_dir / name, text, fsync)
         for name, text in ((names.LATEST, tag), (names.TRACKER, str(step)))
     }
-    if final.exists():
-        if replaced.exists():
-            set_aside(replaced)
-        os.rename(final, replaced)
+    moved = _make_way(final, run_id) if os.path.lexists(final) else None
     try:
         os.rename(temporary, final)
     except OSError:
-        if replaced.exists() and not final.exists():
-            os.rename(replaced, final)
+        if moved is not None and not os.path.lexists(final):
+            os.rename(moved, final)
         raise
     return _point_to(save_dir, pointers, fsync)
 
@@ -292,17 +293,63 @@ def _not_synchronised(save_dir: Path) -> list[str]:
     return []
 
 
+def _make_way(path: Path, run_id: str) -> Path:
+    """Rename what has the name of a checkpoint that is published now; its new path.
+
+    A checkpoint of this run stays loadable, and is removed later; anything else is kept.
+    """
+    replaced = path.with_name(path.name + names.REPLACED_SUFFIX)
+    if why_not_own(path, run_id) is None:
+        if os.path.lexists(replaced):
+            if why_not_own(replaced, run_id) is None:
+                set_aside(replaced)
+            else:
+                _keep(replaced)
+        os.rename(path, replaced)
+        return replaced
+    return _keep(path)
+
+
+def _keep(path: Path) -> Path:
+    kept = path.with_name(names.kept_directory(path.name, time.time_ns()))
+    os.rename(path, kept)
+    logger.warning("%s is not a checkpoint that this run saved: it made way for one, and is kept as %s", path, kept)
+    return kept
+
+
 def set_aside(path: Path) -> Path:
-    """Rename a directory that is to be removed to a name that loads ignore, and remove its manifest. Returns its path.
+    """Rename a directory that is to be removed to a name that loads ignore. Returns its path.
 
     A removal that is killed at any instant therefore leaves nothing that looks like a checkpoint; and of two launches
     only one gets the directory, the one whose rename succeeds. Raises OSError in the other, or if the storage refuses.
     """
-    to_remove = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
+    to_remove = path.with_name(names.removed_directory(path.name, time.time_ns()))
     os.rename(path, to_remove)
-    with contextlib.suppress(OSError):
-        (to_remove / names.MANIFEST).unlink()
     return to_remove
+
+
+def why_not_own(directory: Path, run_id: str) -> str | None:
+    """Why `directory` is not a checkpoint that the run `run_id` saved under this name; None if it is one.
+
+    Its manifest records tag and run. One without a run is of an earlier version, and counts by its tag alone.
+    """
+    if directory.is_symlink():
+        return "a link"
+    try:
+        heading = read_heading(directory)
+        if heading is None:
+            manifest = Manifest.of(directory)
+            heading = Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id)
+    except (OSError, ValueError):
+        return f"without a {names.MANIFEST} that can be read"
+    return why_of_others(directory.name, heading.tag, heading.run_id, run_id)
+
+
+def why_of_others(name: str, tag: str, saved_by: str, run_id: str) -> str | None:
+    """As `why_not_own`, of a directory called `name` whose manifest says `tag` and, as the run, `saved_by`."""
+    if name.removesuffix(names.REPLACED_SUFFIX) != tag:
+        return f"saved as {tag}"
+    return None if saved_by in ("", run_id) else "saved by another run"
 
 
 class Search:
@@ -361,8 +408,7 @@ class Search:
         # Read before the directories are listed: a job that saves meanwhile publishes a checkpoint before `latest`
         # names it.
         latest, unreadable = _read_latest(load_dir)
-        directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
-        problems: list[tuple[str, str]] = []  # (tag, what is wrong)
+        directories, problems = directories_in(load_dir)  # problems: (tag, what is wrong)
         for directory in directories:
             try:
                 listed = _listed(directory, self._known)
@@ -460,14 +506,37 @@ def _listed(directory: Path, known: Known) -> list[Listed]:
     """The checkpoint in `directory`; [] without a manifest. Raises OSError or ValueError if that cannot be read."""
     if directory in known.complete:
         one = known.complete[directory]
-        return [Listed(directory, one.tag, one.step, one.sequence)]
+        return [Listed(directory, one.tag, one.step, one.sequence, one.manifest.run_id if one.manifest else "")]
     if not os.path.lexists(directory / names.MANIFEST):
         return []
     heading = read_heading(directory)
     if heading is None:  # written by another program, or damaged
         manifest = Manifest.of(directory)
-        heading = manifest.tag, manifest.step, manifest.sequence
+        heading = Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id)
     return [Listed(directory, *heading)]
+
+
+def directories_in(save_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """The directories that may be checkpoints, links to some included; and (tag, what is wrong) of links to none.
+
+    A link that leads nowhere, or in a circle, is no reason to overlook the others. It is told of if it has the name of
+    a checkpoint. Raises OSError if `save_dir` cannot be listed.
+    """
+    found: list[Path] = []
+    wrong: list[tuple[str, str]] = []
+    with os.scandir(save_dir) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            try:
+                if entry.is_dir():
+                    found.append(save_dir / entry.name)
+                elif entry.is_symlink():
+                    os.stat(entry.path)
+            except OSError as exc:
+                if names.step_of(entry.name) is not None:
+                    wrong.append((entry.name, f"{save_dir / entry.name}: cannot be followed: {exc.strerror}"))
+    return sorted(found), sorted(wrong)
 
 
 def _cannot_be_used(directory: Path, error: Exception) -> str:

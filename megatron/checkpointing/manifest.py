@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.checkpointing import naming as names
 from restart_trace.regular import open_regular, read_regular
@@ -33,8 +33,8 @@ _BEGINNING_BYTES = 1 << 13  # holds what a manifest says of the model, which com
 _FILES_FOLLOW = b',\n "files": {'
 _HEAD = re.compile(rb'\{\n "tag": "([A-Za-z0-9_][A-Za-z0-9_.-]{0,254})",\n "step": ([0-9]{1,18}),\n')
 _TAIL = re.compile(
-    rb'\n "sequence": ([0-9]{1,19}),\n "manifest_version": %d,\n "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z'
-    % MANIFEST_VERSION
+    rb'\n "sequence": ([0-9]{1,19}),\n(?: "run_id": "([0-9a-f]{0,32})",\n)? "manifest_version": %d,\n'
+    rb' "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z' % MANIFEST_VERSION
 )
 
 
@@ -68,8 +68,17 @@ def read_manifest_text(directory: Path) -> str:
     return read_regular(directory / names.MANIFEST, _MAX_MANIFEST).decode()
 
 
-def read_heading(directory: Path) -> tuple[str, int, int] | None:
-    """(tag, step, sequence) of the manifest in `directory`, of which only the ends are read: a few calls.
+class Heading(NamedTuple):
+    """What the ends of a manifest say. `run_id`: of the run that saved it; "" if an earlier version wrote it."""
+
+    tag: str
+    step: int
+    sequence: int
+    run_id: str
+
+
+def read_heading(directory: Path) -> Heading | None:
+    """The heading of the manifest in `directory`, of which only the ends are read: a few calls.
 
     None if it does not look as this program writes it. Whether it is whole and unaltered is not looked at. Raises
     OSError, of a FIFO or the like too.
@@ -83,7 +92,7 @@ def read_heading(directory: Path) -> tuple[str, int, int] | None:
         os.close(fd)
     if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
         return None
-    return begin[1].decode(), int(begin[2]), int(end[1])
+    return Heading(begin[1].decode(), int(begin[2]), int(end[1]), (end[2] or b"").decode())
 
 
 def read_beginning(directory: Path) -> dict[str, Any] | None:

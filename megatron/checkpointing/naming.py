@@ -2,6 +2,8 @@
 
 SAVE/.generations/00000003                           who saves here: megatron.checkpointing.ownership
 SAVE/.incomplete_global_step5_g3_1                   first save of generation 3, until it is committed
+SAVE/.incomplete_removed_global_step2_185f3a0c9d2e4b61   a checkpoint that is being removed
+SAVE/.kept_global_step5_185f3a0c9d2e4b61   what was in the way of a checkpoint, and is not this run's
 SAVE/latest                                          tag of the newest checkpoint
 SAVE/latest_checkpointed_iteration.txt               its iteration
 SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
@@ -26,8 +28,12 @@ MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".incomplete_"
 REMOVED_PREFIX = f"{TEMPORARY_PREFIX}removed_"
 REPLACED_SUFFIX = ".replaced"
+KEPT_PREFIX = ".kept_"
 GENERATIONS = ".generations"
-_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+_g(\d+)_\d+")
+_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?:global_step\d+|universal_.+)_g(\d+)_\d+")
+_REMOVED = re.compile(
+    rf"{re.escape(REMOVED_PREFIX)}(incomplete_.+|global_step\d+(?:{re.escape(REPLACED_SUFFIX)})?)_[0-9a-f]{{16}}"
+)
 # Before there were generations: cycle, time, number of the save.
 _OLD_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_\d{{3,}}_[0-9a-f]+_\d+")
 
@@ -73,6 +79,24 @@ def generation_of(directory: str) -> int | None:
     if match := _ATTEMPT.fullmatch(directory):
         return int(match.group(1))
     return 0 if _OLD_ATTEMPT.fullmatch(directory) else None
+
+
+def removed_directory(directory: str, unique: int) -> str:
+    """What `directory`, a checkpoint or an unfinished save, is called while it is removed; `unique` to this removal."""
+    return f"{REMOVED_PREFIX}{directory.lstrip('.')}_{unique:016x}"
+
+
+def name_before_removal(directory: str) -> str | None:
+    """What a directory was called before `removed_directory`; None for any other name."""
+    match = _REMOVED.fullmatch(directory)
+    if match is None:
+        return None
+    return match[1] if step_of(match[1].removesuffix(REPLACED_SUFFIX)) is not None else f".{match[1]}"
+
+
+def kept_directory(directory: str, unique: int) -> str:
+    """Where what is called `directory`, and is not this run's, makes way for a checkpoint."""
+    return f"{KEPT_PREFIX}{directory}_{unique:016x}"
 
 
 def model_parallel_rank(layout: Layout, at: Coordinates) -> int:

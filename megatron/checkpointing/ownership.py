@@ -30,8 +30,9 @@ from typing import Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
+from megatron.fileio.no_links import make_directory
 from restart_trace import clock
-from restart_trace.regular import open_regular
+from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import read_json
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,10 @@ _SETTLE_S = 0.2
 _POLL_S = 0.02
 # Begins the names of files that are there for a moment, to ask the file system for its time.
 _PROBE = ".probe_"
+_RUN_ID = "run_id"
+RUN_ID_BYTES = 64  # more than one has
 MAX_OWNER_BYTES = 1 << 16  # of a file of .generations; ours have less than 1 kB
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _PF_EXITING = 0x4  # linux/sched.h: the flag of a process that is being torn down
 _RELEASED = 0  # the heartbeat, in seconds since 1970, of an owner that has ended by itself
 
@@ -76,11 +80,13 @@ class Owner:
 class Ownership:
     """This launch's hold on a directory; of rank 0 alone. All methods may be called from any thread.
 
-    `follows_itself`: the owner before was this launch, too, at an earlier start of its ranks.
+    `run_id`: of all launches that own this directory, one after another. `follows_itself`: the owner before was this
+    launch, too, at an earlier start of its ranks.
     """
 
-    def __init__(self, save_dir: Path, owner: Owner, *, follows_itself: bool = False) -> None:
+    def __init__(self, save_dir: Path, owner: Owner, run_id: str, *, follows_itself: bool = False) -> None:
         self.save_dir = save_dir
+        self.run_id = run_id
         self.owner = owner
         self.follows_itself = follows_itself
         self._ended = threading.Event()
@@ -94,7 +100,7 @@ class Ownership:
     def check(self) -> None:
         """Raises SaveDirectorySupersededError, naming the successor, if a later launch owns the directory."""
         mine = _file(self.save_dir, self.generation)
-        mine.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(mine.parent)
         if not _is_there(mine):
             # A successor has removed it. Network file systems list a directory anew once it has changed.
             _now_on(self.save_dir)
@@ -102,6 +108,7 @@ class Ownership:
         if newest is None or newest.generation < self.generation:
             logger.warning("--save %s: %s was emptied; going on as its owner", self.save_dir, mine.parent.name)
             _write(self.save_dir, self.owner)
+            _write_run_id(self.save_dir, self.run_id)
         elif newest.generation > self.generation:
             raise SaveDirectorySupersededError(
                 f"--save {self.save_dir}: {newest} has superseded this one, {self.owner}; this launch has stopped "
@@ -125,14 +132,14 @@ class Ownership:
         self._ended.set()
         self._heart.join()
         with contextlib.suppress(OSError):
-            os.utime(_file(self.save_dir, self.generation), (_RELEASED, _RELEASED))
+            os.utime(_file(self.save_dir, self.generation), (_RELEASED, _RELEASED), follow_symlinks=False)
 
     def _beat(self) -> None:
         path = _file(self.save_dir, self.generation)
         while not self._ended.wait(HEARTBEAT_S):
             # A successor removes the file; storage may be away for a while.
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
 
 
 def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False, restarted: bool = False) -> Ownership:
@@ -143,7 +150,7 @@ def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False, rest
     Raises SaveDirectoryInUseError if the present owner is provably alive, unless `take_over`; OSError if the directory
     cannot be written.
     """
-    (save_dir / names.GENERATIONS).mkdir(exist_ok=True)
+    make_directory(save_dir / names.GENERATIONS)
     while True:
         present = newest_owner(save_dir)
         own = restarted and present is not None and present.launch_key == launch_key != ""
@@ -152,11 +159,12 @@ def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False, rest
             continue
         with _locked(save_dir):
             mine = _create(save_dir, launch_key, expected=present)
+            run_id = _run_id(save_dir) if mine is not None else ""
         if mine is not None:
             _remove_leftovers(save_dir, mine.generation)
             if present is not None:
                 logger.debug("--save %s: generation %d follows %s", save_dir, mine.generation, present)
-            return Ownership(save_dir, mine, follows_itself=own)
+            return Ownership(save_dir, mine, run_id, follows_itself=own)
 
 
 def check_not_in_use(save_dir: Path, launch_key: str, *, first_of_host: bool) -> None:
@@ -272,6 +280,40 @@ def _write(save_dir: Path, owner: Owner) -> None:
         raise
 
 
+def _run_id(save_dir: Path) -> str:
+    """The id of the run that saves into the directory: 32 hexadecimal digits, made at its first claim.
+
+    It is part of the directory: one that is moved as a whole keeps it, and a checkpoint that is copied into another
+    directory does not match. Raises OSError if it cannot be read or written.
+    """
+    path = save_dir / names.GENERATIONS / _RUN_ID
+    try:
+        text = read_regular(path, RUN_ID_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return _write_run_id(save_dir, uuid.uuid4().hex)
+    except ValueError:  # too long
+        text = ""
+    if is_run_id(text):
+        return text
+    logger.warning("%s: holds no id: the run gets a new one, and does not remove the checkpoints it has saved", path)
+    return _write_run_id(save_dir, uuid.uuid4().hex)
+
+
+def is_run_id(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
+
+
+def _write_run_id(save_dir: Path, run_id: str) -> str:
+    path = save_dir / names.GENERATIONS / _RUN_ID
+    draft = path.with_name(f"{_PROBE}{uuid.uuid4().hex}")  # which the next claim removes if this one is killed
+    with draft.open("x") as file:
+        file.write(f"{run_id}\n")
+        file.flush()
+        os.fsync(file.fileno())  # once in the life of a directory
+    os.replace(draft, path)
+    return run_id
+
+
 def _remove_leftovers(save_dir: Path, generation: int) -> None:
     """Remove the files of generations that are over, and probes of processes that were killed meanwhile.
 
@@ -377,7 +419,7 @@ def _now_on(save_dir: Path) -> float:
 @contextlib.contextmanager
 def _locked(save_dir: Path) -> Iterator[None]:
     """Hold the lock of `save_dir`. Without one where the file system has none, or its holder hangs: see `Ownership`."""
-    fd = os.open(save_dir / names.GENERATIONS / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = os.open(save_dir / names.GENERATIONS / "lock", _LOCK_FLAGS, 0o666)
     try:
         deadline = time.monotonic() + _LOCK_PATIENCE_S
         while True:

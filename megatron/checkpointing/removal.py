@@ -1,11 +1,15 @@
 """Removing what no load can use any more, over all ranks and outside of the time that a save takes.
 
-Rank 0 decides (`prune`). What is to go is set aside at once: renamed to `.incomplete_removed_*`, and without its
-manifest. Only then do the ranks hear of it, together with the commit, and train on while a thread of each removes the
-files that are called as those that it saves itself (`Removals`): of the same layout and engine these are all. Rank 0
-removes what is left, and the directory. Whoever is killed in the midst of this leaves a directory that no load looks at
-and that the next launch removes in the same way. No such directory has a name that another had, so a rank that comes
-late, or whose launch was superseded, removes nothing else.
+Rank 0 decides (`prune`). What is to go is set aside at once: renamed to `.incomplete_removed_*`. Only then do the ranks
+hear of it, together with the commit, and train on while a thread of each removes the files that are called as those
+that it saves itself (`Removals`): of the same layout and engine these are all. Rank 0 removes the others that the
+manifest records, then the manifest, and the directory. Whoever is killed in the midst of this leaves a directory that
+no load looks at and that the next launch removes in the same way. No such directory has a name that another had, so a
+rank that comes late, or whose launch was superseded, removes nothing else.
+
+Only what this run has made goes: a checkpoint whose manifest says that this run saved it under the name that it has, of
+it the files that the manifest records, and an unfinished save of a generation that this directory has given out. No
+link is followed.
 """
 
 from __future__ import annotations
@@ -16,14 +20,24 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Candidate, Known, Manifest, Search, changing, set_aside
+from megatron.checkpointing.commit import (
+    Candidate,
+    Known,
+    Manifest,
+    Search,
+    changing,
+    set_aside,
+    why_not_own,
+    why_of_others,
+)
 from megatron.checkpointing.ownership import Ownership
 from megatron.fileio.files import sync_directory
+from megatron.fileio.no_links import files_in, remove_files
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -40,13 +54,15 @@ class Pruned:
 
     `to_look_at`: checkpoints that count among those to keep if their files are all there, which no rank of this launch
     has looked at; what is to go depends on it, and nothing was done. Else `set_aside`: the directories that are to be
-    removed, `removed`: what they were called, and `problem`: why there are not more.
+    removed, `removed`: what they were called, and `problem`: why there are not more. `left_alone`: what looks like
+    something to remove and is not this run's, with the reason; each is in it once in a launch.
     """
 
     to_look_at: list[Candidate] = field(default_factory=list)
     set_aside: list[Path] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     problem: str | None = None
+    left_alone: list[str] = field(default_factory=list)
 
     @property
     def begun(self) -> list[Path] | None:
@@ -70,18 +86,24 @@ def prune(
     training went back: they are not counted, and go when training has passed them. Damaged ones are not counted either;
     where there are enough newer ones they go, too, unless their manifest cannot be read.
 
+    Only what this run has saved under the name that it has is counted and removed (`why_not_own`), and no link.
+
     Raises OSError if `save_dir` cannot be listed, and SaveDirectorySupersededError, with nothing done, if another
     launch owns the directory.
     """
     known = known or Known()
-    entries = sorted(save_dir.iterdir())
-    known.set_aside = {path: known.set_aside[path] for path in entries if path in known.set_aside}
-    half_removed = [p for p in entries if p.name.startswith(names.REMOVED_PREFIX) and p not in known.set_aside]
-    to_remove = [p for p in entries if not p.name.startswith(names.REMOVED_PREFIX) and _is_of_no_use(p, owner)]
+    run_id = "" if owner is None else owner.run_id
+    with os.scandir(save_dir) as listing:
+        entries = sorted(listing, key=lambda entry: entry.name)
+    paths = {save_dir / entry.name for entry in entries}
+    known.set_aside = {path: manifest for path, manifest in known.set_aside.items() if path in paths}
+    half_removed, to_remove, others = _of_no_use(save_dir, entries, owner, known)
     if keep_last is not None:
-        to_look_at, surplus = _surplus(save_dir, keep_last, step, known, to_remove)
+        links = {save_dir / entry.name for entry in entries if entry.is_symlink()}
+        to_look_at, surplus, not_ours = _surplus(save_dir, keep_last, step, known, {*to_remove, *others}, links, run_id)
+        others |= not_ours
         if to_look_at:
-            return Pruned(to_look_at=to_look_at)
+            return Pruned(to_look_at=to_look_at, left_alone=_not_told(others, known))
         to_remove += surplus
     aside: dict[Path, Manifest | None] = dict.fromkeys(half_removed)
     removed, problem = [path.name for path in half_removed], None
@@ -98,23 +120,36 @@ def prune(
             with contextlib.suppress(OSError):
                 sync_directory(save_dir)
     known.set_aside.update(aside)
-    return Pruned(set_aside=list(aside), removed=removed, problem=problem)
+    return Pruned(set_aside=list(aside), removed=removed, problem=problem, left_alone=_not_told(others, known))
+
+
+def _not_told(others: Mapping[Path, str], known: Known) -> list[str]:
+    """What to say of those `others` of which nothing was said yet: path and reason."""
+    new = [path for path in others if path not in known.told]
+    known.told.update(new)
+    return [f"{path} ({others[path]})" for path in new]
 
 
 def _surplus(
-    save_dir: Path, keep_last: int, step: int, known: Known, to_remove: Collection[Path]
-) -> tuple[list[Candidate], list[Path]]:
-    """(those of the ones to keep that are to be looked at first, directories of those that are not to be kept).
+    save_dir: Path, keep_last: int, step: int, known: Known, but: Collection[Path], links: Collection[Path], run_id: str
+) -> tuple[list[Candidate], list[Path], dict[Path, str]]:
+    """(those to keep that are to be looked at first, those that are not to be kept, others and why they are not ours).
 
-    Those that are `to_remove` anyway are neither.
+    Those in `but` are none of them.
     """
-    listed = [one for one in Search(save_dir, None, known).listed() if one.step <= step]
-    ours = [one.directory for one in listed if one.has_manifest and one.directory not in to_remove]
+    listed = [one for one in Search(save_dir, None, known).listed() if one.step <= step and one.has_manifest]
+    listed = [one for one in listed if one.directory not in but]
+    others = {one.directory: "a link" for one in listed if one.directory in links}
+    for one in listed:
+        why = why_of_others(one.directory.name, one.tag, one.run_id, run_id)
+        if why is not None:
+            others.setdefault(one.directory, why)
+    ours = [one.directory for one in listed if one.directory not in others]
     to_look_at: list[Candidate] = []
     kept = 0
     for position, directory in enumerate(ours):
         if kept == keep_last:
-            return to_look_at, ours[position:]
+            return to_look_at, ours[position:], others
         if directory in known.complete:
             kept += 1
         elif directory not in known.damaged:
@@ -125,17 +160,41 @@ def _surplus(
                 continue
             to_look_at.append(Candidate(directory, manifest.tag, manifest.step, manifest))
             kept += 1
-    return [], []  # there are not more than are to be kept
+    return [], [], others  # there are not more than are to be kept
 
 
-def _is_of_no_use(path: Path, owner: Ownership | None) -> bool:
-    """Whether `path` is a save of a generation that is over, or was moved aside for a checkpoint that stands now."""
-    generation = names.generation_of(path.name)
-    if generation is not None:
-        return owner is not None and generation < owner.generation
-    if not path.name.endswith(names.REPLACED_SUFFIX):
-        return False
-    return (path.with_name(path.name.removesuffix(names.REPLACED_SUFFIX)) / names.MANIFEST).is_file()
+def _of_no_use(
+    save_dir: Path, entries: Sequence[os.DirEntry[str]], owner: Ownership | None, known: Known
+) -> tuple[list[Path], list[Path], dict[Path, str]]:
+    """(directories that are half removed, directories to remove, and what is called like one of them: why it is none).
+
+    To remove are saves of generations that are over, and checkpoints that were moved aside for one that stands now.
+    """
+    half_removed: list[Path] = []
+    to_remove: list[Path] = []
+    others: dict[Path, str] = {}
+    for entry in entries:
+        path, name = save_dir / entry.name, entry.name
+        generation = names.generation_of(name)
+        if name.startswith(names.REMOVED_PREFIX):
+            if path in known.set_aside:
+                continue
+            found, given = half_removed, names.name_before_removal(name) is not None
+        elif generation is not None:
+            if owner is None or generation >= owner.generation:
+                continue
+            found, given = to_remove, True
+        elif name.endswith(names.REPLACED_SUFFIX):
+            if not (path.with_name(name.removesuffix(names.REPLACED_SUFFIX)) / names.MANIFEST).is_file():
+                continue
+            found, given = to_remove, why_not_own(path, "" if owner is None else owner.run_id) is None
+        else:
+            continue
+        if entry.is_dir(follow_symlinks=False) and given:
+            found.append(path)
+        else:
+            others[path] = "a link" if entry.is_symlink() else "not made by this run"
+    return half_removed, to_remove, others
 
 
 @dataclass(frozen=True)
@@ -160,7 +219,7 @@ class Removals:
         self._rank = rank
         self._thread: threading.Thread | None = None
         self._op: Operation | None = None  # of the latest
-        self._left: list[Path] = []  # on rank 0: directories in which other ranks may still have had files
+        self._left: list[_Doomed] = []  # on rank 0: directories in which other ranks may still have had files
 
     @property
     def under_way(self) -> bool:
@@ -192,25 +251,101 @@ class Removals:
                 return
         if self._left and self._op is not None:
             begin = now_ns()
-            for directory in self._left:
-                if not _emptied(directory):
-                    shutil.rmtree(directory, ignore_errors=True)
+            for doomed in self._left:
+                if not _emptied(doomed):
+                    doomed.remove_rest()
             _record(self._op, begin)
 
     def _remove(self, removal: Removal) -> None:
         begin = now_ns()
         # Each rank has waited for its thread before the save that is over now.
         earlier, self._left = self._left, []
-        for directory in earlier:
-            shutil.rmtree(directory, ignore_errors=True)
+        for doomed in earlier:
+            doomed.remove_rest()
         for directory in removal.set_aside:
-            _unlink(directory, removal.mine)
+            remove_files(directory, removal.mine)
             if self._rank == 0:
-                there = removal.held[directory] if directory in removal.held else _files_in(directory)
-                _unlink(directory, [name for name in there if name not in removal.all_names])
-                if not _removed(directory):
-                    self._left.append(directory)
+                doomed = _Doomed.of(directory, removal.held.get(directory))
+                if doomed is None:
+                    continue
+                remove_files(directory, [name for name in doomed.files if name not in removal.all_names])
+                if not doomed.is_gone():
+                    self._left.append(doomed)
         _record(removal.op, begin)
+
+
+@dataclass
+class _Doomed:
+    """A directory that was set aside, on rank 0. `files`: what of it may be removed, by their names within it.
+
+    For a checkpoint these are what its manifest records, which is the last to go. An unfinished save has no record:
+    `whole`, all in it goes. So does what an earlier version left of a checkpoint: it removed the manifest first.
+    `there`: those that the last look has found.
+    """
+
+    directory: Path
+    files: Collection[str]
+    whole: bool
+    there: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, directory: Path, recorded: Collection[str] | None) -> _Doomed | None:
+        """None, which is logged, if the record of its files cannot be read. `recorded`: it, where it is known."""
+        if recorded is not None:
+            return cls(directory, recorded, whole=False)
+        try:
+            try:
+                return cls(directory, Manifest.of(directory).files, whole=False)
+            except FileNotFoundError:
+                return cls(directory, files_in(directory), whole=True)
+        except FileNotFoundError:  # a later launch has removed it
+            return None
+        except (OSError, ValueError) as exc:
+            logger.warning("%s: left alone, for it is not known which files are a checkpoint's: %s", directory, exc)
+            return None
+
+    def is_gone(self) -> bool:
+        """Whether the directory is gone; it goes now if there is nothing more in it to remove, but for the manifest."""
+        if self.there and os.path.lexists(self.directory / self.there[-1]):
+            return False  # one call, where the other ranks are waited for
+        try:
+            left = [name for name in files_in(self.directory) if name != names.MANIFEST]
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        self.there = [name for name in left if self.whole or name in self.files]
+        if self.there:
+            return False
+        if left:
+            return self._give_back(left)
+        remove_files(self.directory, [names.MANIFEST])
+        try:
+            self.directory.rmdir()
+        except OSError:  # folders without files
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return not os.path.lexists(self.directory)
+
+    def remove_rest(self) -> None:
+        """Remove what the other ranks have left, as a rule nothing: rank 0 alone would take a call for each file."""
+        if not self.is_gone():
+            remove_files(self.directory, self.there)
+            self.is_gone()
+
+    def _give_back(self, left: Sequence[str]) -> bool:
+        """Files that no save has written stay, where they were: the directory gets its name back, if it can."""
+        name = names.name_before_removal(self.directory.name) or self.directory.name
+        place = self.directory.with_name(name)
+        if os.path.lexists(place):  # a checkpoint of the same step
+            place = self.directory.with_name(names.kept_directory(name, time.time_ns()))
+        try:
+            os.rename(self.directory, place)
+        except OSError as exc:
+            logger.warning("%s: left alone, with files that no save has written: %s", self.directory, exc)
+            return False
+        remove_files(place, [names.MANIFEST])
+        logger.info("left alone: %s, which no save has written", ", ".join(str(place / name) for name in sorted(left)))
+        return True
 
 
 def _record(op: Operation, begin_ns: int) -> None:
@@ -218,48 +353,13 @@ def _record(op: Operation, begin_ns: int) -> None:
     op.add("remove", None, begin_ns, now_ns(), blocking=False)
 
 
-def _removed(directory: Path) -> bool:
-    """Whether `directory` is gone; it goes now if it is empty."""
-    try:
-        directory.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _emptied(directory: Path) -> bool:
-    """Whether the other ranks have removed their files from `directory` before long, which is gone then.
+def _emptied(doomed: _Doomed) -> bool:
+    """Whether the other ranks have removed their files before long, and the directory is gone then.
 
     A rank that removed the others' files meanwhile would take a call for each.
     """
     pause, until = _FIRST_LOOK_S, time.monotonic() + _OTHERS_S
-    while not (gone := _removed(directory)) and time.monotonic() < until:
+    while not (gone := doomed.is_gone()) and time.monotonic() < until:
         time.sleep(pause)
         pause *= 2
     return gone
-
-
-def _files_in(directory: Path) -> list[str]:
-    """Their names within it: by one listing of each folder, no look at any file."""
-    found = []
-    for folder, _, files in os.walk(directory):
-        relative = os.path.relpath(folder, directory)
-        found += [os.path.normpath(os.path.join(relative, name)) for name in files]
-    return found
-
-
-def _unlink(directory: Path, files: Iterable[str]) -> None:
-    """Remove files, by their names within `directory`, and the folders in it that are empty then.
-
-    What cannot be removed stays for the next time: it is in nobody's way.
-    """
-    folders = set()
-    for name in files:
-        with contextlib.suppress(OSError):
-            os.unlink(directory / name)
-        folders.update(str(folder) for folder in Path(name).parents if str(folder) != ".")
-    for folder in sorted(folders, key=len, reverse=True):
-        with contextlib.suppress(OSError):
-            os.rmdir(directory / folder)

@@ -26,7 +26,8 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirec
 from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.ownership import Ownership
 from megatron.checkpointing.removal import Pruned, Removal, Removals, prune
-from megatron.fileio.files import make_directory, sync_file
+from megatron.fileio.files import sync_file
+from megatron.fileio.no_links import make_directory
 from megatron.fileio.store_errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
@@ -51,8 +52,12 @@ class CheckpointStore(Protocol):
     """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.object_storage.saving).
 
     `attempt` is unique to one save; `temporary` is the directory that this rank's engine writes to in that save. All
-    methods except `temporary`, `streams`, `store` and `clear` are called on rank 0 only.
+    methods except `temporary`, `streams`, `store` and `clear` are called on rank 0 only, where `run_id` is the id of
+    the run that saves there; "" where nobody owns it.
     """
+
+    @property
+    def run_id(self) -> str: ...
 
     def temporary(self, tag: str, attempt: str) -> Path: ...
 
@@ -104,6 +109,10 @@ class SaveDirectory:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def run_id(self) -> str:
+        return "" if self.ownership is None else self.ownership.run_id
 
     def temporary(self, tag: str, attempt: str) -> Path:
         return self.path / names.temporary_directory(tag, attempt)
@@ -424,6 +433,7 @@ class CheckpointWriter:
                 loaded_from=self._identity.loaded_from,
                 first_start=self._identity.first_start,
                 sequence=directory.next_sequence(self._known),
+                run_id=directory.run_id,
                 objects={name: found for _, _, stored in gathered for name, found in stored.items()},
             )
             directory.write_manifest(save.attempt, save.temporary, manifest, fsync)
@@ -452,6 +462,8 @@ class CheckpointWriter:
             logger.warning("old checkpoints were not removed: %s", pruned.problem)
         for name in pruned.removed:
             logger.info("removed %s/%s", directory, name)
+        for what in pruned.left_alone:
+            logger.info("left alone: %s", what)
         return pruned
 
     def _remove_old(self, save: Save, mine: Sequence[str], pruned: Pruned, begun: list[Path] | None) -> None:

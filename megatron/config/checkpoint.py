@@ -28,7 +28,12 @@ class CheckpointConfig(FlagGroup):
 
     save: str | None = flag(None, "directory, or s3://BUCKET/PREFIX, to save checkpoints to")
     save_interval: int | None = flag(None, "iterations between saves; needed with --save", least=1)
-    keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)", least=1, needs="save")
+    keep_last: int | None = flag(
+        None,
+        "keep only this many newest checkpoints, of those that this run has saved; default: all",
+        least=1,
+        needs="save",
+    )
     take_over: bool = flag(
         False,
         "save to --save although another live launch saves there: that launch stops saving and ends",

@@ -35,12 +35,6 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def make_directory(path: Path) -> None:
-    """The directory and those above it, where they are not there yet."""
-    with UnderWay(STORAGE, "making of", str(path)):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def open_file(path: Path | str, flags: int) -> int:
     """As os.open, with the mode of a checkpoint's files; where storage hangs, this waits as a write does."""
     with UnderWay(STORAGE, "opening of", str(path)):

@@ -12,12 +12,21 @@ import json
 import logging
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
-from megatron.checkpointing.ownership import MAX_OWNER_BYTES, Owner, new_owner, owner_of, runs_here
+from megatron.checkpointing.ownership import (
+    MAX_OWNER_BYTES,
+    RUN_ID_BYTES,
+    Owner,
+    is_run_id,
+    new_owner,
+    owner_of,
+    runs_here,
+)
 from megatron.config.uris import ObjectUri
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
@@ -28,6 +37,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 5.0  # each is a request, which stores charge for
 PATIENCE_S = 2.5 * HEARTBEAT_S  # how long a new launch looks whether the heart of an owner beats
 _POLL_S = 0.05
+_RUN_ID = f"{names.GENERATIONS}/run_id"
 
 
 @dataclass(frozen=True)
@@ -42,13 +52,14 @@ class _Seen:
 class ObjectOwnership:
     """This launch's hold on a prefix; of rank 0 alone. All methods may be called from any thread.
 
-    `follows_itself`: as of megatron.checkpointing.ownership.Ownership.
+    `run_id`, `follows_itself`: as of megatron.checkpointing.ownership.Ownership.
     """
 
     def __init__(
-        self, bucket: Bucket, uri: ObjectUri, owner: Owner, version: str, *, follows_itself: bool = False
+        self, bucket: Bucket, uri: ObjectUri, owner: Owner, version: str, run_id: str, *, follows_itself: bool = False
     ) -> None:
         self.owner = owner
+        self.run_id = run_id
         self.follows_itself = follows_itself
         self._bucket = bucket
         self._uri = uri
@@ -71,6 +82,7 @@ class ObjectOwnership:
         if newest is None or newest < self.generation:
             logger.warning("--save %s: %s was emptied; going on as its owner", self._uri, names.GENERATIONS)
             self._version = self._bucket.create(_key(self._uri, self.generation), self._content())
+            self._bucket.create(self._uri.key(_RUN_ID), self.run_id.encode())
         elif newest > self.generation:
             seen = _newest(self._bucket, self._uri)
             raise SaveDirectorySupersededError(
@@ -125,7 +137,7 @@ def claim(
         there = _generations(bucket, uri)
         if max(there) == mine.generation:
             bucket.delete([_key(uri, number) for number in there if number < mine.generation])
-            return ObjectOwnership(bucket, uri, mine, version, follows_itself=own)
+            return ObjectOwnership(bucket, uri, mine, version, _run_id(bucket, uri), follows_itself=own)
 
 
 def check_not_in_use(bucket: Bucket, uri: ObjectUri, launch_key: str) -> None:
@@ -194,6 +206,25 @@ def _generations(bucket: Bucket, uri: ObjectUri, deadline_s: float | None = None
     prefix = uri.key(f"{names.GENERATIONS}/")
     found = [info.key.removeprefix(prefix) for info in bucket.list(prefix, deadline_s)]
     return [int(name) for name in found if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
+
+
+def _run_id(bucket: Bucket, uri: ObjectUri) -> str:
+    """The id of the run that saves below the prefix, made at the first claim (megatron.checkpointing.ownership)."""
+    key = uri.key(_RUN_ID)
+    while True:
+        try:
+            text = bucket.get(key, RUN_ID_BYTES)[0].decode("ascii", "replace").strip()
+        except ObjectMissingError:
+            new = uuid.uuid4().hex
+            if bucket.create(key, new.encode()) is not None:
+                return new
+            continue  # another launch was first
+        if is_run_id(text):
+            return text
+        raise ObjectStoreError(
+            f"{bucket.uri(key)} holds no id of a run; restore it, or remove it: the run then gets a "
+            "new one, and does not remove the checkpoints that it has saved"
+        )
 
 
 def _key(uri: ObjectUri, generation: int) -> str:

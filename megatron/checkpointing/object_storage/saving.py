@@ -45,6 +45,7 @@ class ObjectDirectory:
         self._keep_last = keep_last
         self._sequence: int | None = None  # of the last commit, once it is known
         self._latest: str | None = None  # the version of `latest` that this launch has written
+        self._told: set[str] = set()  # places that were left alone, which was said
         self._surplus = True  # there may be checkpoints of which the tag was saved again
         self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
         self._spool = NodeDirectory(checkpoints.root, f"save_{uuid.uuid4().hex}_rank_{rank:05d}")
@@ -53,6 +54,10 @@ class ObjectDirectory:
 
     def __str__(self) -> str:
         return str(self._uri)
+
+    @property
+    def run_id(self) -> str:
+        return "" if self._ownership is None else self._ownership.run_id
 
     def temporary(self, tag: str, attempt: str) -> Path:
         """Where the engine of this rank writes its files."""
@@ -162,19 +167,25 @@ class ObjectDirectory:
         if self._keep_last is None and not self._surplus:
             return Pruned()
         found, _ = self._checkpoints.discover(None)
-        to_remove = _superseded(found)
+        ours = [candidate for candidate in found if self._is_ours(candidate)]
+        to_remove = _superseded(ours)
         if self._keep_last is not None:
-            ours = [c for c in found if c.step <= step and c not in to_remove]
-            to_remove += ours[self._keep_last :]
+            counted = [c for c in ours if c.step <= step and c not in to_remove]
+            to_remove += counted[self._keep_last :]
         if to_remove:
             self.check_ownership()
         removed = []
         for candidate in to_remove:
-            tag, attempt = candidate.key.rstrip("/").split("/")[-2:]
-            self._remove(tag, attempt)
-            removed.append(f"{tag}/{attempt}")
+            self._remove(candidate)
+            removed.append("/".join(candidate.key.rstrip("/").split("/")[-2:]))
         self._surplus = False
-        return Pruned(removed=removed)
+        others = [candidate.place for candidate in found if candidate not in ours and candidate.place not in self._told]
+        self._told.update(others)
+        return Pruned(removed=removed, left_alone=[f"{place} (saved by another run)" for place in others])
+
+    def _is_ours(self, candidate: StoredCandidate) -> bool:
+        """Whether this run has saved it, and it was not copied here; an earlier version did not record that."""
+        return candidate.manifest is not None and candidate.manifest.run_id in ("", self.run_id)
 
     def clear(self, temporary: Path) -> None:
         """Remove the files that were on their way."""
@@ -186,12 +197,11 @@ class ObjectDirectory:
     def _key(self, tag: str, attempt: str, name: str) -> str:
         return self._uri.key(f"{tag}/{attempt}/{name}")
 
-    def _remove(self, tag: str, attempt: str) -> None:
-        """The manifest first: from then on no load takes what is left for a checkpoint."""
-        manifest = self._key(tag, attempt, names.MANIFEST)
-        self._bucket.delete([manifest])
-        keys = [info.key for info in self._bucket.list(self._key(tag, attempt, "")) if info.key != manifest]
-        self._bucket.delete(keys)
+    def _remove(self, candidate: StoredCandidate) -> None:
+        """The manifest first: from then on no load takes what is left for a checkpoint. Then the files it records."""
+        assert candidate.manifest is not None
+        self._bucket.delete([f"{candidate.key}{names.MANIFEST}"])
+        self._bucket.delete([f"{candidate.key}{name}" for name in candidate.manifest.files])
 
     def _remove_unfinished(self, generation: int) -> None:
         """Remove what earlier generations have uploaded and can never commit. What cannot be removed stays."""

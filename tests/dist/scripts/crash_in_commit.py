@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import commit as checkpoint_commit
-from megatron.checkpointing import removal
+from megatron.fileio import no_links
 
 POINT = os.environ["CRASH_AFTER"]
 TAG = f"global_step{os.environ['CRASH_STEP']}"
@@ -64,14 +64,14 @@ class _RemovalOs(_Os):
     """The os module as the removal of old checkpoints uses it."""
 
     @staticmethod
-    def unlink(path: Path) -> None:
-        os.unlink(path)
+    def unlink(path: str, *, dir_fd: int | None = None) -> None:
+        os.unlink(path, dir_fd=dir_fd)
         _reached("half_removed")
 
 
 WRITE_MANIFEST = checkpoint_commit.write_manifest
 checkpoint_commit.write_manifest = _arm
 checkpoint_commit.os = _Os()  # type: ignore[assignment]
-removal.os = _RemovalOs()  # type: ignore[assignment]
+no_links.os = _RemovalOs()  # type: ignore[assignment]
 
 runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")

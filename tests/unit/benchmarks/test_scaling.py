@@ -19,7 +19,7 @@ def test_what_a_rank_does_is_the_same_for_eight_and_sixteen(capsys: pytest.Captu
         for cells in (line.split("|") for line in lines[9 : lines.index("", 9)])
     }
     assert calls["save", "rank 0"][0] == pytest.approx(calls["save", "rank 0"][1], abs=4)
-    assert calls["removal", "last rank"] == [3, 3]  # of the one checkpoint that goes, its three files
+    assert calls["removal", "last rank"] == [5, 5]  # of the one checkpoint that goes, the directory and its three files
     assert calls["load: discovery", "rank 0"][0] == pytest.approx(calls["load: discovery", "rank 0"][1], abs=4)
     assert calls["start: checks", "second rank of a host"] == [0, 0]  # its host's first rank has told it
     assert calls["save", "last rank"][0] == pytest.approx(calls["save", "last rank"][1], abs=2)

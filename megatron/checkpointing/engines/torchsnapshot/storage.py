@@ -19,7 +19,8 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.torchsnapshot.library import Buffers
 from megatron.fileio.checksums import checksum_text, crc32
-from megatron.fileio.files import make_directory, open_file, sync_file, with_name, write_some
+from megatron.fileio.files import open_file, sync_file, with_name, write_some
+from megatron.fileio.no_links import make_directory
 from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, SpanHandle

@@ -81,7 +81,7 @@ def test_generations_count_up_and_the_newest_owns(tmp_path: Path) -> None:
     with pytest.raises(SaveDirectorySupersededError), first.exclusively():
         raise AssertionError("a superseded launch may change nothing")
     second.release()
-    assert sorted(path.name for path in (tmp_path / ".generations").iterdir()) == ["00000002", "lock"]
+    assert sorted(path.name for path in (tmp_path / ".generations").iterdir()) == ["00000002", "lock", "run_id"]
 
 
 def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_launch(tmp_path: Path
         os.utime(tmp_path / ".generations" / name, (modified, modified))
     claim(tmp_path).release()
     left = {path.name for path in (tmp_path / ".generations").iterdir()}
-    assert left == {"00000002", "lock", "note.txt", ".probe_young"}
+    assert left == {"00000002", "lock", "note.txt", "run_id", ".probe_young"}
 
 
 def test_a_probe_that_a_launch_removes_is_no_error(

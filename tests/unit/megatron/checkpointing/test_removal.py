@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 from megatron.checkpointing import removal
 from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.errors import CheckpointSaveError
+from megatron.checkpointing.naming import removed_directory, temporary_directory
+from megatron.checkpointing.ownership import claim
 from megatron.checkpointing.removal import Removal, Removals
 from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
 from megatron.parallel.control_plane import ControlPlane
@@ -110,7 +115,7 @@ def removal_of(aside: Path, mine: str, all_names: list[str] | None = None) -> Re
 
 
 def test_each_rank_removes_what_it_calls_its_own(tmp_path: Path) -> None:
-    aside = tmp_path / ".incomplete_removed_x"
+    aside = tmp_path / removed_directory("global_step1", 1)
     aside.mkdir()
     everything = [name_of(rank, False) for rank in range(RANKS)]
     for name in (*everything, "of_another_layout.pt"):
@@ -138,7 +143,7 @@ def test_removals_are_in_the_trace_and_hold_up_nobody(tmp_path: Path) -> None:
 
 def left_of_rank_1(directory: Path) -> tuple[Removals, Path]:
     """Rank 0, which has removed its own, and a directory that has a file of rank 1."""
-    aside = directory / ".incomplete_removed_x"
+    aside = directory / removed_directory("global_step1", 1)
     aside.mkdir()
     everything = [name_of(rank, False) for rank in range(2)]
     for name in everything:
@@ -154,17 +159,23 @@ def test_at_the_end_rank_0_leaves_their_files_to_the_other_ranks(
 ) -> None:
     first, aside = left_of_rank_1(tmp_path)
     looked = threading.Event()
-    removed = removal._removed
+    sleep = time.sleep
 
-    def look(directory: Path) -> bool:
-        gone = removed(directory)
+    def look(seconds: float) -> None:
         looked.set()
-        return gone
+        sleep(seconds)
 
-    monkeypatch.setattr(removal, "_removed", look)
+    monkeypatch.setattr(removal.time, "sleep", look)
     monkeypatch.setattr(removal, "_OTHERS_S", 60.0)
-    taken: list[Path] = []
-    monkeypatch.setattr(removal.shutil, "rmtree", lambda directory, **_: taken.append(directory))
+    taken: list[str] = []
+    remove_files = removal.remove_files
+
+    def take(directory: Path, names: list[str]) -> None:
+        if threading.current_thread() is closing:
+            taken.extend(names)
+        remove_files(directory, names)
+
+    monkeypatch.setattr(removal, "remove_files", take)
     closing = threading.Thread(target=first.close)
     closing.start()
     assert looked.wait(60)
@@ -172,7 +183,7 @@ def test_at_the_end_rank_0_leaves_their_files_to_the_other_ranks(
     second.begin(removal_of(aside, name_of(1, False)))
     second.close()
     closing.join(60)
-    assert not closing.is_alive() and not aside.exists() and taken == []
+    assert not closing.is_alive() and not aside.exists() and taken in ([], ["manifest.json"])
 
 
 def test_at_the_end_rank_0_removes_what_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +195,7 @@ def test_at_the_end_rank_0_removes_what_nobody_else_does(tmp_path: Path, monkeyp
 
 def test_a_leftover_of_a_killed_removal_goes_with_the_next(tmp_path: Path) -> None:
     launch(tmp_path, 2, [1, 2])
-    leftover = tmp_path / ".incomplete_removed_global_step0_1"
+    leftover = tmp_path / removed_directory("global_step0", 1)
     for path in (leftover / name_of(1, False), leftover / "rank_9" / "data"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -197,13 +208,13 @@ def test_training_goes_on_while_files_are_removed_and_the_next_save_waits(
 ) -> None:
     """A removal that takes long is no part of the save; what it makes room for is not written before."""
     may_go_on = threading.Event()
-    unlink = removal._unlink
+    remove_files = removal.remove_files
 
     def slow(*arguments: Any) -> None:
         assert may_go_on.wait(60)
-        unlink(*arguments)
+        remove_files(*arguments)
 
-    monkeypatch.setattr(removal, "_unlink", slow)
+    monkeypatch.setattr(removal, "remove_files", slow)
     engine = BytesEngine(EngineOptions(fsync=False))
     identity = CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {})
     writer = CheckpointWriter(engine, ControlPlane(0, 1), untraced_recorder(), identity, "g1")
@@ -217,9 +228,238 @@ def test_training_goes_on_while_files_are_removed_and_the_next_save_waits(
     for step in (1, 2):
         writer.save(directory, step, collect)
     (aside,) = tmp_path.glob(".incomplete_removed_global_step1_*")
-    assert [path.name for path in aside.iterdir()] == ["a.pt"]  # its manifest went first
+    assert sorted(path.name for path in aside.iterdir()) == ["a.pt", "manifest.json"]  # the record is the last to go
     written.clear()
     threading.Timer(0.2, may_go_on.set).start()
     writer.save(directory, 3, collect)
     assert written == ["global_step2"]
     writer.close()
+
+
+# What this run has not made
+
+
+def saves(save: Path, keep_last: int | None, *steps: int) -> None:
+    """One launch of one rank that owns `save`, and ends after its last save."""
+    owner = claim(save)
+    identity = CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {})
+    attempt = f"g{owner.generation}"
+    writer = CheckpointWriter(
+        BytesEngine(EngineOptions(fsync=False)), ControlPlane(0, 1), untraced_recorder(), identity, attempt
+    )
+    try:
+        for step in steps:
+            writer.save(
+                SaveDirectory(save, owner, keep_last), step, lambda step=step: [FileState("a.pt", b"%d" % step)]
+            )
+        writer.close()
+    finally:
+        owner.release()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files below a directory."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of two runs; the first has saved step 4."""
+    runs = tmp_path / "run1", tmp_path / "run2"
+    for run in runs:
+        run.mkdir()
+    saves(runs[0], None, 4)
+    return runs
+
+
+def left_alone(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.startswith("left alone: ")]
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO")
+    return caplog
+
+
+def test_a_link_to_a_checkpoint_of_another_run_is_left_alone(
+    two_runs: tuple[Path, Path], told: pytest.LogCaptureFixture
+) -> None:
+    one, other = two_runs
+    before = contents(one)
+    (other / "global_step4").symlink_to(one / "global_step4")
+    saves(other, 1, 5, 6)
+    assert contents(one) == before and (other / "global_step4").is_symlink()
+    assert directories(other) == [".generations", "global_step4", "global_step6"]
+    assert left_alone(told) == [f"left alone: {other / 'global_step4'} (a link)"]
+
+
+def test_a_link_that_took_the_place_of_a_checkpoint_during_the_run_is_left_alone(tmp_path: Path) -> None:
+    """Moved to an archive, with a link for whoever looks for it."""
+    save, archive = tmp_path / "save", tmp_path / "archive"
+    save.mkdir()
+    owner = claim(save)
+    identity = CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {})
+    writer = CheckpointWriter(BytesEngine(EngineOptions()), ControlPlane(0, 1), untraced_recorder(), identity, "g1")
+    for step in (1, 2, 3):
+        writer.save(SaveDirectory(save, owner, 2), step, lambda: [FileState("a.pt", b"a")])
+        if step == 2:
+            (save / "global_step1").rename(archive)
+            (save / "global_step1").symlink_to(archive)
+    writer.close()
+    owner.release()
+    assert sorted(contents(archive)) == ["a.pt", "manifest.json"] and (save / "global_step1").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "name", [".incomplete_removed_x", removed_directory("global_step1", 1), ".incomplete_global_step1_g0_1"]
+)
+def test_no_link_at_a_name_of_this_program_is_followed(
+    tmp_path: Path, name: str, told: pytest.LogCaptureFixture
+) -> None:
+    save, precious = tmp_path / "save", tmp_path / "precious"
+    for directory in (save, precious / "folder"):
+        directory.mkdir(parents=True)
+    for file in ("thesis.txt", "a.pt", "folder/a.pt"):
+        (precious / file).write_text("mine")
+    before = contents(precious)
+    (save / name).symlink_to(precious)
+    saves(save, 1, 1, 2)
+    saves(save, 1, 3)
+    assert contents(precious) == before and (save / name).is_symlink()
+    assert left_alone(told) == 2 * [f"left alone: {save / name} (a link)"]  # once in each launch
+
+
+def test_a_folder_of_a_checkpoint_that_became_a_link_is_not_emptied(tmp_path: Path) -> None:
+    save, precious = _made(tmp_path / "save"), tmp_path / "precious"
+    launch(save, 2, [1], ranks=1, folder=True)
+    folder = save / "global_step1" / "rank_0"
+    folder.rename(precious)
+    folder.symlink_to(precious)
+    before = contents(precious)
+    launch(save, 1, [2, 3], ranks=1, folder=True)
+    assert contents(precious) == before
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_a_save_does_not_write_through_a_link(tmp_path: Path) -> None:
+    save, precious = _made(tmp_path / "save"), _made(tmp_path / "precious")
+    link = save / temporary_directory("global_step6", "g1_1")
+    link.symlink_to(precious)
+    with pytest.raises(CheckpointSaveError, match=rf"is a link, which is not followed.*{link.name}"):
+        saves(save, None, 6)
+    assert contents(precious) == {} and link.is_symlink()
+    saves(save, None, 6)  # another generation has other names
+    assert directories(save) == [".generations", link.name, "global_step6"]
+
+
+def test_copies_and_renamed_checkpoints_are_the_users(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    saves(tmp_path, None, 2, 4)
+    shutil.copytree(tmp_path / "global_step4", tmp_path / "best_model")
+    (tmp_path / "best_model" / "notes.txt").write_text("0.93")
+    (tmp_path / "global_step2").rename(tmp_path / "KEEP_THIS_ONE")
+    kept = {name: contents(tmp_path / name) for name in ("best_model", "KEEP_THIS_ONE")}
+    saves(tmp_path, 2, 5, 6)
+    assert directories(tmp_path) == [".generations", "KEEP_THIS_ONE", "best_model", "global_step5", "global_step6"]
+    assert {name: contents(tmp_path / name) for name in kept} == kept
+    assert left_alone(told) == [
+        f"left alone: {tmp_path / 'best_model'} (saved as global_step4)",
+        f"left alone: {tmp_path / 'KEEP_THIS_ONE'} (saved as global_step2)",
+    ]
+
+
+def test_a_copy_is_not_among_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
+    """Else it would push out one of those that --keep-last is to keep."""
+    saves(tmp_path, 2, 4, 5)
+    shutil.copytree(tmp_path / "global_step5", tmp_path / "best_model")
+    saves(tmp_path, 2, 6)
+    assert directories(tmp_path) == [".generations", "best_model", "global_step5", "global_step6"]
+
+
+def test_a_checkpoint_copied_from_another_run_is_left_alone(
+    two_runs: tuple[Path, Path], told: pytest.LogCaptureFixture
+) -> None:
+    one, other = two_runs
+    shutil.copytree(one / "global_step4", other / "global_step4")
+    saves(other, 1, 5, 6)
+    assert directories(other) == [".generations", "global_step4", "global_step6"]
+    assert left_alone(told) == [f"left alone: {other / 'global_step4'} (saved by another run)"]
+
+
+def test_a_directory_that_is_moved_as_a_whole_goes_on(tmp_path: Path) -> None:
+    first, second = _made(tmp_path / "first"), tmp_path / "second"
+    saves(first, 2, 1, 2)
+    shutil.copytree(first, second)
+    saves(second, 2, 3)
+    assert directories(second) == [".generations", "global_step2", "global_step3"]
+
+
+def test_checkpoints_of_earlier_versions_count_by_their_names(tmp_path: Path) -> None:
+    launch(tmp_path, 3, [1, 2], ranks=1)  # no owner, and no id in the manifests
+    saves(tmp_path, 2, 3)
+    assert directories(tmp_path) == [".generations", "global_step2", "global_step3"]
+
+
+@pytest.mark.parametrize("name", ["global_step6", "global_step6.replaced"])
+def test_what_is_in_the_way_of_a_checkpoint_is_kept(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Upstream's, or anybody's: it has no manifest."""
+    foreign = tmp_path / name
+    saves(tmp_path, 2, 5, 6) if name.endswith(".replaced") else saves(tmp_path, 2, 5)
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    for _ in range(2):
+        saves(tmp_path, 2, 6, 6)
+    found = [path for path in tmp_path.rglob("notes.txt") if path.read_text() == "mine"]
+    assert len(found) == 1
+    assert directories(tmp_path)[-2:] == ["global_step5", "global_step6"] or name.endswith(".replaced")
+    if found[0].parent != foreign:
+        assert any(f"kept as {found[0].parent}" in message for message in caplog.messages)
+
+
+def test_files_that_no_save_has_written_stay_in_their_directory(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    saves(tmp_path, None, 1, 2)
+    for note in ("notes.txt", "plots/loss.png"):
+        path = tmp_path / "global_step1" / note
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    saves(tmp_path, 1, 3)
+    assert contents(tmp_path / "global_step1") == {"notes.txt": b"mine", "plots/loss.png": b"mine"}
+    assert directories(tmp_path) == [".generations", "global_step1", "global_step3"]
+    assert left_alone(told) == [
+        f"left alone: {tmp_path / 'global_step1/notes.txt'}, {tmp_path / 'global_step1/plots/loss.png'}, "
+        "which no save has written"
+    ]
+
+
+def test_notes_outlive_a_removal_that_was_killed(tmp_path: Path) -> None:
+    saves(tmp_path, None, 1)
+    (tmp_path / "global_step1" / "notes.txt").write_text("mine")
+    (tmp_path / "global_step1").rename(tmp_path / removed_directory("global_step1", 1))
+    saves(tmp_path, 1, 2)
+    assert contents(tmp_path / "global_step1") == {"notes.txt": b"mine"}
+
+
+def test_a_checkpoint_whose_record_is_damaged_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its heading is whole; which files it has is not known."""
+    saves(tmp_path, None, 1, 2)
+    manifest = tmp_path / "global_step1" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"num_bytes": 1', '"num_bytes": 7'))
+    (tmp_path / "global_step1" / "notes.txt").write_text("mine")
+    saves(tmp_path, 1, 3)
+    (aside,) = tmp_path.glob(".incomplete_removed_global_step1_*")
+    assert sorted(contents(aside)) == ["manifest.json", "notes.txt"]
+    assert any("not known which files" in message for message in caplog.messages)
+
+
+def test_a_directory_that_another_has_called_so_is_left_alone(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    mine = _made(tmp_path / ".incomplete_removed_x")
+    (mine / "thesis.txt").write_text("mine")
+    saves(tmp_path, 1, 1)
+    assert contents(mine) == {"thesis.txt": b"mine"}
+    assert left_alone(told) == [f"left alone: {mine} (not made by this run)"]

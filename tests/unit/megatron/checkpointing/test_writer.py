@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -135,9 +136,10 @@ def test_old_checkpoints_go_and_failing_at_that_is_no_failed_save(
     assert tags(tmp_path) == ["global_step3", "global_step2"] and caplog.messages == []
     # Moved aside for one that stands, and of too long a name to be renamed before it is removed.
     long = "x" * 240
+    manifest = dataclasses.replace(commit.Manifest.of(tmp_path / "global_step2"), tag=long, step=0)
     for name in (long, f"{long}.replaced"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").touch()
+        (tmp_path / name / "manifest.json").write_text(manifest.to_json())
     writer.save(directory, 4, lambda: STATE)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert caplog.messages[0].startswith("old checkpoints were not removed: [Errno 36]")

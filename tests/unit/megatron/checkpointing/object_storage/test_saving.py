@@ -93,6 +93,27 @@ def test_old_ones_and_those_saved_again_are_removed(stored: StoredCheckpoints) -
     held.release()
 
 
+def test_a_checkpoint_copied_from_another_run_is_left_alone(
+    stored: StoredCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    other = StoredCheckpoints(ObjectUri(BUCKET, f"{stored.uri.prefix}_other"), stored.bucket, stored.root)
+    for place, steps, keep_last in ((other, (4,), None), (stored, (5, 6), 1)):
+        directory, held = claimed(place, keep_last)
+        saves = writer("torch", held.generation)
+        for step in steps:
+            saves.save(directory, step, lambda: states(1))
+            if place is other:
+                for info in other.bucket.list(other.uri.key("global_step4/")):
+                    copied = stored.uri.key(info.key.removeprefix(other.uri.key("")))
+                    stored.bucket.put(copied, stored.bucket.get(info.key, 1 << 24)[0])
+        directory.close()
+        held.release()
+    assert {key.rpartition("/")[0] for key in keys(stored)} == {"", "global_step4/g1_1", "global_step6/g1_2"}
+    told = f"left alone: {stored.uri}/global_step4/g1_1 (saved by another run)"
+    assert [message for message in caplog.messages if message.startswith("left alone")] == [told]
+
+
 @pytest.mark.parametrize("harm", ["altered manifest", "other tag", "replaced file", "short file", "missing file"])
 def test_damage_is_told_and_the_one_before_is_found(stored: StoredCheckpoints, harm: str) -> None:
     directory, held = claimed(stored)
