@@ -85,7 +85,7 @@ def train_valid_test_datasets_provider(request: DataRequest) -> SplitDatasets:
         seq_length=model.seq_length,
         seed=training.seed,
         train_dataset=dataset_of_files(data.train_index_files),
-        is_builder=request.is_builder,
+        run_on_builder=request.run_on_builder,
         agree=request.agree,
     )
 

@@ -25,6 +25,7 @@ from megatron.checkpointing.naming import RankPlace
 from megatron.checkpointing.shard_metadata import add_placements, layer_modules
 from megatron.config import Config, ModelConfig
 from megatron.config.arguments import namespace_from_config
+from megatron.config.training import samples_of_run
 from megatron.parallel.random import get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
@@ -260,16 +261,6 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
     if any(not isinstance(count, int) or count < 0 for count in counts):
         raise ValueError(f"progress {ascii(counts)[:200]}")
     return Progress(common["iteration"], *consumed, (train, valid, test))
-
-
-def samples_of_run(
-    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int, train_samples: int | None = None
-) -> tuple[int, int, int]:
-    """(train, valid, test) samples that a run of this length reads, as upstream counts them."""
-    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
-    batches = (train_iters, evaluations * eval_iters, eval_iters)
-    train = train_samples or batches[0] * global_batch_size
-    return train, batches[1] * global_batch_size, batches[2] * global_batch_size
 
 
 def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:

@@ -147,6 +147,23 @@ class TrainingConfig(FlagGroup):
         return batch_sizes(self.rampup_batch_size, self.global_batch_size, step)
 
     @property
+    def needed_samples(self) -> tuple[int, int, int]:
+        """(train, valid, test) samples that a run reads from its first iteration to its last; valid inside a Config."""
+        return samples_of_run(
+            self.train_iters, self.eval_interval, self.eval_iters, self.global_batch_size, self.train_samples
+        )
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro batches that each data-parallel rank runs per iteration, after a ramp; valid inside a Config."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+def samples_of_run(
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int, train_samples: int | None = None
+) -> tuple[int, int, int]:
+    """(train, valid, test) samples that a run of this length reads, as upstream counts them."""
+    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    batches = (train_iters, evaluations * eval_iters, eval_iters)
+    train = train_samples or batches[0] * global_batch_size
+    return train, batches[1] * global_batch_size, batches[2] * global_batch_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -10,11 +12,16 @@ import numpy.typing as npt
 
 from megatron.data.index_cache import ArraySpec, IndexCache
 
+logger = logging.getLogger(__name__)
+
 IntArray = npt.NDArray[Any]
 # Up to here a plain loop over Python floats is faster than three numpy calls for each sample.
 _MAX_DATASETS_IN_PYTHON = 24
+# Samples that are built and cached at a time: 10 s to a minute, all that is lost if the process that builds is killed.
+_PART = 1 << 25
 # Samples added at a time if the blend is read beyond its size.
 _CHUNK = 1 << 16
+_BETWEEN_LINES_S = 10.0
 
 
 class SampleSource(Protocol):
@@ -56,13 +63,13 @@ class BlendableDataset:
         self.weights /= np.sum(self.weights)
         self.size = size
         self.cache = cache
-        # What lies within size, then chunks of _CHUNK samples beyond it.
-        self._chunks: list[dict[str, IntArray]] = []
-        self._counts = np.zeros(len(self.weights), dtype=np.int64)
+        self._num_stored = -(-size // _PART)
+        # By number: those of _PART samples within size, then those of _CHUNK samples beyond it.
+        self._parts: dict[int, dict[str, IntArray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process maps the cached choice itself instead of receiving a copy.
-        return {**self.__dict__, "_chunks": [], "_counts": np.zeros_like(self._counts)}
+        return {**self.__dict__, "_parts": {}}
 
     def __len__(self) -> int:
         return self.size
@@ -79,51 +86,77 @@ class BlendableDataset:
         """Number of the dataset that sample ``i`` comes from, and its number there."""
         if i < 0:
             raise IndexError(f"sample {i} of a blend: samples count from 0")
-        chunk, position = (0, i) if i < self.size else divmod(i - self.size + _CHUNK, _CHUNK)
-        while len(self._chunks) <= chunk:
-            self._add_chunk()
-        arrays = self._chunks[chunk]
+        part, position = (
+            divmod(i, _PART) if i < self.size else divmod(i - self.size + self._num_stored * _CHUNK, _CHUNK)
+        )
+        arrays = self._part(part)
         return int(arrays["dataset_index"][position]), int(arrays["dataset_sample_index"][position])
 
     def build_index(self, num_samples: int | None = None) -> None:
-        """Build the index of each part, and store the choice in the cache. See GPTDataset.build_index."""
+        """Build the index of each dataset, and store the choice in the cache, part by part. See GPTDataset.build_index.
+
+        A part that is in the cache is not built again, so a blend that is asked for anew, larger or after its builder
+        was killed, goes on from there.
+        """
         wanted = num_samples or 0
         for dataset, weight in zip(self.datasets, self.weights.tolist(), strict=True):
             dataset.build_index(int(wanted * weight * 1.005) + 1)
-        if self.cache is not None:
-            self.cache.ensure(self._description(), self._specs(), lambda: self._build(0, self.size))
+        if self.cache is None:
+            return
+        told = time.monotonic()
+        for part in range(self._num_stored):
+            self.cache.ensure(self._description(part), self._specs(part), lambda part=part: self._build(part))
+            if time.monotonic() - told >= _BETWEEN_LINES_S:
+                told, (_, stop) = time.monotonic(), self._range(part)
+                logger.info("blend of %d datasets: %d of %d samples are indexed", len(self.weights), stop, self.size)
 
     def load_index(self) -> None:
-        """Map the index of each part and the choice. Raises IndexCacheError."""
+        """Map the index of each dataset and the choice. Raises IndexCacheError."""
         for dataset in self.datasets:
             dataset.load_index()
-        if not self._chunks:
-            self._add_chunk()
+        for part in range(self._num_stored):
+            self._part(part)
 
-    def _add_chunk(self) -> None:
-        if self._chunks:
-            arrays = self._build(self.size + (len(self._chunks) - 1) * _CHUNK, _CHUNK)
-        elif self.cache is None:
-            arrays = self._build(0, self.size)
-        else:
-            arrays = self.cache.load(self._description(), self._specs())
-        self._counts += np.bincount(arrays["dataset_index"], minlength=len(self._counts))
-        self._chunks.append(arrays)
+    def _part(self, part: int) -> dict[str, IntArray]:
+        """Its arrays; see `_build`."""
+        arrays = self._parts.get(part)
+        if arrays is None:
+            if self.cache is not None and part < self._num_stored:
+                arrays = self.cache.load(self._description(part), self._specs(part))
+            else:
+                arrays = self._build(part)
+            self._parts[part] = arrays
+        return arrays
 
-    def _build(self, start: int, length: int) -> dict[str, IntArray]:
-        index = blending_indices(self.weights, start, start + length, self._counts)
-        ranks = rank_within(index, len(self.weights)) + self._counts[index]
-        return {"dataset_index": index, "dataset_sample_index": ranks}
+    def _range(self, part: int) -> tuple[int, int]:
+        """Its samples, [start, stop)."""
+        if part < self._num_stored:
+            return part * _PART, min((part + 1) * _PART, self.size)
+        start = self.size + (part - self._num_stored) * _CHUNK
+        return start, start + _CHUNK
 
-    def _specs(self) -> dict[str, ArraySpec]:
+    def _build(self, part: int) -> dict[str, IntArray]:
+        """The choice for each sample of the part, and the samples `taken` of each dataset up to its end."""
+        for earlier in range(part):  # in their order, so that none has to build the one before it
+            self._part(earlier)
+        before = self._parts[part - 1]["taken"] if part else np.zeros(len(self.weights), dtype=np.int64)
+        index = blending_indices(self.weights, *self._range(part), before)
+        taken = before + np.bincount(index, minlength=len(before))
+        ranks = rank_within(index, len(self.weights)) + before[index]
+        return {"dataset_index": index, "dataset_sample_index": ranks, "taken": taken}
+
+    def _specs(self, part: int) -> dict[str, ArraySpec]:
+        start, stop = self._range(part)
         return {
-            "dataset_index": ArraySpec(index_dtype(len(self.weights)), (self.size,)),
-            "dataset_sample_index": ArraySpec(np.int64, (self.size,)),
+            "dataset_index": ArraySpec(index_dtype(len(self.weights)), (stop - start,)),
+            "dataset_sample_index": ArraySpec(np.int64, (stop - start,)),
+            "taken": ArraySpec(np.int64, self.weights.shape),
         }
 
-    def _description(self) -> str:
+    def _description(self, part: int) -> str:
         weights = " ".join(weight.hex() for weight in self.weights.tolist())
-        return f"Blend, version 1\nSamples {self.size}\nWeights {weights}"
+        start, stop = self._range(part)
+        return f"Blend, version 2\nSamples [{start}, {stop})\nWeights {weights}"
 
 
 def index_dtype(num_datasets: int) -> type[np.signedinteger[Any]]:

@@ -135,7 +135,11 @@ class GPTDataset:
             return
         wanted = max(len(self), num_samples or 0)
         for block in range(-(-wanted // len(self))):
-            self.cache.ensure(self._description(block), self._specs(), lambda block=block: self.build_block(block))
+            self.cache.ensure(self._description(block), self._specs(), lambda block=block: self._told_block(block))
+
+    def _told_block(self, block: int) -> dict[str, npt.NDArray[Any]]:
+        logger.info("%s dataset: indexing %d samples", self.name, len(self))
+        return self.build_block(block)
 
     def load_index(self) -> None:
         """Map block 0, so that a missing index shows now. Raises IndexCacheError."""
@@ -202,18 +206,20 @@ def build_train_valid_test_datasets(
     train_valid_test_num_samples: tuple[int, int, int],
     seq_length: int,
     seed: int,
-    is_builder: bool,
+    run_on_builder: Callable[[Callable[[], None]], Exception | None],
     agree: Callable[[Exception | None], None],
     required_num_samples: tuple[int, int, int] = (0, 0, 0),
     train_dataset: Callable[..., GPTDataset] = GPTDataset,
 ) -> SplitDatasets:
     """Build the datasets of the three splits; None for a split without samples (0 samples, or a share of 0).
 
-    Collective: every process that calls it calls ``agree`` exactly once, with the exception that stopped it
-    or None. ``agree`` must return only after all have called it and must raise on every process when any of
-    them passed an exception; so a failure of the builder ends all of them, and none waits for files that will
-    not come. Only the processes with ``is_builder`` write index files, before ``agree``; all map them after
-    it. One builder is enough where all nodes share the cache directory, else one per node.
+    Collective: every process that calls it calls ``run_on_builder`` and then ``agree`` exactly once.
+    ``run_on_builder`` calls its argument, which writes index files, in the process that builds, and returns what that
+    raised; in the others it returns None once the builder is done, which may be after many minutes. ``agree`` gets the
+    exception that stopped this process, or None; it must return only after all have called it and must raise on
+    every process when any of them passed an exception; so a failure of the builder ends all of them, and none waits
+    for files that will not come. All map the files after it. One builder is enough where all nodes share the cache
+    directory, else one per node.
 
     Args:
         data: ``--data-path`` is divided by ``--split``; of the paths of one split all documents are used.
@@ -227,16 +233,22 @@ def build_train_valid_test_datasets(
     """
     error: Exception | None = None
     datasets: list[SplitDataset | None] = [None, None, None]
+    planner: _Planner | None = None
+
+    def build() -> None:
+        if planner is None:
+            return
+        planner.warn_of_trailing_tokens()
+        for dataset, required in zip(datasets, required_num_samples, strict=True):
+            if dataset is not None:
+                dataset.build_index(required)
+
     try:
         planner = _Planner(data, seq_length, seed, train_dataset)
         datasets = [planner.plan(split, train_valid_test_num_samples[split]) for split in range(3)]
-        if is_builder:
-            planner.warn_of_trailing_tokens()
-            for dataset, required in zip(datasets, required_num_samples, strict=True):
-                if dataset is not None:
-                    dataset.build_index(required)
     except Exception as caught:  # every error must reach the other processes, which wait in agree()
         error = caught
+    error = run_on_builder(build) or error
     agree(error)
     if error is not None:
         raise error

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing.state import Progress, samples_of_run
+from megatron.checkpointing.state import Progress
 from megatron.config import Config
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
+from megatron.parallel.control_plane import ControlPlane
 from megatron.startup.initialize import Runtime
+from restart_trace.device_threads import device_thread
 
 SplitDatasets = tuple[Any, Any, Any]
+_MOST_BETWEEN_SIGNS_S = 10.0
 
 
 class DataError(RuntimeError):
@@ -23,13 +27,14 @@ class DataRequest:
     """The datasets that a provider is to build. Samples are (train, valid, test).
 
     `indexed_samples` decide the order of the data and stay the same over all restarts of a run;
-    `needed_samples` are those that this run will read.
+    `needed_samples` are those that this run will read. `run_on_builder` and `agree` are for
+    build_train_valid_test_datasets.
     """
 
     config: Config
     indexed_samples: tuple[int, int, int]
     needed_samples: tuple[int, int, int]
-    is_builder: bool
+    run_on_builder: Callable[[Callable[[], None]], Exception | None]
     agree: Callable[[Exception | None], None]
 
 
@@ -79,13 +84,7 @@ def build_data_iterators(
     """
     training, control = config.training, runtime.control
     at, layout = runtime.coordinates, runtime.layout
-    needed = samples_of_run(
-        training.train_iters,
-        training.eval_interval,
-        training.eval_iters,
-        training.global_batch_size,
-        training.train_samples,
-    )
+    needed = training.needed_samples
     train, valid, test = progress.indexed_samples or (0, 0, 0)
     # A split that no launch has read yet, for example without --eval-iters, has no order that must be kept.
     progress.indexed_samples = train or needed[0], valid or needed[1], test or needed[2]
@@ -95,8 +94,10 @@ def build_data_iterators(
         if failed:
             raise DataError("; ".join(dict.fromkeys(reason for _, reason in failed)))
 
+    pause_s = min(_MOST_BETWEEN_SIGNS_S, 60 * config.parallel.distributed_timeout_minutes / 4)
+    run_on_builder = functools.partial(run_on_rank_0, control, pause_s)
     train_set, valid_set, test_set = provider(
-        DataRequest(config, progress.indexed_samples, needed, control.rank == 0, agree)
+        DataRequest(config, progress.indexed_samples, needed, run_on_builder, agree)
     )
 
     def loader(dataset: Any, consumed: int) -> Iterator[Any] | None:
@@ -112,3 +113,32 @@ def build_data_iterators(
         has_valid=valid_set is not None and training.eval_iters > 0,
         has_test=test_set is not None and training.eval_iters > 0,
     )
+
+
+def run_on_rank_0(control: ControlPlane, pause_s: float, work: Callable[[], None]) -> Exception | None:
+    """Collective: run `work` on rank 0, while the others wait for it however long it takes. Returns what it raised.
+
+    An index of hundreds of millions of samples takes longer than --distributed-timeout-minutes, so the others hear
+    every `pause_s` seconds that rank 0 is at work. If a rank is lost meanwhile, the others raise AgreementLostError;
+    what rank 0 has cached by then need not be built again.
+    """
+    if control.rank != 0:
+        while control.broadcast(None):
+            pass
+        return None
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = device_thread(run, name="data-index")
+    thread.start()
+    while thread.is_alive():
+        thread.join(pause_s)
+        if thread.is_alive():
+            control.broadcast(True)
+    control.broadcast(False)
+    return errors[0] if errors else None

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.naming import RankPlace
-from megatron.checkpointing.state import Progress, collect_state, samples_of_run
+from megatron.checkpointing.state import Progress, collect_state
 from megatron.config import Config
 from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
@@ -74,13 +74,7 @@ def progress_at(config: Config, iteration: int) -> Progress:
         iteration=iteration,
         consumed_train_samples=training.batch_sizes.consumed(iteration),
         consumed_valid_samples=evaluations * training.eval_iters * training.global_batch_size,
-        indexed_samples=samples_of_run(
-            training.train_iters,
-            training.eval_interval,
-            training.eval_iters,
-            training.global_batch_size,
-            training.train_samples,
-        ),
+        indexed_samples=training.needed_samples,
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.state import samples_of_run
 from megatron.config import ConfigError
+from megatron.config.training import samples_of_run
 from megatron.config.unsupported_flags import NO_EFFECT_VALUES
 from tests.unit.megatron.config.test_arguments import SMALL, configure, small
 from tools.upstream_flags_page import page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,16 @@ def alone(error: Exception | None) -> None:
         raise error
 
 
+def _run(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def build(**changes: Any) -> Any:
-    """The datasets of `changes` to these arguments, those of DataConfig among them."""
+    """The datasets of `changes` to these arguments, those of DataConfig among them; `is_builder`: builds the index."""
     arguments: dict[str, Any] = {
         "data_path": [CORPUS],
         "split": "100,0,0",
@@ -40,6 +49,7 @@ def build(**changes: Any) -> Any:
         "agree": alone,
     }
     arguments |= changes
+    arguments["run_on_builder"] = _run if arguments.pop("is_builder") else lambda _: None
     of_data = {field.name for field in dataclasses.fields(DataConfig)} & arguments.keys()
     data = DataConfig(**{name: arguments.pop(name) for name in of_data})
     return build_train_valid_test_datasets(data, **arguments)

@@ -121,6 +121,35 @@ def test_a_blend_goes_on_beyond_its_size(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.glob("*.dsc"))) == cached
 
 
+def test_the_choice_is_cached_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that was killed, and a blend of another size, go on from the parts that are there."""
+    monkeypatch.setattr(blendable_dataset, "_PART", 64)
+    cache, weights, built = IndexCache((tmp_path,)), [0.2, 0.5, 0.3], []
+    choose = blendable_dataset.choose_in_python
+
+    def counted(shares: Any, taken: Any, start: int, stop: int) -> list[int]:
+        if start == 128 and not built[2:]:
+            built.append((start, "killed"))
+            raise KeyboardInterrupt
+        built.append((start, stop))
+        return choose(shares, taken, start, stop)
+
+    monkeypatch.setattr(blendable_dataset, "choose_in_python", counted)
+
+    def blend_of(size: int) -> BlendableDataset:
+        return BlendableDataset([Endless(i) for i in range(3)], weights, size, cache)
+
+    with pytest.raises(KeyboardInterrupt):
+        blend_of(200).build_index()
+    blend_of(200).build_index()
+    blend_of(300).build_index()
+    assert built == [(0, 64), (64, 128), (128, "killed"), (128, 192), (192, 200), (192, 256), (256, 300)]
+    blend, expected = blend_of(300), reference(normalised(weights).tolist(), 400)
+    blend.load_index()
+    assert len(built) == 7 and [list(blend.choice(i)) for i in range(300)] == expected[:300]
+    assert [list(blend.choice(i)) for i in range(399, 299, -1)] == expected[399:299:-1]
+
+
 def test_parts_are_built_for_what_will_be_read() -> None:
     parts = [Endless(0), Endless(1)]
     blend = BlendableDataset(parts, [1, 3], 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 from megatron.startup.initialize import Runtime
-from megatron.training.data import BatchRequest, DataIterators, batch_request, build_data_iterators
+from megatron.training.data import BatchRequest, DataIterators, batch_request, build_data_iterators, run_on_rank_0
+from tests.unit.megatron.parallel.test_tree import on_all, trees
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
@@ -62,3 +64,28 @@ def test_a_stage_asks_for_what_it_uses() -> None:
     assert batch_request(config_of(rotary), runtime(), 7) == BatchRequest(CPU, True, True, False, None)
     assert batch_request(config_of("--eod-mask-loss"), runtime(stages=2), 7) == BatchRequest(CPU, True, False, True, 7)
     assert batch_request(config_of(), runtime(stage=1, stages=2), 7) == BatchRequest(CPU, False, True, True, None)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_an_index_longer_than_for_one_another() -> None:
+    """Ranks are threads here; the deadline of their agreements passes while rank 0 works."""
+    deadline_s = 5.0
+    with trees(["a", "a", "b"], timeout_s=deadline_s) as found:
+        built = threading.Event()
+        planes = [ControlPlane(rank, len(found), tree) for rank, tree in enumerate(found)]
+
+        def work() -> None:
+            threading.Event().wait(1.2 * deadline_s)
+            built.set()
+
+        def wait(rank: int, _: Any) -> Any:
+            return run_on_rank_0(planes[rank], 0.2, work), built.is_set(), planes[rank].agree(None)
+
+        assert on_all(found, wait) == [(None, True, [])] * 3
+
+
+def test_what_the_building_of_an_index_raises_is_for_rank_0_to_tell() -> None:
+    with trees(["a", "b"]) as found:
+        planes = [ControlPlane(rank, len(found), tree) for rank, tree in enumerate(found)]
+        results = on_all(found, lambda rank, _: run_on_rank_0(planes[rank], 60.0, lambda: open("/no/such").close()))
+        assert isinstance(results[0], FileNotFoundError) and results[1] is None
