@@ -60,9 +60,10 @@ class CopyStream:
         return Copies(begin, end, self._waiter.watch(end))
 
     def close(self) -> None:
-        """No more copies are queued."""
+        """End the thread that waits for copies; the next copy starts another."""
         if self._waiter is not None:
             self._waiter.close()
+            self._waiter = None
 
     def measure_bus(self, buffer: Buffer) -> dict[str, float]:
         """Bytes per second between `buffer`, which is pinned, and the device: the best of some copies each way.
@@ -77,6 +78,7 @@ class CopyStream:
         ):
             times = [self._time_of_copy(target, source) for _ in range(_BUS_REPEATS)]
             found[name] = 1e9 * len(buffer.array) / max(min(times), 1)
+        self.close()
         return found
 
     def _time_of_copy(self, target: torch.Tensor, source: torch.Tensor) -> int:

@@ -161,7 +161,7 @@ class LazySave(PendingSave):
         if self._stream is not None and self._error is None:
             try:
                 self._wait_for_last_copy()
-            except BaseException as exc:
+            except Exception as exc:  # raised by `wait`
                 self._fail(exc)
         self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
 
