@@ -24,13 +24,20 @@ THREADS = os.cpu_count() or 1
 SPARED_BYTES = 4 * GIB  # of the memory that the kernel calls available
 
 
-def touch(wanted: int, output: Path) -> dict[str, Any]:
-    """Touch `wanted` bytes, or what there is but for SPARED_BYTES, release them, and touch one GiB of them again."""
+def touch(wanted: int, limit_s: float, output: Path) -> dict[str, Any]:
+    """Touch `wanted` bytes, release them, and touch one GiB of them again.
+
+    Fewer if there is less memory (SPARED_BYTES of it stay), or if `limit_s` is over before. What is returned is what
+    OUTPUT has.
+    """
+    began = time.monotonic()
     told: dict[str, Any] = {"wanted_bytes": wanted, "available_before_bytes": available_memory(), "seconds": []}
     told |= {"touched_bytes": 0, "first_GBps": None, "again_GBps": None, "available_after_bytes": None}
     held = []
     with ThreadPoolExecutor(THREADS) as pool:
-        while told["touched_bytes"] < wanted and available_memory() > SPARED_BYTES:
+        while (
+            told["touched_bytes"] < wanted and available_memory() > SPARED_BYTES and time.monotonic() - began < limit_s
+        ):
             piece = mmap.mmap(-1, min(GIB, wanted - told["touched_bytes"]))
             held.append(piece)
             told["seconds"].append(round(_fill(piece, pool), 4))
@@ -62,8 +69,9 @@ def _fill(piece: mmap.mmap, pool: ThreadPoolExecutor) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    touch(given.bytes, given.output)
+    touch(given.bytes, given.seconds, given.output)

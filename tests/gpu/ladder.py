@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.gpu.files import write_json
 from tests.gpu.parts import LADDERS, Part, Setting, part_named
-from tests.gpu.runner import GRACE_S, UNKNOWN, device_problem, publish, run_part
+from tests.gpu.runner import GRACE_S, KILL_S, UNKNOWN, device_problem, publish, run_part
 
 BUDGET_S = 420.0
-RESERVE_S = GRACE_S + 5.0  # before the end of the budget: what runs is ended, WORK removed, the archive packed
+RESERVE_S = GRACE_S + KILL_S + 5.0  # before the end of the budget: what runs is ended, WORK removed, the archive packed
 _LEAST_LIMIT_S = 60.0
 _NEXT = "its turn has not come"
 

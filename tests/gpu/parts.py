@@ -163,7 +163,14 @@ def _install(setting: Setting) -> list[Step]:
 
 def _grow(setting: Setting) -> list[Step]:
     """A virtual machine may get its memory as it touches it: it should not do so within a part that is timed."""
-    words = ["--bytes", str(setting.sizes.touched_bytes), "--output", str(setting.out / "grow" / "grow.json")]
+    words = [
+        "--bytes",
+        str(setting.sizes.touched_bytes),
+        "--seconds",
+        "20",
+        "--output",
+        str(setting.out / "grow" / "grow.json"),
+    ]
     return [Step("grow", _python("tests.gpu.grow", *words))]
 
 
@@ -293,21 +300,21 @@ def _replay_part(name: str, expected_s: int, engines: tuple[str, ...]) -> Part:
 _COPIES = "tests/gpu/test_device_copies.py"
 
 PARTS: tuple[Part, ...] = (
-    Part("facts", 10, "device, driver, disk, memory, limits, compilers, packages", _facts, needs_device=False),
-    Part("install", 25, "the wheels of --bundle, or what is missing without it", _install, needs_device=False),
-    Part("grow", 30, "48 GiB of memory touched, the first time and the second", _grow, needs_device=False),
-    Part("launch", 30, "megatron.launch forks a rank, which uses CUDA", _launch),
-    Part("machine", 45, "libraries, engines; a tiny training to its end, with NCCL and NVTX ranges", _machine),
-    Part("step-time", 60, "1b: time of an iteration, MFU, memory, a profile", _step_time("step-time", 1)),
-    Part("step-time-4", 60, "the same with four micro-batches", _step_time("step-time-4", 4)),
-    Part("copies", 40, "pinning, copies to the host: GB/s, beside computing", _pytest("copies", _COPIES)),
-    Part("tests", 90, "the other tests marked gpu", _pytest("tests", "tests/gpu", "--ignore", _COPIES)),
+    Part("facts", 5, "device, driver, disk, memory, limits, compilers, packages", _facts, needs_device=False),
+    Part("install", 20, "the wheels of --bundle, or what is missing without it", _install, needs_device=False),
+    Part("grow", 22, "up to 48 GiB of memory touched, the first time and the second", _grow, needs_device=False),
+    Part("launch", 25, "megatron.launch forks a rank, which uses CUDA", _launch),
+    Part("machine", 40, "libraries, engines; a tiny training to its end, with NCCL and NVTX ranges", _machine),
+    Part("step-time", 50, "1b: time of an iteration, MFU, memory, a profile", _step_time("step-time", 1)),
+    Part("step-time-4", 55, "the same with four micro-batches", _step_time("step-time-4", 4)),
+    Part("copies", 35, "pinning, copies to the host: GB/s, beside computing", _pytest("copies", _COPIES)),
+    Part("tests", 100, "the other tests marked gpu", _pytest("tests", "tests/gpu", "--ignore", _COPIES)),
     _resume_part("lazy"),
-    Part("fork", 50, "the drill: ranks that megatron.launch forks are killed and resumed", _fork),
-    Part("memory", 50, "engine memory: from the device to host memory that the launcher holds", _memory),
-    Part("shared-gpu", 55, "four ranks on one GPU over gloo: TP2 DP2, killed and resumed", _shared_gpu),
-    Part("sequence-parallel", 35, "the same ranks with --sequence-parallel: a training", _sequence_parallel),
-    Part("device-error", 50, "a kernel fails, which makes a rank's CUDA context unusable: trained on", _device_error),
+    Part("fork", 45, "the drill: ranks that megatron.launch forks are killed and resumed", _fork),
+    Part("memory", 45, "engine memory: from the device to host memory that the launcher holds", _memory),
+    Part("shared-gpu", 50, "four ranks on one GPU over gloo: TP2 DP2, killed and resumed", _shared_gpu),
+    Part("sequence-parallel", 30, "the same ranks with --sequence-parallel: a training", _sequence_parallel),
+    Part("device-error", 45, "a kernel fails, which makes a rank's CUDA context unusable: trained on", _device_error),
     _replay_part("engines", 330, FIRST_ENGINES),
     Part("reshard", 70, "the ranks of shared-gpu, resumed on TP1 DP4", _reshard),
     Part("overhead", 120, "what the trace costs a save and a load", _overhead),

@@ -23,7 +23,7 @@ PASSED, FAILED, LEFT_OUT = "passed", "failed", "left out"
 # The outcome of a part that did not run to its end for want of time, or is running: nothing was observed.
 UNKNOWN = None
 RECORD = "part.json"
-GRACE_S = 10.0  # from SIGTERM to SIGKILL: the drill ends its launches
+GRACE_S, KILL_S = 10.0, 5.0  # from SIGTERM to SIGKILL: the drill ends its launches; and to the end of what hangs
 _LAST_WORDS = 1500  # characters
 _IMPORTS_S = 120.0
 _OF_LADDER, _OF_PART = "the ladder's time was over", "the part's time was over"
@@ -129,8 +129,11 @@ def _status_of(argv: list[str], step: Step, setting: Setting, log: Path, deadlin
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the group of a command; one that ended by itself may have left processes in it."""
-    for signum, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+    """End the group of a command; one that ended by itself may have left processes in it.
+
+    A process that waits in a driver may outlast SIGKILL; then the tier goes on without it.
+    """
+    for signum, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
