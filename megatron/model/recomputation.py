@@ -23,10 +23,10 @@ def feed_recomputed(producer: Layer, consumer: Layer, x: torch.Tensor) -> torch.
     does not draw random numbers, and its result shares no memory with `x`.
     """
     result = producer(x)
-    storage = result.untyped_storage().data_ptr()
+    storage = _storage_of(result)
 
     def pack(kept: torch.Tensor) -> Any:
-        if kept.untyped_storage().data_ptr() != storage:
+        if _storage_of(kept) != storage:
             return kept
         return kept.size(), kept.stride(), kept.storage_offset()
 
@@ -38,3 +38,8 @@ def feed_recomputed(producer: Layer, consumer: Layer, x: torch.Tensor) -> torch.
 
     with saved_tensors_hooks(pack, unpack):
         return consumer(result)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Identifies the storage: on the meta device, where ckpt-plan counts, the addresses of all data are 0."""
+    return tensor.untyped_storage()._cdata

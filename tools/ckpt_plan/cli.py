@@ -17,6 +17,7 @@ from megatron.config import ConfigError
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
 from ..common.presets import preset_names
+from .step_time.devices import device_facts, device_names
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 1 << 16
 REPORT_EVERY_S = 5.0
+_OF_FILES = ("iteration", "upstream", "compare_listing", "summary", "run")  # of the checkpoint's files, or with them
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -36,6 +38,11 @@ _RUN_NUMBERS = (
     ("blocked-target", 10, "seconds for which a save may block training"),
     ("durable-target", 60, "seconds in which a save must be durable"),
 )
+_ASKED_WITH = {
+    "ranks-per-host": ("--run", "--host-memory", "--step-time"),
+    "blocked-target": ("--run",),
+    "durable-target": ("--run",),
+}
 _DESCRIPTION = (
     "List every file of a checkpoint with its exact size, and the memory it needs, without a GPU and without a run."
 )
@@ -51,6 +58,8 @@ examples:
       flags of pretrain_gpt.py after -- override the preset's
   %(prog)s --dp 2 -- --num-layers 4 --hidden-size 64 ...
       without a preset: all flags of the run
+  %(prog)s --model 1b --tp 1 --pp 1 --step-time h100
+      time of a step, and MFU
   %(prog)s --model 3b --tp 4 --pp 1 --upstream --compare-listing listing.txt
       compare with `ls -lh` of a checkpoint of upstream Megatron-DeepSpeed
 
@@ -90,12 +99,19 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--host-memory", action="store_true", help="only print the host memory that saves of engine memory take"
     )
+    devices = f"DEVICE: {', '.join(device_names())}, or one of --device-facts"
+    parser.add_argument(
+        "--step-time", metavar="DEVICE", help=f"only print how long a step takes on a device, by a model. {devices}"
+    )
+    parser.add_argument(
+        "--device-facts", type=Path, metavar="FILE", help="with --step-time: JSON with facts of devices"
+    )
     for name, default, what in _RUN_NUMBERS:
         parser.add_argument(
             f"--{name}",
             type=float if "target" in name else int,
             metavar="N",
-            help=f"with --run{', --host-memory' if name == 'ranks-per-host' else ''}: {what} (default: {default})",
+            help=f"with {', '.join(_ASKED_WITH[name])}: {what} (default: {default})",
         )
     parser.add_argument(
         "--no-coordinator",
@@ -114,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         planned = _configuration(arguments, flags)
         _check_ranks(planned[1].world_size, str(planned[1]))
-        if arguments.host_memory:
+        if arguments.step_time is not None:
+            status = _answer_step_time(planned, arguments)
+        elif arguments.host_memory:
             status = _answer_host_memory(planned, arguments)
         elif importlib.util.find_spec("torch") is None:
             status = _answer_without_torch(planned, arguments)
@@ -136,10 +154,12 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
         raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")
+    if arguments.device_facts is not None and arguments.step_time is None:
+        raise ConfigError(f"--device-facts {arguments.device_facts}: add --step-time DEVICE, or drop it")
     for name, _, _ in _RUN_NUMBERS:
-        value = getattr(arguments, name.replace("-", "_"))
-        if value is not None and not arguments.run and not (arguments.host_memory and name == "ranks-per-host"):
-            raise ConfigError(f"--{name} {value:g}: is about what a run needs; add --run, or drop it")
+        value = getattr(arguments, _dest(name))
+        if value is not None and not any(getattr(arguments, _dest(flag)) for flag in _ASKED_WITH[name]):
+            raise ConfigError(f"--{name} {value:g}: add {' or '.join(_ASKED_WITH[name])}, or drop it")
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
     if arguments.no_coordinator and not (arguments.run or arguments.host_memory):
@@ -176,16 +196,30 @@ def _check_ranks(ranks: int, layout: str) -> None:
 def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     if arguments.iteration is not None and arguments.iteration < 1:
         raise ConfigError(f"--iteration {arguments.iteration}: must be at least 1")
-    os.environ["DS_ACCELERATOR"] = "cpu"  # even if the ranks will have GPUs: planning uses none
-    from megatron.startup.initialize import import_heavy
-
-    import_heavy()
+    _import_heavy()
     from .plan import UPSTREAM, make_plan
     from .rank_state import progress_at
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
     engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
     return make_plan(planned, engine, progress, report=_Progress())
+
+
+def _import_heavy() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # even if the ranks will have GPUs: planning uses none
+    from megatron.startup.initialize import import_heavy
+
+    import_heavy()
+
+
+def _dest(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _run_number(arguments: argparse.Namespace, name: str) -> float:
+    """The value of a flag of _RUN_NUMBERS, or its default."""
+    given = getattr(arguments, _dest(name))
+    return next(default for each, default, _ in _RUN_NUMBERS if each == name) if given is None else given
 
 
 class _Progress:
@@ -233,6 +267,25 @@ def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> in
     return OK
 
 
+def _answer_step_time(planned: Planned, arguments: argparse.Namespace) -> int:
+    """Print how long a step takes. Raises ConfigError for an unknown device, or for a flag that this excludes."""
+    for name in (*_OF_FILES, "engine", "host_memory"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: not printed with --step-time; drop one of the two")
+    device = device_facts(arguments.step_time, arguments.device_facts)
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("--step-time: runs the model's code without data, which needs torch: pip install '.[train]'")
+    _import_heavy()
+    from .step_time.output import render, to_json
+    from .step_time.step import settings_of, step_time
+
+    ranks = int(_run_number(arguments, "ranks-per-host"))
+    step = step_time(planned, device, ranks)
+    settings = [step_time(planned, device, ranks, recomputation=mode, compiled=on) for mode, on in settings_of()]
+    write_stdout(to_json(step, settings) if arguments.format == "json" else render(step, settings))
+    return OK
+
+
 def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     """Print the memory that engine `memory` takes. Raises ConfigError for another engine, or for a flag it excludes."""
     from .slots import host_memory, render, to_json
@@ -240,11 +293,11 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
     if engine != "memory":
         raise ConfigError(f"--host-memory: engine {engine} keeps no saves in memory; give --engine memory")
-    for name in ("iteration", "upstream", "compare_listing", "summary", "run"):
+    for name in _OF_FILES:
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --host-memory; drop one of the two")
-    ranks = next(default for name, default, _ in _RUN_NUMBERS if name == "ranks-per-host")
-    found = host_memory(planned, int(arguments.ranks_per_host or ranks), coordinator=not arguments.no_coordinator)
+    ranks = int(_run_number(arguments, "ranks-per-host"))
+    found = host_memory(planned, ranks, coordinator=not arguments.no_coordinator)
     write_stdout(to_json(found) if arguments.format == "json" else render(found))
     return OK
 
@@ -252,10 +305,7 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
 def _needs(plan: Plan, arguments: argparse.Namespace) -> RunNeeds:
     from .run_needs import Targets, run_needs
 
-    ranks, blocked, durable = (
-        default if getattr(arguments, name.replace("-", "_")) is None else getattr(arguments, name.replace("-", "_"))
-        for name, default, _ in _RUN_NUMBERS
-    )
+    ranks, blocked, durable = (_run_number(arguments, name) for name, _, _ in _RUN_NUMBERS)
     targets = Targets(float(blocked), float(durable))
     return run_needs(plan, int(ranks), targets, coordinator=not arguments.no_coordinator)
 

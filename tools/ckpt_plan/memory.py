@@ -18,19 +18,24 @@ Host: what the engine holds in addition to the state while it saves, also an est
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron.checkpointing.disk_space import slot_bytes
-from megatron.checkpointing.engines.base import MIB, FileState
 from megatron.config import Config
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 
 from .activations import ELEMENT_SIZE, activation_bytes
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
-from .stage import StageOnMeta
+
+if TYPE_CHECKING:  # both need torch
+    from megatron.checkpointing.engines.base import FileState
+
+    from .stage import StageOnMeta
 
 # Nominal memory sizes of devices, bytes. They report some gigabytes more, which CUDA, NCCL and the allocator use.
 DEVICE_SIZES = (80 * 10**9, 40 * 10**9)
-_FAST_WRITER_BYTES = 64 * MIB  # page-locked buffers of DeepSpeed's FastFileWriter
+_MIB = 1 << 20
+_FAST_WRITER_BYTES = 64 * _MIB  # page-locked buffers of DeepSpeed's FastFileWriter
 
 HOST_NOTES = {
     "torch": "tensors of the largest file, copied from the device before they are written",
@@ -43,12 +48,14 @@ HOST_NOTES = {
 
 
 def device_bytes(
-    config: Config, stage: StageOnMeta, pp: int, padded_vocab_size: int, kinds: dict[str, int]
+    config: Config, parameters: int, num_blocks: int, pp: int, padded_vocab_size: int, kinds: dict[str, int]
 ) -> dict[str, int]:
-    """Bytes on the device of a rank of stage `pp`, by purpose. `kinds`: bytes that are saved, by kind."""
+    """Bytes on the device of a rank of stage `pp`, which has so many parameters and blocks, by purpose.
+
+    `kinds`: bytes that are saved, by kind.
+    """
     model, optimizer = config.model, config.optimizer
     element_size = ELEMENT_SIZE[model.params_dtype]
-    parameters = sum(parameter.numel() for parameter in stage.parameters())
     # If the optimizer is not saved (--no-save-optim), its size is computed by the formula, without alignment.
     master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.data_parallel_size)
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
@@ -57,7 +64,7 @@ def device_bytes(
         "gradients": parameters * (element_size + (4 if model.bf16 else 0)),
         MASTER_WEIGHTS: master,
         MOMENTS: kinds[MOMENTS] or moments * master,
-        "activations": activation_bytes(config, padded_vocab_size, stage.num_blocks, pp),
+        "activations": activation_bytes(config, padded_vocab_size, num_blocks, pp),
     }
 
 
@@ -70,7 +77,7 @@ def host_bytes(engine: str, config: Config, files: Sequence[FileState], stage: S
     largest, total = max(sizes, default=0), sum(sizes)
     if engine == "lazy":
         cache = config.checkpoint.host_cache_size
-        return total if cache is None else min(total, int(cache * 1024 * MIB))
+        return total if cache is None else min(total, int(cache * 1024 * _MIB))
     return {"torch": largest, "fastpersist": largest + _FAST_WRITER_BYTES, "fastpersist-decoupled": total, "none": 0}[
         engine
     ]

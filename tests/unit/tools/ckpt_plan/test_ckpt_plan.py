@@ -469,7 +469,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--tp 2 -- --num-layers 2", "--tp 2: without --model, give --tensor-model-parallel-size 2"),
         ("-- --num-layers 2", "required flags are missing: --hidden-size"),
         ("--dp 2", "--model is missing: give one of tiny"),
-        ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: is about what a run needs; add --run"),
+        ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: add --run or --host-memory or --step-time, or drop it"),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
         (
             "--model tiny --engine memory --no-coordinator",

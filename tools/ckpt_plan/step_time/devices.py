@@ -1,0 +1,134 @@
+"""What the prediction knows of devices: published peaks, and the shares of them that programs reach.
+
+docs/ckpt_plan.md gives the source of each number. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """Facts of a device, and the assumptions made of it. A share is a part of the peak, in (0, 1].
+
+    Rates of links are of one device and one direction. Microseconds are added to each operation.
+    """
+
+    name: str
+    peak_tflops: float  # dense bf16 with fp32 sums: the denominator of MFU
+    memory_bytes: int  # nominal
+    memory_GBps: float
+    link_GBps: float  # to devices of the same host
+    network_GBps: float  # to devices of other hosts
+    product_share: float  # of peak_tflops, by large matrix products
+    attention_forward_share: float  # of peak_tflops, by the half of the scores that a causal mask leaves
+    attention_backward_share: float
+    bandwidth_share: float  # of memory_GBps
+    link_share: float  # of link_GBps, by NCCL
+    network_share: float  # of network_GBps, by NCCL
+    product_us: float  # filling and draining the device, beside the time of the operations
+    kernel_us: float  # the same for a pass over memory
+    collective_us: float
+    launch_us: float  # processor time per kernel, Python and autograd included
+
+
+_H100 = DeviceFacts(
+    name="h100",
+    peak_tflops=989.4,
+    memory_bytes=80_000_000_000,
+    memory_GBps=3350,
+    link_GBps=450,
+    network_GBps=50,
+    product_share=0.65,
+    attention_forward_share=0.26,
+    attention_backward_share=0.26,
+    bandwidth_share=0.80,
+    link_share=0.80,
+    network_share=0.80,
+    product_us=4,
+    kernel_us=2,
+    collective_us=20,
+    launch_us=8,
+)
+_DEVICES = {
+    facts.name: facts
+    for facts in (
+        _H100,
+        replace(_H100, name="h200", memory_bytes=141_000_000_000, memory_GBps=4800),
+        replace(
+            _H100,
+            name="a100",
+            peak_tflops=312.0,
+            memory_GBps=2039,
+            link_GBps=300,
+            network_GBps=25,
+            product_share=0.75,
+            attention_forward_share=0.55,
+            attention_backward_share=0.50,
+            link_share=0.70,
+        ),
+    )
+}
+_LIKE = "like"
+_SHARES = {field.name for field in fields(DeviceFacts) if field.name.endswith("_share")}
+_ALL = [field.name for field in fields(DeviceFacts) if field.name != "name"]
+
+
+def device_names() -> list[str]:
+    """The devices that are known without a file."""
+    return list(_DEVICES)
+
+
+def device_facts(name: str, path: Path | None = None) -> DeviceFacts:
+    """The facts of device `name`; of the file `path` where it is given.
+
+    The file is a JSON object {name: {fact: number}}; "like": "h100" takes facts that are not given from that device.
+    Raises ConfigError that names flag or file, the value and the fix; OSError if the file cannot be read.
+    """
+    if path is None:
+        if name not in _DEVICES:
+            raise ConfigError(
+                f"--step-time {name}: no such device; there are: {', '.join(_DEVICES)}; give the facts of another one "
+                "in --device-facts FILE"
+            )
+        return _DEVICES[name]
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ConfigError(f"--device-facts {path}: no JSON: {exc}") from exc
+    given = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--device-facts {path}: must be an object with the facts of {name}, as an object")
+    return _from_file(name, dict(given), f"--device-facts {path}: {name}")
+
+
+def _from_file(name: str, given: dict[str, Any], where: str) -> DeviceFacts:
+    like = given.pop(_LIKE, None)
+    if like is not None and like not in _DEVICES:
+        raise ConfigError(f"{where}: {_LIKE} {like!r}: no such device; there are: {', '.join(_DEVICES)}")
+    unknown = [key for key in given if key not in _ALL]
+    if unknown:
+        raise ConfigError(f"{where}: {unknown[0]!r} is no fact of a device; there are: {', '.join(_ALL)}")
+    missing = [key for key in _ALL if key not in given]
+    if missing and like is None:
+        raise ConfigError(f'{where}: {missing[0]} is missing; give it, or "{_LIKE}": a device that has it')
+    _check_numbers(given, where)
+    return replace(_DEVICES[like or "h100"], name=name, **given)
+
+
+def _check_numbers(given: Mapping[str, Any], where: str) -> None:
+    for key, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        most = 1 if key in _SHARES else math.inf
+        may_be_zero = key.endswith("_us")
+        if not is_number or not (0 < value <= most or (may_be_zero and value == 0)):
+            expected = "in (0, 1]" if key in _SHARES else "at least 0" if may_be_zero else "above 0"
+            raise ConfigError(f"{where}: {key} {value!r}: must be a number {expected}")
