@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -61,7 +61,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "model_build": (),
         "data_build": (),
         "engine_init": (),
-        "warmup": (*GROUPS, "point_to_point", "cublas"),
+        "warmup": (*GROUPS, "point_to_point", "kernels"),
         "first_step": (),
         "caught_up": (),
     },

@@ -34,6 +34,12 @@ class ParallelConfig(FlagGroup):
         "connect all process groups and neighbouring pipeline stages before the first step, as phase warmup of the "
         "start-up; otherwise NCCL connects many of them in that step",
     )
+    warmup_kernels: bool = flag(
+        False,
+        "compute with one layer of each kind before a checkpoint is loaded, as phase warmup of the start-up, and throw "
+        "the result away; otherwise CUDA loads kernels, cuBLAS makes its workspace and torch's allocator grows in the "
+        "first step",
+    )
     no_pipeline_parallel: bool = flag(
         False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
     )

@@ -102,21 +102,15 @@ class Communicators:
         group only for ranks that are on their way to it. The device is synchronised after each, so that the spans of
         `warmup` hold what the device did.
         """
-        import torch
-
-        if self._layout.world_size > 1:
-            for kind, group in [("world", None), *self._groups]:
-                with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
-                    _use(group, device, dtype)
-                    accelerator().synchronize()
-            if self._layout.pp > 1:
-                with self.startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
-                    _exchange_with_neighbours(rank, self._layout, device)
-                    accelerator().synchronize()
-        if device.type == "cuda":
-            with self.startup.phase("warmup", "cublas"):  # its handle and its workspace
-                square = torch.ones(64, 64, dtype=dtype, device=device)
-                torch.matmul(square, square)
+        if self._layout.world_size == 1:
+            return
+        for kind, group in [("world", None), *self._groups]:
+            with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
+                _use(group, device, dtype)
+                accelerator().synchronize()
+        if self._layout.pp > 1:
+            with self.startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
+                _exchange_with_neighbours(rank, self._layout, device)
                 accelerator().synchronize()
 
     def _keep(self, kind: str, group: Any) -> Any:

@@ -182,7 +182,7 @@ def _launch(setting: Setting) -> list[Step]:
 
 def _machine(setting: Setting) -> list[Step]:
     directory = setting.out / "machine"
-    extra = "--restart-trace-nvtx on --restart-trace-probes-interval 0.05 --profile-backward --warmup-communicators"
+    extra = "--restart-trace-nvtx on --restart-trace-probes-interval 0.05 --profile-backward --warmup-kernels"
     training = _training(setting, SMALL, extra, iterations=4)
     training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(directory / "trace")}
     return [
