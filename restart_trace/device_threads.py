@@ -17,19 +17,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from restart_trace.devices import accelerator_in_use
+
 
 def current_device() -> int | None:
     """The index of the calling thread's device; None if this process has not initialised an accelerator of torch's.
 
     Initialises nothing: a process that has not may be one that forks ranks.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "accelerator"):  # not imported, or older than 2.6
-        return None
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not torch.get_device_module(kind).is_initialized():
-        return None
-    return int(torch.accelerator.current_device_index())
+    return None if accelerator_in_use() is None else int(sys.modules["torch"].accelerator.current_device_index())
 
 
 def device_selector() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Which GPU a rank computes on: its index for torch, and the same device for NVML.
+"""Which accelerator torch has, and which device of it a rank computes on: its index for torch, and for NVML.
 
 torch numbers the devices in CUDA_VISIBLE_DEVICES, in that order. NVML numbers all devices of the machine by their
 position on the bus and ignores that variable. (Its syntax: "CUDA Environment Variables" in NVIDIA's CUDA C++
@@ -9,12 +9,39 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ORDINAL = re.compile(r"[+-]?\d+")
 _OLD_MIG = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")  # of drivers before R470: device, GPU and compute instance
 _MOST_MIG = 8  # instances of one device
+
+
+def built_accelerator() -> str | None:
+    """The device type that torch is built for: cuda (also with ROCm), xpu, ...; None: CPUs alone, or no torch imported.
+
+    Calls no driver, so that this process can still fork users of the device. Whether there is a device is not asked.
+    """
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "accelerator"):  # not imported, or older than 2.6
+        return None
+    if str(torch.__version__).startswith("2.6."):  # whose current_accelerator asks the driver, and raises on CPUs
+        return "cuda" if torch.version.cuda or torch.version.hip else "xpu" if torch.version.xpu else None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def accelerator_in_use() -> str | None:
+    """The device type that this process has initialised in torch, as a rank that computes on it has; None if none.
+
+    Calls no driver.
+    """
+    found = built_accelerator()
+    if found is None:
+        return None
+    initialized = getattr(sys.modules["torch"].get_device_module(found), "is_initialized", None)  # mps has none
+    return found if initialized is not None and initialized() else None
 
 
 def visible_devices(env: Mapping[str, str]) -> list[int | str] | None:

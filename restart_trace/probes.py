@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from restart_trace.devices import device_index, nvml_device
+from restart_trace.devices import accelerator_in_use, device_index, nvml_device
 
 _IO_NAMES = {"rchar": "io_read_calls_bytes", "wchar": "io_write_calls_bytes"} | {
     "read_bytes": "io_read_storage_bytes",
@@ -63,18 +63,18 @@ def _host_values() -> dict[str, float]:
 
 
 def _torch_values(local_rank: int) -> dict[str, float]:
-    torch = sys.modules.get("torch")  # a probe must not import torch
-    # Whether it is available is not asked: that would initialise the driver in a process that may fork users of CUDA.
-    if torch is None or not torch.cuda.is_initialized():
+    kind = accelerator_in_use()  # to look for one would initialise the driver in a process that may fork its users
+    if kind is None:
         return {}
+    device_module = sys.modules["torch"].get_device_module(kind)
     # By its index: on threads other than the training thread the current device is 0.
-    index = device_index(local_rank, torch.cuda.device_count())
+    index = device_index(local_rank, device_module.device_count())
     if index is None:
         return {}
     return {
-        "device_allocated_bytes": torch.cuda.memory_allocated(index),
-        "device_reserved_bytes": torch.cuda.memory_reserved(index),
-        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(index),  # since the process started
+        "device_allocated_bytes": device_module.memory_allocated(index),
+        "device_reserved_bytes": device_module.memory_reserved(index),
+        "device_peak_allocated_bytes": device_module.max_memory_allocated(index),  # since the process started
     }
 
 

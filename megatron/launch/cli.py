@@ -343,8 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PreloadError as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
-    if plan.standby and os.environ["DS_ACCELERATOR"] == "cuda":
-        say("error: --standby: standby ranks would take memory of the devices that train; leave it out on CUDA devices")
+    if plan.standby and os.environ["DS_ACCELERATOR"] != "cpu":
+        say("error: --standby: standby ranks would take memory of the devices that train; leave it out there")
         return COULD_NOT_RUN
     # Nothing around these calls may catch exceptions or clean up: the forked ranks return through them, too.
     if plan.coordinator is not None:

@@ -1,4 +1,4 @@
-"""Imports everything once, into a process that can be forked: no threads, no CUDA, no connections."""
+"""Imports everything once, into a process that can be forked: no threads, no device, no connections."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from megatron.launch.plan import Plan
 from restart_trace.clock import now_ns
+from restart_trace.devices import built_accelerator
 from restart_trace.startup import Preload
 
 
 class PreloadError(RuntimeError):
-    """The imports have started threads or initialised CUDA, so the process cannot be forked."""
+    """The imports have started threads or initialised a device, so the process cannot be forked."""
 
 
 def preload(plan: Plan, started_ns: int) -> Preload:
@@ -32,7 +33,9 @@ def preload(plan: Plan, started_ns: int) -> Preload:
     with _variables(OPENBLAS_NUM_THREADS="1"):  # NumPy's BLAS starts threads as it is loaded, by torch or by others
         import torch
     if "DS_ACCELERATOR" not in os.environ:
-        os.environ["DS_ACCELERATOR"] = "cuda" if _in_a_child(torch.cuda.is_available) else "cpu"
+        kind = built_accelerator()
+        there = kind is not None and _in_a_child(torch.get_device_module(kind).is_available)
+        os.environ["DS_ACCELERATOR"] = kind if kind is not None and there else "cpu"
     local_size = str(plan.nproc_per_node)
     # DeepSpeed and Triton look for devices as they are imported: where none is visible, torch does not ask the driver.
     with _variables(OPENBLAS_NUM_THREADS="1", LOCAL_SIZE=local_size, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES=""):
@@ -46,15 +49,16 @@ def preload(plan: Plan, started_ns: int) -> Preload:
             f"importing torch, DeepSpeed and megatron started {threads - 1} threads, which a fork would lose; "
             "use torchrun"
         )
-    if os.environ["DS_ACCELERATOR"] != "cpu" and _in_a_child(torch.cuda._is_in_bad_fork):
+    kind = os.environ["DS_ACCELERATOR"]
+    if kind != "cpu" and _in_a_child(torch.get_device_module(kind)._is_in_bad_fork):
         raise PreloadError(
-            "a module that was imported has initialised CUDA, which forked ranks could not use then; use torchrun"
+            f"a module that was imported has initialised {kind} devices, which forked ranks could not use; use torchrun"
         )
     return Preload(started_ns, began, now_ns())
 
 
 def _in_a_child(question: Callable[[], bool]) -> bool:
-    """What `question` answers in a forked process: torch refuses CUDA to the forks of a process that asked the driver.
+    """What `question` answers in a forked process: torch refuses devices to the forks of one that asked the driver.
 
     Where NVML answers, the child asks no driver either. Raises PreloadError if the child ends without an answer.
     """
@@ -70,7 +74,7 @@ def _in_a_child(question: Callable[[], bool]) -> bool:
             os._exit(status)  # nothing of this process may run twice, such as what is registered with atexit
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status not in (0, 1):
-        raise PreloadError(f"a process that asked torch about CUDA ended with {status}, see above; use torchrun")
+        raise PreloadError(f"a process that asked torch for devices ended with {status}, see above; use torchrun")
     return status == 1
 
 

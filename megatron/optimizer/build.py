@@ -63,9 +63,10 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
 def _apex_fused_adam() -> Any:
     """apex's FusedAdam; None, with a warning if apex is installed, where it could not run.
 
-    Its module can be imported without the extension, and then its first object raises RuntimeError.
+    A rank that computes with CUDA has initialised it by now. apex can be imported without its extension, and then the
+    first object raises RuntimeError.
     """
-    if not torch.cuda.is_available() or util.find_spec("apex") is None:
+    if not torch.cuda.is_initialized() or util.find_spec("apex") is None:
         return None
     try:
         import amp_C  # pyright: ignore[reportMissingImports]

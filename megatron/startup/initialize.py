@@ -19,11 +19,12 @@ from megatron.startup.communicators import Communicators
 from megatron.startup.determinism import make_deterministic
 from megatron.startup.rendezvous import init_method, look_up_master
 from restart_trace.clock import now_ns
-from restart_trace.devices import device_index
+from restart_trace.devices import built_accelerator, device_index
 from restart_trace.startup import Interruptions, Startup
 from restart_trace.under_way import RANKS, UnderWay
 
 logger = logging.getLogger(__name__)
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}  # by device type, what hides devices
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Runtime:
 def prepare_environment() -> None:
     """Set the environment variables that DeepSpeed reads, before it is imported.
 
-    Asks CUDA for devices, unless DS_ACCELERATOR is set: in a process that forks ranks it has to be.
+    Asks the driver for devices, unless DS_ACCELERATOR is set: in a process that forks ranks it has to be.
     """
     if "DS_ACCELERATOR" not in os.environ:
-        from torch import cuda
+        import torch
 
-        os.environ["DS_ACCELERATOR"] = "cuda" if cuda.is_available() else "cpu"
+        kind = built_accelerator()
+        there = kind is not None and torch.get_device_module(kind).is_available()
+        os.environ["DS_ACCELERATOR"] = kind if kind is not None and there else "cpu"
     # DeepSpeed's CPU accelerator counts the ranks of this host by LOCAL_SIZE
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
@@ -63,16 +66,17 @@ def prepare_environment() -> None:
 def import_heavy(imports: Interruptions | None = None) -> None:
     """Import torch and DeepSpeed; everything else that is slow to import comes with them.
 
-    With `imports`, the phase around this, a rank that is to compute with CUDA initialises it in between, which counts
-    as `cuda_context`: DeepSpeed would do it as it is imported.
+    With `imports`, the phase around this, a rank that is to compute on a device initialises torch for it in between,
+    which counts as `cuda_context`: DeepSpeed would do it as it is imported.
     """
     import torch
 
     lean_imports.install()
     began = now_ns()
     prepare_environment()
-    if imports is not None and os.environ["DS_ACCELERATOR"] == "cuda" and torch.cuda.is_available():
-        torch.cuda.init()  # loads the driver and finds the devices: no context on any of them yet
+    kind = os.environ["DS_ACCELERATOR"]
+    if imports is not None and kind != "cpu" and torch.get_device_module(kind).is_available():
+        torch.get_device_module(kind).init()  # loads the driver and finds the devices: no context on any of them yet
         imports.add("cuda_context", None, now_ns() - began)
     import deepspeed
 
@@ -108,22 +112,23 @@ def group_timeout(config: Config) -> datetime.timedelta:
     return datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
 
 
-def choose_device(local_rank: int) -> Any:
-    """This rank's CUDA device, made the current one. Raises ConfigError if there are too few."""
+def choose_device(kind: str, local_rank: int) -> Any:
+    """This rank's device of type `kind`, made the current one. Raises ConfigError if there are too few."""
     import torch
 
-    visible = torch.cuda.device_count()
+    visible = torch.accelerator.device_count()
     index = device_index(local_rank, visible)
     if index is None:
+        variable = _VISIBLE.get(kind, _VISIBLE["cuda"])
         raise ConfigError(
-            f"LOCAL_RANK {local_rank}: this rank sees {visible} CUDA devices (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); start at most {visible} ranks on this host, or "
+            f"LOCAL_RANK {local_rank}: this rank sees {visible} {kind.upper()} devices ({variable}="
+            f"{os.environ.get(variable, 'not set')}); start at most {visible} ranks on this host, or "
             "show each rank the one that is its own"
         )
     # DeepSpeed takes LOCAL_RANK for the number of the device, in its process groups, its pipeline and its engine.
     os.environ["LOCAL_RANK"] = str(index)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
 
 
 def _connect_world(backend: str, world_size: int, device: Any, timeout: datetime.timedelta, startup: Startup) -> Any:
@@ -157,19 +162,23 @@ def binds_device(backend: str, world_size: int, torch_version: Any) -> bool:
     return backend == "nccl" and world_size > 1 and not (2, 6, 0) < torch_version < (2, 7, 1)
 
 
-def _prepare_accelerator(config: Config) -> tuple[bool, str]:
-    """Whether this rank computes with CUDA, and the backend of its default group; ConfigError if they do not fit."""
+def _prepare_accelerator(config: Config) -> tuple[str, str]:
+    """The device type that this rank computes on, and the backend of its default group; ConfigError if they do not fit.
+
+    The backend of an accelerator is the one that DeepSpeed has for it, such as nccl for cuda.
+    """
     device_type = accelerator()
-    on_cuda = device_type.device_name() == "cuda"
-    backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
-    if backend == "nccl" and not on_cuda:
+    kind = device_type.device_name()
+    on_cpu = kind == "cpu"
+    backend = config.parallel.distributed_backend or ("gloo" if on_cpu else device_type.communication_backend_name())
+    if backend == "nccl" and kind != "cuda":
         raise ConfigError("--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag")
-    if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
+    if config.model.params_dtype == "fp16" and on_cpu and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True
     if config.training.deterministic:
         make_deterministic()
-    return on_cuda, backend
+    return kind, backend
 
 
 def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
@@ -182,12 +191,12 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     parallel = config.parallel
     layout = Layout(*parallel.sizes)
     with startup.phase("engine_init"):
-        on_cuda, backend = _prepare_accelerator(config)
+        kind, backend = _prepare_accelerator(config)
     device = torch.device("cpu")
-    if on_cuda:
+    if kind != "cpu":
         with startup.phase("cuda_context"):
-            device = choose_device(parallel.local_rank)
-            torch.empty(1, device=device)  # set_device alone makes no context in every version of torch and CUDA
+            device = choose_device(kind, parallel.local_rank)
+            torch.empty(1, device=device)  # to select it makes no context in every version of torch and CUDA
     timeout = group_timeout(config)
     store = _connect_world(backend, layout.world_size, device, timeout, startup)
     communicators = Communicators(startup, layout, timeout)

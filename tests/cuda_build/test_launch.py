@@ -67,7 +67,7 @@ def test_a_launcher_whose_cuda_somebody_initialised_says_so_once(cuda_host: Cuda
     done = launch(cuda_host, tmp_path, DS_ACCELERATOR="cuda", **path)
     assert (done.returncode, list(tmp_path.glob("rank_*"))) == (2, []), done.stderr
     assert done.stderr == (
-        "[launch] error: a module that was imported has initialised CUDA, which forked ranks could not use then; "
+        "[launch] error: a module that was imported has initialised cuda devices, which forked ranks could not use; "
         "use torchrun\n"
     )
     assert launch(cuda_host, tmp_path, DS_ACCELERATOR="cpu", **path).returncode == 0

@@ -191,7 +191,8 @@ def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
 def test_docs_name_every_module_that_uses_cuda() -> None:
     uses = re.compile(
         r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
-        r"|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
+        r"|torch\.(accelerator|Stream|Event)\b|get_device_module|built_accelerator|accelerator_in_use"
+        r"|\"DS_ACCELERATOR\"\] [!=]=|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
     )
     found = {
         str(path.relative_to(ROOT))

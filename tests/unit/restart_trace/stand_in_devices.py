@@ -14,7 +14,8 @@ class StandInDevices:
     `selected`: by the name of a thread, the devices that it selected, in order.
     """
 
-    def __init__(self, *, initialized: bool = True) -> None:
+    def __init__(self, *, initialized: bool = True, kind: str = "cuda") -> None:
+        self.kind = SimpleNamespace(type=kind)  # as torch.device
         self.initialized = initialized
         self.selected: dict[str, list[int]] = {}
         self._of_thread = threading.local()
@@ -31,9 +32,10 @@ class StandInDevices:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, torch: object) -> None:
         """Let `torch`, the module or a stand-in for it, be a build for these devices."""
+        monkeypatch.setattr(torch, "__version__", getattr(torch, "__version__", "2.7.0"), raising=False)
         accelerator = getattr(torch, "accelerator", None) or SimpleNamespace()
         monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
-        monkeypatch.setattr(accelerator, "current_accelerator", lambda: "cuda", raising=False)
+        monkeypatch.setattr(accelerator, "current_accelerator", lambda: self.kind, raising=False)
         monkeypatch.setattr(accelerator, "current_device_index", self.current_device_index, raising=False)
         monkeypatch.setattr(accelerator, "set_device_index", self.set_device_index, raising=False)
         monkeypatch.setattr(torch, "get_device_module", lambda kind: self, raising=False)

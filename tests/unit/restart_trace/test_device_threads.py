@@ -69,7 +69,7 @@ def test_nothing_is_asked_of_an_accelerator_that_this_process_has_not_initialise
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(), "no accelerator"])
 def test_processes_without_torch_or_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, torch: object) -> None:
     if torch == "no accelerator":  # a build for CPUs
-        torch = SimpleNamespace(accelerator=SimpleNamespace(current_accelerator=lambda: None))
+        torch = SimpleNamespace(__version__="2.7.0", accelerator=SimpleNamespace(current_accelerator=lambda: None))
     if torch is None:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     else:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from restart_trace.devices import device_index, nvml_device, visible_devices
-from restart_trace.probes import nvml_values
+from restart_trace.devices import accelerator_in_use, built_accelerator, device_index, nvml_device, visible_devices
+from restart_trace.probes import make_probe, nvml_values
+from tests.unit.restart_trace.stand_in_devices import StandInDevices
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,55 @@ def test_what_torch_reads_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None
     for text in ("0,1", "3,1", "1gpu,2b", "0,-1,2", "1,1", "GPU-ab,GPU-cd", "GPU-ab,GPU-ab", "MIG-1", "7"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
         assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == torch.cuda._parse_visible_devices()
+
+
+@pytest.mark.parametrize(
+    ("version", "built_for", "expected"),
+    [
+        ("2.6.0+cu124", {"cuda": "12.4", "hip": None, "xpu": None}, "cuda"),
+        ("2.6.0+rocm6.2", {"cuda": None, "hip": "6.2", "xpu": None}, "cuda"),
+        ("2.6.0+xpu", {"cuda": None, "hip": None, "xpu": "20250000"}, "xpu"),
+        ("2.6.0+cpu", {"cuda": None, "hip": None, "xpu": None}, None),
+    ],
+)
+def test_torch_2_6_is_not_asked_for_its_accelerator(
+    monkeypatch: pytest.MonkeyPatch, version: str, built_for: dict[str, str | None], expected: str | None
+) -> None:
+    """It calls the driver to answer, and raises where there is no device."""
+    accelerator = types.SimpleNamespace()  # without current_accelerator
+    torch = types.SimpleNamespace(
+        __version__=version, accelerator=accelerator, version=types.SimpleNamespace(**built_for)
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert built_accelerator() == expected
+
+
+class DevicesWithMemory(StandInDevices):
+    def device_count(self) -> int:
+        return 2
+
+    def memory_allocated(self, device: int) -> int:
+        return 100 + device
+
+    def memory_reserved(self, device: int) -> int:
+        return 200 + device
+
+    def max_memory_allocated(self, device: int) -> int:
+        return 300 + device
+
+
+def test_memory_of_any_accelerator_is_sampled_once_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = DevicesWithMemory(initialized=False, kind="xpu")
+    torch = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    devices.install(monkeypatch, torch)
+    assert (built_accelerator(), accelerator_in_use()) == ("xpu", None)
+    assert "device_allocated_bytes" not in make_probe(1)()
+    devices.initialized = True
+    assert accelerator_in_use() == "xpu"
+    values = make_probe(1)()
+    names = ("device_allocated_bytes", "device_reserved_bytes", "device_peak_allocated_bytes")
+    assert [values[name] for name in names] == [101, 201, 301]
 
 
 def test_a_rank_takes_its_own_device_or_the_only_one() -> None:

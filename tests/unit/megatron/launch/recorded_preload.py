@@ -19,7 +19,7 @@ CUDA = (
     "is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties",
     "get_device_capability", "get_device_name", "set_device", "current_stream", "mem_get_info", "is_bf16_supported",
 )  # fmt: skip
-ACCELERATOR = ("is_available", "device_count", "current_accelerator", "current_device_index", "synchronize")
+ACCELERATOR = ("is_available", "device_count", "current_device_index", "synchronize")
 asked: list[tuple[str, str]] = []
 started: list[str] = []
 

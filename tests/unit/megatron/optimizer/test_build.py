@@ -106,7 +106,7 @@ def install_apex(monkeypatch: pytest.MonkeyPatch, with_extension: bool) -> type:
     for name, module in modules.items():
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     return FusedAdam
 
 

@@ -1,4 +1,4 @@
-"""The device of a rank, and whether the default group is bound to it; torch.cuda is that of a made-up host."""
+"""The device of a rank, and whether the default group is bound to it; torch.accelerator is that of a made-up host."""
 
 from __future__ import annotations
 
@@ -14,39 +14,46 @@ from megatron.startup.initialize import binds_device, choose_device
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The devices that torch.cuda.set_device was told."""
+    """The devices that torch.accelerator was told."""
     devices: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     return devices
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "visible", "device"),
-    [(0, 4, 0), (3, 4, 3), (3, 1, 0)],  # the last: srun --gpus-per-task
+    ("kind", "local_rank", "visible", "device"),
+    [("cuda", 0, 4, 0), ("xpu", 3, 4, 3), ("cuda", 3, 1, 0)],  # the last: srun --gpus-per-task
 )
 def test_a_rank_takes_its_device_and_tells_deepspeed(
-    local_rank: int, visible: int, device: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, local_rank: int, visible: int, device: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert choose_device(local_rank) == torch.device("cuda", device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    assert choose_device(kind, local_rank) == torch.device(kind, device)
     assert chosen == [device]
     assert os.environ["LOCAL_RANK"] == str(device)  # which DeepSpeed takes for the number of the device
 
 
-@pytest.mark.parametrize(("visible", "text"), [(2, "1,0"), (0, None)])
+@pytest.mark.parametrize(
+    ("kind", "variable", "visible", "text"),
+    [
+        ("cuda", "CUDA_VISIBLE_DEVICES", 2, "1,0"),
+        ("cuda", "CUDA_VISIBLE_DEVICES", 0, None),
+        ("xpu", "ZE_AFFINITY_MASK", 2, "0,1"),
+    ],
+)
 def test_too_few_devices_are_refused_by_name(
-    visible: int, text: str | None, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, variable: str, visible: int, text: str | None, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.delenv(variable, raising=False)
     if text is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        monkeypatch.setenv(variable, text)
     shown = text or "not set"
     with pytest.raises(
-        ConfigError, match=rf"^LOCAL_RANK 2: .* sees {visible} CUDA devices \(.*_DEVICES={shown}\); start"
+        ConfigError, match=rf"^LOCAL_RANK 2: .* sees {visible} {kind.upper()} devices \({variable}={shown}\); start"
     ):
-        choose_device(2)
+        choose_device(kind, 2)
     assert chosen == []
 
 
