@@ -10,6 +10,7 @@ memory up to a power of two.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import resource
 import threading
 import weakref
@@ -166,17 +167,16 @@ class PinnedAhead:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all is pinned. Raises PinningError."""
+        """Return when all is pinned; what that takes is a span of its own. Raises PinningError."""
         if self._thread.is_alive():
-            began = now_ns()
-            self._thread.join()
-            self.waited_since(began)
+            with self._op.span("host_memory", "wait"):
+                self._thread.join()
         self._thread.join()
         if self.error is not None:
             raise self.error
 
     def waited_since(self, began_ns: int) -> None:
-        """Record that the calling thread has waited for a piece since then."""
+        """Record that a thread of a save, the caller, has waited for a piece since then."""
         self._add("wait", began_ns, now_ns(), None)
 
     def stop(self) -> None:
@@ -226,8 +226,14 @@ def why_pinning_failed(error: Exception, pinned_bytes: int, wanted_bytes: int) -
 
 
 def _touched(num_bytes: int, stop: Callable[[], bool]) -> np.ndarray[Any, Any]:
-    """Memory whose pages are there, or fewer of them if `stop()` becomes true."""
-    memory = np.frombuffer(aligned_memory(max(align_up(num_bytes), ALIGNMENT)), dtype=np.uint8)
+    """Memory whose pages are there, or fewer of them if `stop()` becomes true. A forked process does not have it.
+
+    Otherwise pages would be shared with the data workers that a rank forks, and on kernels that copy a page at the next
+    write, pinned or not (before Linux 5.12), the device would read the old page and this process write the new one.
+    """
+    view = aligned_memory(max(align_up(num_bytes), ALIGNMENT))
+    view.obj.madvise(mmap.MADV_DONTFORK)  # pyright: ignore[reportAttributeAccessIssue]  it is a view of a mapping
+    memory = np.frombuffer(view, dtype=np.uint8)
     for start in range(0, len(memory), _TOUCHED_AT_ONCE):
         if stop():
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import re
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def limited(library: Path) -> Iterator[ctypes.CDLL]:
-    """The library, with no more than 4 MiB to be locked."""
+    """The library, with no more than 4 MiB to be locked, of which none is."""
+    gc.collect()  # errors of tests before keep what they had pinned
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * MIB, before[1]))
     yield stand_in_driver.opened(library)
@@ -162,3 +164,16 @@ def test_the_pins_of_a_mapping_end_with_its_last_view(library: Path, limited: ct
     assert limited.locked_bytes() == 2 * MIB
     del view
     assert limited.locked_bytes() == 0
+
+
+def test_a_forked_process_does_not_have_pinned_memory(library: Path, limited: ctypes.CDLL) -> None:
+    """As a data worker: pages that are shared with it may be copied at the next write, away from the device."""
+    memory = pinned_memory(MIB, CudaPins(DEVICE, str(library)))
+    address = memory.ctypes.data
+    flags, within = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            within = int(found[1], 16) <= address < int(found[2], 16)
+        elif line.startswith("VmFlags:") and within:
+            flags = line.split()[1:]
+    assert "dc" in flags, "of proc(5): do not copy on fork"
