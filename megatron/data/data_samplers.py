@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -73,6 +76,21 @@ class PretrainingSampler:
             first += self.samples_per_step
 
 
+class HelperProcesses(Protocol):
+    """How the processes of a loader start, and live: ``megatron.processes.helpers.Helpers``."""
+
+    @property
+    def context(self) -> BaseContext: ...
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Around the start of the processes."""
+        ...
+
+    def in_worker(self, number: int) -> None:
+        """First in each of them."""
+        ...
+
+
 class PretrainingDataLoader:
     """Iterator over the batches of one sampler.
 
@@ -96,13 +114,17 @@ class PretrainingDataLoader:
 
 
 def build_pretraining_data_loader(
-    dataset: SampleDataset | None, sampler: PretrainingSampler, num_workers: int = 0, pin_memory: bool = False
+    dataset: SampleDataset | None,
+    sampler: PretrainingSampler,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    helpers: HelperProcesses | None = None,
 ) -> PretrainingDataLoader | None:
     """Loader of the sampler's batches; None for a dataset that is None.
 
     With ``num_workers`` 0 the batches are made in this process and ``torch.utils.data`` is not imported;
     otherwise that many processes prepare them, from the first ``next()`` on. ``pin_memory`` needs a CUDA
-    device. Raises ValueError for num_workers < 0.
+    device. ``helpers``: how these processes live; None: as torch has it. Raises ValueError for num_workers < 0.
     """
     if num_workers < 0:
         raise ValueError(f"--num-workers {num_workers}: give 0 to load in the training process, or more")
@@ -111,7 +133,7 @@ def build_pretraining_data_loader(
     if num_workers == 0:
         batches = _in_process_batches(dataset, sampler, pin_memory)
     else:
-        batches = _worker_batches(dataset, sampler, num_workers, pin_memory)
+        batches = _worker_batches(dataset, sampler, num_workers, pin_memory, helpers)
     return PretrainingDataLoader(batches, sampler)
 
 
@@ -131,7 +153,7 @@ def _in_process_batches(
 
 
 def _worker_batches(
-    dataset: Any, sampler: PretrainingSampler, num_workers: int, pin_memory: bool
+    dataset: Any, sampler: PretrainingSampler, num_workers: int, pin_memory: bool, helpers: HelperProcesses | None
 ) -> Iterator[dict[str, torch.Tensor]]:
     import torch
     from torch.utils.data import DataLoader
@@ -144,5 +166,9 @@ def _worker_batches(
         collate_fn=collate,
         # The loader draws a seed for its workers; from the default stream, a restart would shift all dropout.
         generator=torch.Generator(),
+        multiprocessing_context=None if helpers is None else helpers.context,
+        worker_init_fn=None if helpers is None else helpers.in_worker,
     )
-    yield from loader
+    with contextlib.nullcontext() if helpers is None else helpers.starting():
+        batches = iter(loader)
+    yield from batches

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.processes.parent_process import end_with_parent
+from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 
 PROCESS_NAME = "lease"  # as ps shows it
@@ -51,7 +51,7 @@ class Lease:
 def _watch(reader: int, parent: int) -> NoReturn:
     """In the forked process: kill the parent when its time is up."""
     try:
-        end_with_parent(parent)
+        become_helper(parent)
         os.setsid()  # the terminal's signals are for the agent to pass on
         name_process(PROCESS_NAME)
         deadline, rest = _NO_LIMIT, b""

@@ -18,7 +18,7 @@ from megatron.peers.holder import run
 from megatron.peers.traffic import share_step_times, step_times
 from megatron.peers.wire import PeerError
 from megatron.processes.memory_slots import held_slots
-from megatron.processes.parent_process import end_with_parent
+from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 from megatron.processes.rendezvous_store import listen_on
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -104,7 +104,7 @@ class CopyProcess:
 
     def _serve(self, parent: int, in_child: Callable[[], object]) -> NoReturn:
         try:
-            end_with_parent(parent)
+            become_helper(parent)
             in_child()
             os.setsid()  # the terminal's signals are for the launcher to pass on
             name_process(PROCESS_NAME)

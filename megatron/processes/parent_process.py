@@ -15,13 +15,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from restart_trace.ancestors import launcher_of, parent_of, read_text
 
 logger = logging.getLogger(__name__)
 
+# Sent to whole process groups, jobs and job steps: whether they end a training is for its ranks to say.
+STOP_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SYS_PIDFD_OPEN = 434  # asm-generic/unistd.h, and the same everywhere
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # the second one is each rank's own
@@ -42,6 +46,32 @@ def end_with_parent(expected: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if expected is not None and os.getppid() != expected:
         _end()
+
+
+def ignore_stop_signals() -> None:
+    """In the main thread of a helper process: none of STOP_SIGNALS ends it, also of those that were blocked so far."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def become_helper(parent: int) -> None:
+    """In the main thread of a process that serves `parent` alone: live exactly as long.
+
+    The signals that ask a job to end reach its helpers, too, and a rank needs them until it has saved.
+    """
+    ignore_stop_signals()
+    end_with_parent(parent)
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """A context in which STOP_SIGNALS wait: a helper that is forked in it gets none before `become_helper`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 from megatron.processes.name_lookups import use_names_from_files
-from megatron.processes.parent_process import end_with_parent
+from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -62,7 +62,7 @@ def listen_on(address: str, port: int) -> socket.socket:
 def _serve(listening: socket.socket, parent: int) -> NoReturn:
     """In the forked process: serve the store until killed, with the parent at the latest."""
     try:
-        end_with_parent(parent)
+        become_helper(parent)
         os.setsid()  # the terminal's signals are for the launcher to pass on
         name_process(PROCESS_NAME)
         select.select([listening], [], [])  # a script that never connects needs no torch

@@ -11,6 +11,7 @@ from megatron.checkpointing.state import Progress
 from megatron.config import Config
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.parallel.control_plane import ControlPlane
+from megatron.processes.helpers import Helpers
 from megatron.startup.initialize import Runtime
 from restart_trace.device_threads import device_thread
 
@@ -104,7 +105,9 @@ def build_data_iterators(
         if dataset is None or at.pp not in (0, layout.pp - 1):
             return None
         sampler = PretrainingSampler(None, consumed, training.micro_batch_size, at.dp, layout.dp)
-        return build_pretraining_data_loader(dataset, sampler, config.data.num_workers, runtime.device.type != "cpu")
+        return build_pretraining_data_loader(
+            dataset, sampler, config.data.num_workers, runtime.device.type != "cpu", Helpers()
+        )
 
     return DataIterators(
         train=loader(train_set, progress.consumed_train_samples),

@@ -10,14 +10,13 @@ import contextlib
 import os
 import pickle
 import queue
-import signal
 import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.processes.parent_process import end_with_parent
+from megatron.processes.parent_process import end_with_parent, ignore_stop_signals
 from restart_trace.clock import now_ns
 
 # What takes time to import comes after the process has seen to its own end.
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from megatron.checkpointing.engines.base import SavedFile
     from megatron.checkpointing.engines.fastpersist.snapshot import PickledState, SharedMemory
     from megatron.checkpointing.engines.fastpersist.writer import StateWriter
-
-# Sent to whole process groups or jobs: whether they end a training is the training's to say.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool
 
     `dies_with_thread`: be killed when the thread that started this process ends, which is only wanted of a main thread.
     """
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     if dies_with_thread:
         end_with_parent(parent)
     elif os.getppid() != parent:

@@ -1,0 +1,65 @@
+"""A job that is asked to end saves first, though the request reaches every process that it has."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.checkpointing.commit import discover
+from tests.dist.harness import wait_for
+from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, TORCHRUN, Job, job, more_commits
+
+
+def without_workers_of_its_own(dataset: list[str]) -> list[str]:
+    """The fixture's flags with the default of --num-workers."""
+    at = dataset.index("--num-workers")
+    return [*dataset[:at], *dataset[at + 2 :]]
+
+
+def to_the_launcher(started: Job) -> None:
+    started.process.send_signal(signal.SIGTERM)
+
+
+def to_all(started: Job) -> None:
+    """As Slurm, whose signals go to every process of a job step."""
+    for process in started.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("command", "ask", "exit_code"),
+    [(FORK, to_the_launcher, None), (FORK, to_all, None), (ALONE, to_all, 0), (TORCHRUN, to_the_launcher, None)],
+    ids=["megatron.launch", "all of megatron.launch", "all", "torchrun"],
+)
+def test_data_workers_do_not_end_before_the_rank_has_saved(
+    tmp_path: Path, dataset: list[str], command: list[str], ask: Callable[[Job], None], exit_code: int | None
+) -> None:
+    """With the default number of workers. No process is left afterwards."""
+    save = tmp_path / "save"
+    with job(save, without_workers_of_its_own(dataset), command, "--exit-signal-handler") as started:
+        more_commits(save, 0)
+        ask(started)
+        code = started.process.wait(PATIENCE_S)
+        wait_for(lambda: started.processes() == [], "the end of all processes")
+        told = started.log.read_text()
+    stopped = re.search(r"stopping after iteration (\d+): SIGTERM was received", told)
+    assert stopped is not None, told[-4000:]
+    assert exit_code is None or code == exit_code, told[-4000:]
+    assert "Traceback" not in told.split("torch/distributed/elastic")[0], told[-4000:]
+    assert discover(save, None)[0][0].step == int(stopped[1])
+
+
+def test_data_workers_do_not_outlive_their_rank(tmp_path: Path, dataset: list[str]) -> None:
+    save = tmp_path / "save"
+    with job(save, without_workers_of_its_own(dataset), ALONE) as started:
+        more_commits(save, 0)
+        assert len(started.processes()) == 3, "the rank, and two workers"
+        started.process.kill()
+        wait_for(lambda: started.processes() == [], "the end of all processes")
