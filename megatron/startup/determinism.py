@@ -2,9 +2,9 @@
 
 The settings, and what they cost:
 
-    torch   use_deterministic_algorithms: operations sum in a fixed order; one that cannot raises RuntimeError with its
-            name. The backward passes of attention and of the embedding become slower. (torch's documentation of that
-            function lists the operations.)
+    torch   deterministic algorithms: operations sum in a fixed order; one that cannot raises RuntimeError with its
+            name. The backward passes of attention and of the embedding become slower. (torch's documentation of
+            use_deterministic_algorithms lists the operations.)
     SDPA    flash attention, whose backward pass follows that setting, or plain arithmetic where it does not run (fp32);
             neither the memory-efficient kernel nor cuDNN's.
     cuBLAS  CUBLAS_WORKSPACE_CONFIG, so that streams do not choose among workspaces ("Results reproducibility" in its
@@ -35,7 +35,8 @@ def make_deterministic() -> None:
             f"{' or '.join(_WORKSPACES)}; unset it, or drop the flag"
         )
     os.environ.setdefault("NCCL_ALGO", "Ring")
-    torch.use_deterministic_algorithms(True)
+    # As torch.use_deterministic_algorithms, which also imports torch's compiler: 800 modules, in each rank.
+    torch.set_deterministic_debug_mode("error")
     # An aid for finding bugs, which costs time. (The module has it as a property, which type checkers do not see.)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.deterministic = True

@@ -13,11 +13,12 @@ from tests.unit.trace_helpers import ROOT
 pytestmark = pytest.mark.slow  # each starts interpreters that import torch
 
 TRAIN = """
-import os
+import os, sys
 import torch
 from megatron.startup.determinism import make_deterministic
 
 make_deterministic()
+assert "torch._inductor" not in sys.modules, "every start would wait for these imports"
 assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 assert not torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
 assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
