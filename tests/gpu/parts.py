@@ -200,7 +200,12 @@ def _step_time(part: str, micro_batches: int) -> Callable[[Setting], list[Step]]
         first = TIMED_ITERATIONS + 1
         extra = f"--profile pt --profile_steps {first},{first + 2} --restart-trace-probes-interval 0.5"
         training = _training(setting, sizes, extra, iterations=first + 2)
-        training |= {"ENGINE": "none", "TRACE_DIR": trace, "GLOBAL_BATCH": str(micro_batches * sizes.micro_batch)}
+        training |= {
+            "RECOMPUTE": "none",
+            "ENGINE": "none",
+            "TRACE_DIR": trace,
+            "GLOBAL_BATCH": str(micro_batches * sizes.micro_batch),
+        }
         return [_data(setting, sizes), Step("training", ["bash", str(_MODEL)], training)]
 
     return steps

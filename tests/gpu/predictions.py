@@ -13,8 +13,7 @@ from pathlib import Path
 from tests.gpu.measured import device_peak_bytes, iteration_s, recorded, tflops
 from tools.common.tables import markdown_table
 
-_STEP = "FLOPs and bytes of the preset as it is, with full recomputation, by hand"
-_PEAK = "`DRY_RUN=plan`: weights, gradients, master weights, moments and activations, see below"
+_STEP = "`ckpt-plan --step-time h100`, without recomputation"
 DEVIATES = 0.5  # of the predicted figure
 H100_TFLOPS = 989.4  # dense bf16: NVIDIA's data sheet of the H100 SXM
 
@@ -52,11 +51,11 @@ def _test(part: str, name: str) -> Callable[[Path], float | None]:
 
 
 PREDICTIONS = (
-    Prediction("`step-time`: an iteration", "s", 0.22, _STEP, lambda out: iteration_s(out, "step-time")),
-    Prediction("`step-time`: MFU", "%", 28, _STEP, _mfu("step-time")),
-    Prediction("`step-time-4`: an iteration", "s", 0.84, _STEP, lambda out: iteration_s(out, "step-time-4")),
-    Prediction("`step-time-4`: MFU", "%", 30, _STEP, _mfu("step-time-4")),
-    Prediction("`step-time`: device peak", "GB", 30.9, _PEAK, _peak_gb),
+    Prediction("`step-time`: an iteration", "s", 0.170, _STEP, lambda out: iteration_s(out, "step-time")),
+    Prediction("`step-time`: MFU", "%", 36.7, _STEP, _mfu("step-time")),
+    Prediction("`step-time-4`: an iteration", "s", 0.604, _STEP, lambda out: iteration_s(out, "step-time-4")),
+    Prediction("`step-time-4`: MFU", "%", 41.3, _STEP, _mfu("step-time-4")),
+    Prediction("`step-time`: device peak", "GB", 35.3, _STEP, _peak_gb),
     Prediction(
         "`copies`: a save's copies to pinned memory", "GB/s", 50,
         "PCIe 5.0 x16 carries 63 GB/s each way; large copies reach about 80 % of that",
