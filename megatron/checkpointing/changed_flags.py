@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import enum
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
@@ -196,12 +195,12 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
     return lines
 
 
-def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, directory: Path) -> None:
-    """Raises CheckpointMismatchError if the optimizer's state in `directory` is of another optimizer, and is wanted."""
+def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: object) -> None:
+    """Raises CheckpointMismatchError if the checkpoint at `place` is of another optimizer, and its state is wanted."""
     kind = getattr(saved, "optimizer", mine.optimizer)
     if kind != mine.optimizer and not (mine.no_load_optim or mine.finetune):
         raise CheckpointMismatchError(
-            f"--optimizer {mine.optimizer}: {directory} was saved with --optimizer {kind}, and the state of one does "
+            f"--optimizer {mine.optimizer}: {place} was saved with --optimizer {kind}, and the state of one does "
             f"not fit the other; give --optimizer {kind}, or --no-load-optim to go on with a fresh optimizer state"
         )
 

@@ -58,8 +58,9 @@ class Manifest:
     from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
     megatron.checkpointing.first_start has them; "" if there were none. `run_id` is that of the directory that it was
     saved into (megatron.checkpointing.ownership); "" if nobody owned that, or an earlier version wrote it. `objects`:
-    for a checkpoint in object storage, the object of each file. megatron.checkpointing.manifest says what each key may
-    hold; a new key must be added there.
+    for a checkpoint in object storage, the object of each file. `training`: optimizer and schedule
+    (megatron.checkpointing.compatibility.training_identity); {} if an earlier version wrote it.
+    megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
     """
 
     tag: str
@@ -74,13 +75,19 @@ class Manifest:
     run_id: str = ""
     manifest_version: int = MANIFEST_VERSION
     objects: dict[str, StoredObject] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The content and, under "checksum", the SHA-256 of its canonical JSON."""
         content = asdict(self)
+        training = content.pop("training")
         for key in ("objects", "first_start"):
             if not content[key]:  # programs of before, which did not know it, read all others
                 del content[key]
+        if training:  # before the files, where `beginning_of` reads it
+            files = list(content).index("files")
+            entries = list(content.items())
+            content = dict([*entries[:files], ("training", training), *entries[files:]])
         return json.dumps(content | {"checksum": content_checksum(content)}, indent=1) + "\n"
 
     @staticmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import naming as names
+from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
@@ -27,7 +29,9 @@ from megatron.checkpointing.engines.registry import (
 )
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
 from megatron.checkpointing.manifest import read_latest
-from megatron.config import Config, padded_vocab_size
+from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.config.arguments import namespace_from_config
+from megatron.config.schedule import check_same_schedule, schedule_settings
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
@@ -51,6 +55,11 @@ def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
     return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": config.model.params_dtype}
 
 
+def training_identity(config: Config) -> dict[str, Any]:
+    """What must be equal for the state of optimizer and schedule to fit, unless a flag says otherwise."""
+    return {"optimizer": config.optimizer.optimizer} | schedule_settings(config.optimizer, config.training)
+
+
 def check_candidate(
     candidate: Candidate,
     config: Config,
@@ -62,10 +71,10 @@ def check_candidate(
     """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
     So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
-    naming every difference of shape, and a difference of layout unless the engine that saved it is `redistributable`
-    (None: not known yet), and a --train-iters before its iteration. A checkpoint without manifest is judged by the
-    arguments in its mp_rank_00 file, as upstream wrote them (`foreign`, where they are known); if they are ours, its
-    manifest is gone: CheckpointDamagedError.
+    naming every difference of shape, another optimizer or schedule, a difference of layout unless the engine that saved
+    it is `redistributable` (None: not known yet), and a --train-iters before its iteration. A checkpoint without
+    manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them (`foreign`, where they are
+    known); if they are ours, its manifest is gone: CheckpointDamagedError.
     """
     _check_length(candidate, config)
     mine = model_identity(config, padded_vocab_size)
@@ -88,6 +97,8 @@ def check_candidate(
             f"{candidate.place}: another model: {'; '.join(different)}; give the flags of the run that saved it, "
             "or another --load"
         )
+    if candidate.manifest is not None:
+        _check_training(candidate.manifest.training, candidate.place, config)
     if other_layout and redistributable is False:
         *others, last = redistributable_engines()
         raise CheckpointMismatchError(
@@ -104,6 +115,25 @@ def check_candidate(
             f"with --checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
         )
     return other_layout
+
+
+def _check_training(theirs: Mapping[str, Any], place: str, config: Config) -> None:
+    """Raises CheckpointMismatchError if optimizer or schedule are not `theirs`, and no flag says which counts.
+
+    `theirs`: of the manifest of the checkpoint at `place`. What an earlier version did not write there is compared once
+    the state has been read.
+    """
+    options, optimizer = config.checkpoint, config.optimizer
+    if not theirs or options.finetune:
+        return
+    saved = argparse.Namespace(**{name: theirs[name] for name in ("optimizer",) if name in theirs})
+    check_optimizer(saved, namespace_from_config(config), place)
+    decided = optimizer.override_opt_param_scheduler or optimizer.use_checkpoint_opt_param_scheduler
+    if not (options.no_load_lr_state or decided):
+        try:
+            check_same_schedule(schedule_settings(optimizer, config.training), theirs)
+        except ConfigError as exc:
+            raise CheckpointMismatchError(f"{place}: {exc}") from exc
 
 
 def _check_length(candidate: Candidate, config: Config) -> None:

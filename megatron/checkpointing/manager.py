@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.background import BackgroundSave
-from megatron.checkpointing.compatibility import model_identity
+from megatron.checkpointing.compatibility import model_identity, training_identity
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.hashes import tensor_hashes
 from megatron.checkpointing.loading import load_newest
@@ -58,6 +58,7 @@ class Checkpointer:
             model=model_identity(context.config, context.padded_vocab_size),
             loaded_from=context.first_start.loaded_from,
             first_start=context.first_start.flags,
+            training=training_identity(context.config),
             place=context.place.at._asdict(),
         )
         self.writer = CheckpointWriter(

@@ -96,7 +96,7 @@ def read_heading(directory: Path) -> Heading | None:
 
 
 def read_beginning(directory: Path) -> dict[str, Any] | None:
-    """What the manifest in `directory` says before it tells of files: tag, step, engine, layout and model.
+    """What the manifest in `directory` says before it tells of files: tag, step, engine, layout, model and training.
 
     None if it does not begin as this program writes it. Of a manifest of any length a few calls and 8 KiB: there is no
     checksum of these alone, so a flipped bit in them may go unnoticed. Raises OSError, of a FIFO or the like too.
@@ -108,7 +108,7 @@ def read_beginning(directory: Path) -> dict[str, Any] | None:
         os.close(fd)
     try:
         content = parse_json(begin + b"\n}") if found else None
-        _check_object(content, {key: _MANIFEST[key] for key in _OF_THE_MODEL}, _OF_THE_MODEL)
+        _check_object(content, {key: _MANIFEST[key] for key in _BEGINNING}, _OF_THE_MODEL)
     except ValueError:
         return None
     return content
@@ -214,7 +214,7 @@ def _layout(value: Any) -> None:
         raise ValueError(f"is of more than {_MAX_RANKS} ranks")
 
 
-def _model(value: Any) -> None:
+def _settings(value: Any) -> None:
     if type(value) is not dict:
         raise ValueError(f"must be an object, and is {_shown(value)}")
     for key, item in value.items():
@@ -273,7 +273,8 @@ _MANIFEST = {
     "step": _integer(0),
     "engine": _line,
     "layout": _layout,
-    "model": _model,
+    "model": _settings,
+    "training": _settings,
     "files": _files,
     "run_id": _text,
     "loaded_from": _text,
@@ -283,6 +284,7 @@ _MANIFEST = {
     "objects": _objects,
 }
 _OF_THE_MODEL = ("tag", "step", "engine", "layout", "model")
+_BEGINNING = (*_OF_THE_MODEL, "training")
 _REQUIRED = (*_OF_THE_MODEL, "files")
 
 

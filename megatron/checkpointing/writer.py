@@ -45,6 +45,7 @@ class CheckpointIdentity:
     model: dict[str, Any]
     loaded_from: str = ""  # the other directory that the run began from, as in Manifest
     first_start: str = ""  # as in Manifest
+    training: dict[str, Any] = field(default_factory=dict)  # as in Manifest
     place: dict[str, int] = field(default_factory=dict)  # coordinates of this rank in `layout`
 
 
@@ -432,6 +433,7 @@ class CheckpointWriter:
                 files=commit.collect_files([saved for _, saved, _ in gathered]),
                 loaded_from=self._identity.loaded_from,
                 first_start=self._identity.first_start,
+                training=self._identity.training,
                 sequence=directory.next_sequence(self._known),
                 run_id=directory.run_id,
                 objects={name: found for _, _, stored in gathered for name, found in stored.items()},

@@ -6,35 +6,10 @@ import logging
 import math
 from typing import Any
 
-from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
+from megatron.config import OptimizerConfig, TrainingConfig
+from megatron.config.schedule import SET_BY, check_same_schedule, has_no_effect, schedule_settings
 
-_STATE_NAMES = [
-    "max_lr",
-    "lr_warmup_steps",
-    "lr_warmup_tokens",
-    "num_steps",
-    "num_tokens",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "lr_decay_tokens",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
-]
 _PROGRESS = ("num_steps", "num_tokens")
-_SET_BY = {
-    "max_lr": "--lr",
-    "lr_warmup_steps": "samples: --lr-warmup-iters or --lr-warmup-fraction, by --global-batch-size",
-    "lr_decay_style": "--lr-decay-style",
-    "lr_decay_steps": "samples: --lr-decay-iters, which is --train-iters by default, by --global-batch-size",
-    "min_lr": "--min-lr",
-    "start_wd": "--start-weight-decay or --weight-decay",
-    "end_wd": "--end-weight-decay or --weight-decay",
-    "wd_incr_style": "--weight-decay-incr-style",
-    "wd_incr_steps": "samples: --train-iters by --global-batch-size",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -48,34 +23,26 @@ class OptimizerParamScheduler:
     step was skipped or not, as upstream. Decay styles: constant, linear, cosine, inverse-square-root.
     """
 
+    max_lr: float
+    lr_warmup_steps: float
+    lr_warmup_tokens: int | None
+    lr_decay_style: str
+    lr_decay_steps: int
+    lr_decay_tokens: int | None
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_incr_style: str
+    wd_incr_steps: int
+
     def __init__(self, optimizer: Any, config: OptimizerConfig, training: TrainingConfig, seq_length: int) -> None:
-        train_iters, train_samples = training.train_iters, training.train_samples
-        global_batch_size = training.global_batch_size
         self.optimizer = optimizer
-        self.increment = global_batch_size
+        self.increment = training.global_batch_size
         self.seq_length = seq_length
-        self.max_lr = float(config.lr)
-        self.min_lr = config.min_lr
-        self.lr_warmup_steps: float
-        if train_samples is not None:
-            self.lr_decay_steps = config.lr_decay_samples or train_samples
-            self.lr_warmup_steps = config.lr_warmup_samples
-            if config.lr_warmup_fraction is not None:
-                self.lr_warmup_steps = config.lr_warmup_fraction * self.lr_decay_steps
-        else:
-            decay_iters = config.lr_decay_iters or train_iters
-            warmup_iters: float = config.lr_warmup_iters
-            if config.lr_warmup_fraction is not None:
-                warmup_iters = config.lr_warmup_fraction * decay_iters
-            self.lr_warmup_steps = warmup_iters * global_batch_size
-            self.lr_decay_steps = decay_iters * global_batch_size
-        self.lr_decay_style = config.lr_decay_style
-        self.lr_warmup_tokens = config.lr_warmup_tokens
-        self.lr_decay_tokens = config.lr_decay_tokens
-        self.start_wd = config.start_weight_decay
-        self.end_wd = config.end_weight_decay
-        self.wd_incr_style = config.weight_decay_incr_style
-        self.wd_incr_steps = train_samples or train_iters * global_batch_size
+        settings = schedule_settings(config, training)
+        self._names = tuple(settings)
+        for name, value in settings.items():
+            setattr(self, name, value)
         self.num_steps = 0
         self.num_tokens = 0
         self._tokens_before: int | None = None
@@ -110,13 +77,9 @@ class OptimizerParamScheduler:
 
     def _warmup_position(self) -> tuple[float, float]:
         """(position of training, end of the warm-up), both in tokens or both in samples."""
-        if self.lr_warmup_tokens is not None and not self._warmup_tokens_are_derived:
+        if self.lr_warmup_tokens is not None and not self.lr_warmup_steps > 0:
             return self.num_tokens, self.lr_warmup_tokens
         return self.num_steps, self.lr_warmup_steps
-
-    @property
-    def _warmup_tokens_are_derived(self) -> bool:
-        return self.lr_warmup_steps > 0
 
     def _tokens_at_end_of_warmup(self) -> int:
         """Tokens when a warm-up counted in samples was over; noted once, since a decay in tokens begins there."""
@@ -151,16 +114,11 @@ class OptimizerParamScheduler:
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def _has_no_effect(self, name: str) -> bool:
-        """Whether this schedule does not use a setting, such as the length of a decay of style constant."""
-        if self.lr_decay_style == "constant" and name in ("lr_decay_steps", "lr_decay_tokens", "min_lr"):
-            return True
-        if self.lr_decay_tokens is not None and name == "lr_decay_steps":
-            return True
-        return self.wd_incr_style == "constant" and name == "wd_incr_steps"
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE_NAMES}
+        return self._settings() | {name: getattr(self, name) for name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore progress, and the schedule itself unless the command line is to override it.
@@ -168,30 +126,23 @@ class OptimizerParamScheduler:
         Raises ConfigError where checkpoint and command line disagree and no flag says which counts.
         """
         self._tell_of_changes(state)
-        for name in _STATE_NAMES:
-            if name in _PROGRESS or name not in state or self._override:
-                continue
-            mine, theirs = getattr(self, name), state[name]
-            if self._has_no_effect(name):
-                continue
-            if name == "lr_warmup_tokens" and self._warmup_tokens_are_derived:
-                self.lr_warmup_tokens = theirs
-                continue
-            if mine != theirs and not self._use_checkpoint:
-                raise ConfigError(
-                    f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here "
-                    f"({_SET_BY.get(name, 'in tokens, as upstream counts')}); give the same schedule, or "
-                    "--use-checkpoint-opt_param-scheduler or --override-opt_param-scheduler to say which counts"
-                )
-            setattr(self, name, theirs)
+        mine = self._settings()
+        if not self._override:
+            if not self._use_checkpoint:
+                check_same_schedule(mine, state)
+            for name in self._names:
+                # What has no effect here may have one in the checkpoint's schedule, if that counts.
+                if name in state and (self._use_checkpoint or not has_no_effect(mine, name)):
+                    setattr(self, name, state[name])
         self.num_steps = 0
         self.step(state["num_steps"], state.get("num_tokens"))
 
     def _tell_of_changes(self, state: dict[str, Any]) -> None:
         """Log what one of the two flags decides."""
-        for name, flags in _SET_BY.items():
+        settings = self._settings()
+        for name, flags in SET_BY.items():
             mine, theirs = getattr(self, name), state.get(name)
-            if name not in state or mine == theirs or self._has_no_effect(name):
+            if name not in state or mine == theirs or has_no_effect(settings, name):
                 continue
             if self._override:
                 logger.info("--override-opt_param-scheduler: %s %s -> %s (%s)", name, theirs, mine, flags)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, collect_files
-from megatron.checkpointing.compatibility import model_identity
+from megatron.checkpointing.compatibility import model_identity, training_identity
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.first_start import first_start
 from megatron.checkpointing.state import Progress
@@ -145,6 +145,7 @@ def _commit_files(
         engine=engine,
         layout=layout.as_dict(),
         model=model_identity(config, vocab_sizes[1]),
+        training=training_identity(config),
         files=collect_files(saved),
         loaded_from=begins.loaded_from,
         first_start=begins.flags,

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.compatibility import check_candidate, check_newest, model_identity
+from megatron.checkpointing.compatibility import check_candidate, check_newest, model_identity, training_identity
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.manifest import content_checksum
@@ -39,19 +40,23 @@ VOCAB = 512
 UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
 
 
-def config(**model: Any) -> Config:
+def config(
+    training: Mapping[str, Any] | None = None, optimizer: Mapping[str, Any] | None = None, **model: Any
+) -> Config:
     shape = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "params_dtype": "bf16"}
     return Config(
         model=ModelConfig(**(shape | model)),
         parallel=ParallelConfig(),
-        training=TrainingConfig(micro_batch_size=1, train_iters=9),
-        optimizer=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(**({"micro_batch_size": 1, "train_iters": 9} | dict(training or {}))),
+        optimizer=OptimizerConfig(**({"lr": 1e-3} | dict(optimizer or {}))),
         data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=500),
     )
 
 
 def candidate(config: Config, layout: Layout = HERE) -> Candidate:
-    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), FILES)
+    identity = model_identity(config, VOCAB)
+    training = training_identity(config)
+    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), identity, FILES, training=training)
     return Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
 
 
@@ -79,6 +84,48 @@ def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: 
         check_candidate(candidate(config(**saved)), config(**here), HERE, VOCAB)
     assert str(caught.value).startswith("/save/global_step5: another model: ")
     assert difference in str(caught.value)
+
+
+ANOTHER = "learning-rate schedule: {} in the checkpoint and {} here"
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "difference"),
+    [
+        ({"optimizer": {"optimizer": "sgd"}}, {}, "--optimizer adam: .* was saved with --optimizer sgd"),
+        ({"optimizer": {"lr": 2e-3}}, {}, ANOTHER.format("max_lr is 0.002", "0.001")),
+        ({"optimizer": {"lr_decay_style": "cosine"}}, {}, ANOTHER.format("lr_decay_style is cosine", "linear")),
+        ({"training": {"train_iters": 12}}, {}, ANOTHER.format("lr_decay_steps is 12", "9")),
+        ({"optimizer": {"weight_decay": 0.5}}, {}, ANOTHER.format("start_wd is 0.5", "0.01")),
+    ],
+)
+def test_another_optimizer_or_schedule_is_refused_by_the_manifest(
+    saved: dict[str, Any], here: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    """Before torch is imported, and before anything else of the checkpoint is read."""
+    found = candidate(config(**saved))
+    with pytest.raises(CheckpointMismatchError, match=difference):
+        check_candidate(found, config(**here), HERE, VOCAB)
+    assert found.manifest is not None
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "manifest.json").write_text(found.manifest.to_json())
+    loading = dataclasses.replace(config(**here), checkpoint=CheckpointConfig(load=str(tmp_path)))
+    with pytest.raises(CheckpointMismatchError, match=difference):
+        check_newest(loading, HERE, 500)
+    passing: list[dict[str, Any]] = [{"finetune": True}, {"no_load_optim": True, "no_load_lr_state": True}]
+    for flags in passing:
+        check_newest(dataclasses.replace(loading, checkpoint=CheckpointConfig(load=str(tmp_path), **flags)), HERE, 500)
+    decided = dataclasses.replace(loading.optimizer, override_opt_param_scheduler=True)
+    if "--optimizer" not in difference:
+        check_newest(dataclasses.replace(loading, optimizer=decided), HERE, 500)
+
+
+def test_what_an_earlier_version_did_not_keep_of_a_training_is_not_compared() -> None:
+    found = candidate(config(optimizer={"lr": 2e-3}))
+    assert found.manifest is not None
+    older = dataclasses.replace(found, manifest=dataclasses.replace(found.manifest, training={}))
+    assert "training" not in json.loads(older.manifest.to_json())  # pyright: ignore[reportOptionalMemberAccess]
+    check_candidate(older, config(), HERE, VOCAB)
 
 
 def test_every_difference_is_named() -> None:

@@ -172,3 +172,11 @@ def test_samples_and_tokens_give_upstreams_values(case: dict[str, Any], resume_a
         consumed += batch
     assert found == pytest.approx(case["lr"], rel=1e-12)
     assert schedule.state_dict() == pytest.approx(case["state"])
+
+
+def test_the_whole_schedule_of_the_checkpoint_counts_if_it_is_to() -> None:
+    """The length of a decay has no effect in a constant schedule, and one in the checkpoint's."""
+    theirs = scheduler(lr_decay_style="cosine", lr_decay_iters=30)
+    mine = scheduler(lr_decay_style="constant", lr_decay_iters=40, use_checkpoint_opt_param_scheduler=True)
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.state_dict() == theirs.state_dict()
