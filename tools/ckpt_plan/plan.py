@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -149,6 +150,7 @@ def _commit_files(
         files=collect_files(saved),
         loaded_from=begins.loaded_from,
         first_start=begins.flags,
+        run_id=uuid.UUID(int=0).hex,  # of the length of any
     )
     return (
         PlannedFile(names.MANIFEST, len(manifest.to_json().encode()), 0),

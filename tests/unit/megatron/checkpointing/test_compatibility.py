@@ -43,12 +43,14 @@ UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
 def config(
     training: Mapping[str, Any] | None = None, optimizer: Mapping[str, Any] | None = None, **model: Any
 ) -> Config:
+    of_training: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 9} | dict(training or {})
+    of_optimizer: dict[str, Any] = {"lr": 1e-3} | dict(optimizer or {})
     shape = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "params_dtype": "bf16"}
     return Config(
         model=ModelConfig(**(shape | model)),
         parallel=ParallelConfig(),
-        training=TrainingConfig(**({"micro_batch_size": 1, "train_iters": 9} | dict(training or {}))),
-        optimizer=OptimizerConfig(**({"lr": 1e-3} | dict(optimizer or {}))),
+        training=TrainingConfig(**of_training),
+        optimizer=OptimizerConfig(**of_optimizer),
         data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=500),
     )
 
