@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,19 +39,18 @@ sys.stdin.read()  # a rank that has found out lives on
 
 
 def start(directory: Path, harm: str = "", first: int = 0, timeout_s: float = 300.0) -> tuple[list[str], list[str]]:
-    """What ranks `first` and above say, and who did the work."""
+    """What ranks `first` and above say, and who did the work. Rank 0 is at work when the others start."""
     done = directory / "done"
     environment = os.environ | {
         "LOCAL_WORLD_SIZE": str(RANKS), "WORLD_SIZE": str(RANKS), "HARM": harm, "TIMEOUT_S": str(timeout_s),
         "PYTHONPATH": str(ROOT), "RESTART_TRACE_LAUNCH_ID": f"{directory}", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(done)], env=environment | {"LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(first, RANKS)
-    ]  # fmt: skip
+    started = []
+    for rank in range(first, RANKS):
+        command, of_rank = [sys.executable, "-c", RANK, str(done)], environment | {"LOCAL_RANK": str(rank)}
+        started.append(subprocess.Popen(command, env=of_rank, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        while rank == 0 and not done.exists():
+            time.sleep(0.01)
     others = started[1:] if harm == "stop" else started
     said = [process.stdout.readline().strip() for process in others if process.stdout]
     for process in others:
