@@ -21,8 +21,10 @@ from tests.gpu.files import write_json
 from tools.common.machine import filesystem_of, machine
 
 PACKAGES = ("torch", "triton", "deepspeed", "lightning", "pytorch-lightning", "transformers", "numpy", "apex", "ninja")
-_DEVICE = "name,driver_version,memory.total,memory.used,pcie.link.gen.max,pcie.link.gen.current,pcie.link.width.current"
-_DEVICE += ",clocks.max.sm,power.limit,persistence_mode,ecc.mode.current,mig.mode.current,compute_cap"
+_DEVICE = "name,driver_version,memory.total,memory.used,pcie.link.gen.max,pcie.link.gen.current,pcie.link.width.max"
+_DEVICE += (
+    ",pcie.link.width.current,clocks.max.sm,power.limit,persistence_mode,ecc.mode.current,mig.mode.current,compute_cap"
+)
 _PROGRAM_S = 30.0
 
 
@@ -44,7 +46,7 @@ def facts(places: list[Path]) -> dict[str, Any]:
 
 def _readers(places: list[Path]) -> dict[str, Callable[[], Any]]:
     return {
-        "nvidia_smi": _nvidia_smi,
+        "nvidia_smi": nvidia_smi,
         "nvcc": lambda: printed("nvcc", "--version").splitlines()[-1],
         "gcc": lambda: printed("gcc", "--version").splitlines()[0],
         "ninja": lambda: printed("ninja", "--version"),
@@ -76,8 +78,8 @@ def printed(program: str, *words: str) -> str:
     return done.stdout.strip()
 
 
-def _nvidia_smi() -> list[dict[str, str | None]]:
-    """Of each device; null where the driver tells nothing ("[N/A]", "[Not Supported]")."""
+def nvidia_smi() -> list[dict[str, str | None]]:
+    """Of each device; None where the driver tells nothing ("[N/A]", "[Not Supported]"). Raises NotObservedError."""
     lines = printed("nvidia-smi", f"--query-gpu={_DEVICE}", "--format=csv,noheader").splitlines()
     rows = [[value.strip() for value in line.split(",")] for line in lines]
     return [

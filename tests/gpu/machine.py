@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.facts import NotObservedError, nvidia_smi
+from tests.gpu.files import write_json
 from tests.gpu.parts import ENGINES, ROOT
 from tools.common.machine import filesystem_of, machine
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "triton", "torchsnapshot", "apex", "nvidia-ml-py")
-_ASKED = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,persistence_mode"
 
 
 def described() -> dict[str, Any]:
@@ -54,14 +53,12 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _nvidia_smi() -> dict[str, str] | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    values = done.stdout.splitlines()[:1]
-    return dict(zip(_ASKED.split(","), map(str.strip, values[0].split(",")), strict=True)) if values else None
+def _nvidia_smi() -> dict[str, str | None] | None:
+    """Of the first device; None if nvidia-smi tells nothing."""
+    with contextlib.suppress(NotObservedError):
+        return nvidia_smi()[0]
+    return None
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(described(), indent=1) + "\n")
+    write_json(Path(sys.argv[1]), described())

@@ -80,7 +80,7 @@ def _head(out: Path, parts: list[dict[str, Any]]) -> list[str]:
     if facts is None:
         return [*lines, "The part `machine` has not run: the machine of these figures is not known.", ""]
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    told = [facts["device"], *(f"{name} {value}" for name, value in (facts["nvidia_smi"] or {}).items())]
+    told = [facts["device"], *(f"{name} {value}" for name, value in (facts["nvidia_smi"] or {}).items() if value)]
     told += [f"{facts['processors']} processors", f"{facts['memory_bytes'] / GIB:.0f} GiB of memory"]
     told += [f"Linux {facts['kernel']}", f"Python {facts['python']}", packages, facts["filesystem"]]
     told += [f"CUDA {facts['cuda']}, NCCL {facts['nccl']}"] if facts["nccl"] else []

@@ -400,7 +400,7 @@ def test_a_wrong_command_line(words: list[str], error: str) -> None:
 def test_what_a_machine_does_not_show_is_null_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
-        "#!/bin/sh\necho 'card, 1.0, 80 MiB, 1 MiB, 5, [N/A], 16, 9 MHz, 7 W, Enabled, [N/A], Disabled, 9.0'\n"
+        "#!/bin/sh\necho 'card, 1.0, 80 MiB, 1 MiB, 5, [N/A], 16, 16, 9 MHz, 7 W, Enabled, [N/A], Disabled, 9.0'\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
