@@ -379,6 +379,11 @@ class Search:
         self.number = len(self._left)
 
     @property
+    def places(self) -> set[tuple[str, float]]:
+        """(directory, sequence) of the checkpoints that `next` has not returned yet."""
+        return {(str(one.directory), one.sequence) for one in self._left}
+
+    @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints that `next` has not returned yet, in order."""
         return [one.step for one in self.listed()]
@@ -520,6 +525,10 @@ def _listed(directory: Path, known: Known) -> list[Listed]:
     if heading is None:  # written by another program, or damaged
         manifest = Manifest.of(directory)
         heading = Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id)
+    if names.step_of(directory.name) is not None and heading.tag != directory.name:
+        raise ValueError(
+            f"is the manifest of {heading.tag}, not of {directory.name}: restore that, or rename the directory"
+        )
     return [Listed(directory, *heading)]
 
 

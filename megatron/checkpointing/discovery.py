@@ -14,6 +14,8 @@ from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
 
+Place = tuple[str, float]  # where a checkpoint is, and the number of its commit: another may take its name
+
 
 class LookedAt:
     """Checkpoints of which all is known, newest first, in the place of a Search."""
@@ -22,6 +24,7 @@ class LookedAt:
         self.problems = list(problems)
         self.number = len(candidates)
         self.steps = [candidate.step for candidate in candidates]
+        self.places: set[Place] = {(candidate.place, candidate.sequence) for candidate in candidates}
         self._left = list(candidates)
 
     def next(self) -> tuple[commit.Candidate | None, list[str]]:

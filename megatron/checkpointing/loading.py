@@ -21,7 +21,7 @@ from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import Ahead, RunContext
-from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
+from megatron.checkpointing.discovery import LookedAt, Place, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
@@ -39,6 +39,7 @@ from megatron.checkpointing.reshard.loading import load_on_other_layout
 from megatron.checkpointing.state import Progress, live_state, restore_progress, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
+from megatron.fileio.store_errors import ObjectStoreError
 from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -71,26 +72,61 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
 
         stored = open_checkpoints("--load", options.load or "", options)
-    with ctx.recorder.operation("load", contiguous=True) as op, contextlib.ExitStack() as held:
-        fetch = None if stored is None else held.enter_context(stored.files())
-        search, number, problems = _found(ctx, stored, op)
-        return _load_first(ctx, engine, search, number, problems, fetch, op)
+    seen: set[Place] = set()
+    with ctx.recorder.operation("load", contiguous=True) as op:
+        while True:
+            with contextlib.ExitStack() as held:
+                fetch = None if stored is None else held.enter_context(stored.files())
+                search, number, problems = _found(ctx, stored, op)
+                seen |= search.places
+                try:
+                    return _load_first(ctx, engine, search, number, problems, fetch, op)
+                except _NoneLeftError as none:
+                    if not _are_more(ctx, stored, seen, op):
+                        raise none.error from None
+            if ctx.control.rank == 0:
+                logger.warning("--load %s: other checkpoints were saved there meanwhile; trying these", options.load)
+
+
+class _NoneLeftError(Exception):
+    """None of the checkpoints that were listed could be loaded; `error` says why."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _are_more(ctx: RunContext, stored: StoredCheckpoints | None, seen: set[Place], op: Operation) -> bool:
+    """Whether --load holds checkpoints by now that rank 0 has not `seen`; collective.
+
+    A job that saves there with --keep-last removes the older ones, perhaps all that a load has listed.
+    """
+    more = False
+    if ctx.control.rank == 0:
+        with op.span("discover"), contextlib.suppress(ObjectStoreError):
+            more = not _search(ctx, stored).places <= seen
+    with op.span("barrier"):
+        return ctx.control.broadcast(more)
+
+
+def _search(ctx: RunContext, stored: StoredCheckpoints | None) -> commit.Search | LookedAt:
+    options = ctx.config.checkpoint
+    if stored is not None:
+        return LookedAt(*stored.discover(options.load_tag))
+    return search_directory(Path(options.load or ""), options.load_tag)
 
 
 def _found(
     ctx: RunContext, stored: StoredCheckpoints | None, op: Operation
 ) -> tuple[commit.Search | LookedAt, int, list[str]]:
     """The checkpoints of --load, on rank 0; on all, their number and what is wrong with others."""
-    options = ctx.config.checkpoint
     found: commit.Search | LookedAt = LookedAt([], [])
 
     def find() -> tuple[int, list[str]]:
         nonlocal found
         with op.span("discover"):
-            if ctx.control.rank == 0 and stored is not None:
-                found = LookedAt(*stored.discover(options.load_tag))
-            elif ctx.control.rank == 0:
-                found = search_directory(Path(options.load or ""), options.load_tag)
+            if ctx.control.rank == 0:
+                found = _search(ctx, stored)
         return found.number, found.problems
 
     if stored is not None:  # which may refuse
@@ -113,7 +149,8 @@ def _load_first(
 ) -> Progress | None:
     """Restore the first of the `number` checkpoints of rank 0's `search` that is whole; collective.
 
-    `fetch` brings the files of a candidate to the node, where that is needed. Returns, and raises, as load_newest.
+    `fetch` brings the files of a candidate to the node, where that is needed. Returns, and raises, as load_newest, but
+    _NoneLeftError where each of them has a problem.
     """
     options = ctx.config.checkpoint
     load_dir = options.load or ""
@@ -157,7 +194,7 @@ def _load_first(
                 reader.close()
             reader.end_loads()
     if problems:
-        raise _none_can_be_used(load_dir, problems, half_applied)
+        raise _NoneLeftError(_none_can_be_used(load_dir, problems, half_applied))
     if options.load_tag is not None:
         raise CheckpointNotFoundError(f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}")
     return None

@@ -260,6 +260,8 @@ class CheckpointWriter:
             op.end(f"{type(exc).__name__}: {exc}")
             raise
         op.end()
+        if self.superseded is not None:  # since this save was committed
+            raise self.superseded
         return save
 
     def _save_in_background(
@@ -395,11 +397,10 @@ class CheckpointWriter:
         decision = self._decide(save, gathered) if gathered is not None else None
         pruned = self._prune(save) if gathered is not None and decision is None else Pruned()
         with save.op.span("barrier", blocking=self._blocking):
-            decision, begun = self._control.broadcast((decision, pruned.begun))
+            decision, begun, superseded = self._control.broadcast((decision, pruned.begun, self.superseded))
         if decision is not None and gathered is not None:  # after the broadcast, so that the others do not wait for it
             save.directory.discard(save.tag, save.attempt, save.temporary)
-        if isinstance(decision, SaveDirectorySupersededError):
-            self.superseded = decision
+        self.superseded = decision if isinstance(decision, SaveDirectorySupersededError) else superseded
         if decision is None:
             self.engine.settle()
             self._remove_old(save, [file.name for file in saved], pruned, begun)
@@ -453,8 +454,9 @@ class CheckpointWriter:
         try:
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 pruned = directory.prune(save.step, self._known, fsync)
-        except SaveDirectorySupersededError:
-            return Pruned()  # the next save reports it and ends the run
+        except SaveDirectorySupersededError as superseded:  # since the commit, which holds
+            self.superseded = superseded
+            return Pruned()
         except (OSError, ObjectStoreError) as exc:
             pruned = Pruned(problem=str(exc))
         except Exception:  # any error: the other ranks wait for the commit
@@ -489,7 +491,7 @@ class CheckpointWriter:
                 self._judge(pruned.to_look_at, gathered)
                 pruned = self._prune(save)
             with save.op.span("barrier", blocking=self._blocking):
-                begun = control.broadcast(pruned.begun)
+                begun, self.superseded = control.broadcast((pruned.begun, self.superseded))
         if begun or save.on_storage:
             self._removals.begin(Removal(begun, mine, *self._names_of(save), save.op))
 

@@ -80,17 +80,19 @@ def remove_files(directory: Path, names: Iterable[str]) -> None:
 def files_in(directory: Path) -> list[str]:
     """The names, within `directory`, of what is in it and is no directory; links are listed, and not followed.
 
-    A `directory` that is a link has none. Raises OSError if it, or a folder in it, cannot be listed.
+    A `directory` that is a link has none. What others remove meanwhile may be missing. Raises OSError if the directory,
+    or a folder in it, cannot be listed: FileNotFoundError if the directory itself is not there.
     """
 
     def fail(error: OSError) -> None:
-        raise error
+        if not isinstance(error, FileNotFoundError):
+            raise error
 
     found = []
     # With descriptors, as shutil.rmtree: between its look and its listing nobody can put a link there.
     for folder, directories, files, fd in os.fwalk(directory, onerror=fail):
         relative = os.path.relpath(folder, directory)
-        links = [name for name in directories if stat.S_ISLNK(os.lstat(name, dir_fd=fd).st_mode)]
+        links = [name for name in directories if _is_link(name, fd)]
         found += [os.path.normpath(os.path.join(relative, name)) for name in (*files, *links)]
     return found
 
@@ -103,6 +105,13 @@ def _opened_folder(top: int, folder: str) -> Iterator[int]:
         for part in folder.split("/") if folder else ():
             fd = held.enter_context(opened_directory(part, within=fd))
         yield fd
+
+
+def _is_link(name: str, within: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(name, dir_fd=within).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _with_those_above(folder: str) -> Iterator[str]:

@@ -448,7 +448,7 @@ def _check_latest(checkpoint: CheckpointConfig, load: str) -> None:
 def _tags(load: str) -> list[str]:
     """Names of the directories in `load` that could be checkpoints."""
     try:
-        names = sorted(entry.name for entry in os.scandir(load) if entry.is_dir())
+        names = sorted(entry.name for entry in os.scandir(load) if os.path.isdir(entry.path))  # no link in a circle
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -463,23 +463,28 @@ def check_writable(flag: str, directory: str, *, sync: bool = True) -> None:
 
     Raises: ConfigError naming flag, directory and the operating system's reason.
     """
-    probe = os.path.join(directory, f".write_probe_{os.urandom(8).hex()}")
     try:
         os.makedirs(directory, exist_ok=True)
-        try:
-            with open(probe, "wb") as stream:
-                stream.write(bytes(_PROBE_BYTES))
-                stream.flush()
-                if sync:
-                    os.fsync(stream.fileno())
-        finally:
-            if os.path.exists(probe):
-                os.remove(probe)
+        with os.fdopen(_open_probe(directory), "wb") as stream:
+            stream.write(bytes(_PROBE_BYTES))
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
     except OSError as error:
         raise ConfigError(
             f"{flag} {directory}: cannot be written to: {error.strerror}; "
             "give another directory, free space, or change its permissions"
         ) from error
+
+
+def _open_probe(directory: str) -> int:
+    """A descriptor of a new file without a name, which is gone however this process ends."""
+    with contextlib.suppress(OSError):  # network file systems have no O_TMPFILE; other reasons come again below
+        return os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    probe = os.path.join(directory, f".write_probe_{os.urandom(8).hex()}")
+    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.unlink(probe)
+    return fd
 
 
 def _file_size(flag: str, path: str, hint: str = "") -> int:

@@ -106,6 +106,7 @@ def pretrain(
         trainer = _set_up(config, beginning, vocabulary, providers)
         _train_to_the_last_commit(trainer)
         _shut_down(trainer)
+        beginning.check_still_owner()
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         beginning.recorder.close()
         exit_with(error, rank)
@@ -169,6 +170,20 @@ class _Start:
         if self.later_start and control.rank == 0:
             logger.info("%s", passed_over(options))
         return self.config
+
+    def check_still_owner(self) -> None:
+        """At the end: raises SaveDirectorySupersededError if a later launch has taken --save since the last save.
+
+        That launch goes on from what it found there, perhaps without the last checkpoint of this one.
+        """
+        from megatron.fileio.store_errors import ObjectStoreError
+
+        if self.ownership is None:
+            return
+        try:
+            self.ownership.check()
+        except (OSError, ObjectStoreError) as error:
+            logger.warning("--save: whether another launch has taken it over could not be found out: %s", error)
 
     def wait_and_begin(self, load_ahead: Callable[[], object] | None) -> None:
         """In a standby rank that is set up: wait for the release, then begin. `load_ahead`: with --standby-load."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +53,10 @@ def save(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def resume(launcher: Launcher, save: Path, *flags: str) -> Run:
+def resume(launcher: Launcher, save: Path, *flags: str, **options: Any) -> Run:
     trace = str(launcher.directory / "trace")
     argv = [*MODEL, *TRAINING, "--load", str(save), "--restart-trace-dir", trace, *flags]
-    return launcher.run(TWO, *argv, launcher=True)
+    return launcher.run(TWO, *argv, launcher=True, **options)
 
 
 def loaded_steps(launcher: Launcher) -> list[int]:
@@ -297,3 +298,19 @@ def test_live_tensors_that_damage_was_read_into_are_none_the_worse(launcher: Lau
     assert over.ok, over.output[-4000:]
     again = losses(launcher.directory / "trace")
     assert sorted(again) == [1, 2, 3] and again == whole
+
+
+def test_a_load_beside_a_job_that_prunes_lists_again(launcher: Launcher, save: Path, tmp_path: Path) -> None:
+    """All that it has listed is gone when it comes to load; newer checkpoints are there."""
+    others = tmp_path / "others"
+    others.mkdir()
+    for step in range(1, STEPS + 1):
+        directory = save / f"global_step{step}"
+        if step >= STEPS - 1:
+            directory.rename(others / directory.name)
+    (save / "latest").unlink()
+    script = Path(__file__).with_name("scripts") / "pruned_while_loading.py"
+    done = resume(launcher, save, script=str(script), env={"OTHERS": str(others)})
+    assert done.ok, done.output[-6000:]
+    assert loaded_steps(launcher) == [STEPS, STEPS]
+    assert "other checkpoints were saved there meanwhile" in done.output

@@ -156,3 +156,13 @@ def test_two_keepers(tmp_path: Path, dataset: list[str]) -> None:
     steps = sorted(int(tag.removeprefix("global_step")) for tag in committed(save))
     assert [found.step for found in candidates] == steps[:-3:-1]
     assert [path.name for path in save.glob(".incomplete_*")] == []
+
+
+def test_a_launch_that_is_superseded_after_its_last_save_says_so(tmp_path: Path, dataset: list[str]) -> None:
+    """Its checkpoint is there, and the later launch may not have seen it."""
+    script = Path(__file__).with_name("scripts") / "superseded_at_the_end.py"
+    with job(tmp_path / "save", dataset, [sys.executable, str(script)], "--exit-interval", "2") as launch:
+        assert launch.process.wait(PATIENCE_S) == 2
+        (error,) = launch.errors()
+        assert "has superseded this one" in error
+    assert_nothing_is_lost(tmp_path / "save")

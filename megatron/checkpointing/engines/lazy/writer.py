@@ -216,10 +216,17 @@ class LazySave(PendingSave):
             self._fail(exc)
         finally:
             if file is not None:
-                file.close()
+                self._close(file)
             self._give_back_all(blocks)
             if self._stream is not None:
                 self._stream.close()
+
+    def _close(self, file: SaveTarget) -> None:
+        """A network file system may tell only here that it could not write."""
+        try:
+            file.close()
+        except BaseException as exc:  # raised by `wait`
+            self._fail(exc)
 
     def _check_complete(self) -> None:
         """Raises RuntimeError if a block is missing, so that a bug cannot lead to an incomplete checkpoint."""

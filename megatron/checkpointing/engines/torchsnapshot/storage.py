@@ -90,22 +90,23 @@ class WritingStorage(_Storage):
                 crc = crc32(view)
         fd = -1
         try:
-            with self._span("flush", "write", file) as span:
-                make_directory(path.parent)
-                fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-                position = 0
-                while position < len(view):
-                    position += write_some(fd, view[position:])
-                span.bytes = len(view)
-            if self._options.fsync:
-                with self._span("flush", "fsync", file) as span:
-                    sync_file(fd)
+            try:
+                with self._span("flush", "write", file) as span:
+                    make_directory(path.parent)
+                    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+                    position = 0
+                    while position < len(view):
+                        position += write_some(fd, view[position:])
                     span.bytes = len(view)
+                if self._options.fsync:
+                    with self._span("flush", "fsync", file) as span:
+                        sync_file(fd)
+                        span.bytes = len(view)
+            finally:
+                if fd >= 0:
+                    os.close(fd)  # which may fail: a network file system may write only then
         except OSError as exc:
             raise with_name(exc, path) from None
-        finally:
-            if fd >= 0:
-                os.close(fd)
         self.saved.append(SavedFile(file, len(view), checksum_text(crc), (self._root.name,)))
 
     @contextlib.contextmanager

@@ -485,3 +485,26 @@ def test_a_job_that_saves_while_another_looks(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(commit, "directories_in", then_pruned)
     assert found(tmp_path) == ["global_step15", "global_step5"]
+
+
+@pytest.mark.parametrize("target", ["global_step9", "absent"])
+def test_a_link_that_cannot_be_followed_is_named_and_hides_no_other(tmp_path: Path, target: str) -> None:
+    committed(tmp_path, 5)
+    for name in ("global_step9", "notes"):
+        (tmp_path / name).symlink_to(tmp_path / (target if name == "global_step9" else name))
+    candidates, problems = commit.discover(tmp_path, None)
+    assert [candidate.tag for candidate in candidates] == ["global_step5"]
+    assert len(problems) == 1 and problems[0].startswith(f"{tmp_path / 'global_step9'}: cannot be followed: ")
+    assert prune(tmp_path, 1, 5) == []
+
+
+def test_the_manifest_of_another_checkpoint_is_called_so(tmp_path: Path) -> None:
+    """Else its files would be damaged: they are not what that manifest says."""
+    committed(tmp_path, 4)
+    committed(tmp_path, 6, content=bytes(200))
+    shutil.copy(tmp_path / "global_step4" / "manifest.json", tmp_path / "global_step6" / "manifest.json")
+    candidates, problems = commit.discover(tmp_path, None)
+    assert [candidate.directory.name for candidate in candidates] == ["global_step4"]
+    manifest = tmp_path / "global_step6" / "manifest.json"
+    why = "is the manifest of global_step4, not of global_step6: restore that, or rename the directory"
+    assert problems[0] == f"{manifest}: cannot be used: {why}"

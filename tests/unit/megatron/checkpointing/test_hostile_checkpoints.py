@@ -328,5 +328,6 @@ def test_directory_that_is_a_link(tmp_path: Path) -> None:
     linked = tmp_path / "global_step2" / "parts"
     assert problems == [f"global_step2: {linked} is a link that leads out of the checkpoint"]
     os.rename(tmp_path / "global_step2", tmp_path / "moved")
-    (tmp_path / "global_step2").symlink_to("global_step1")  # the checkpoint itself may lie elsewhere
-    assert "global_step2" in discovered(tmp_path)[0]
+    (tmp_path / "global_step1").rename(tmp_path / "archive")
+    (tmp_path / "global_step1").symlink_to("archive")  # the checkpoint itself may lie elsewhere
+    assert "global_step1" in discovered(tmp_path)[0]

@@ -169,10 +169,10 @@ def test_a_superseded_launch_commits_nothing(tmp_path: Path) -> None:
         mine.release()
 
 
-def test_a_prune_that_finds_a_successor_leaves_the_message_to_the_next_save(
+def test_a_launch_that_is_superseded_while_it_publishes_ends_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was just committed is committed; the run ends with one message, not two."""
+    """What was just committed is committed. There may be no later save that would tell."""
     (tmp_path / ".incomplete_global_step1_g0_1").mkdir()
     held = claim(tmp_path)
     successors: list[Ownership] = []
@@ -185,7 +185,8 @@ def test_a_prune_that_finds_a_successor_leaves_the_message_to_the_next_save(
 
     monkeypatch.setattr(commit, "publish", publish_and_lose)
     writer = writer_of()
-    writer.save(SaveDirectory(tmp_path, held), 5, lambda: STATE)
+    with pytest.raises(SaveDirectorySupersededError, match="generation 2"):
+        writer.save(SaveDirectory(tmp_path, held), 5, lambda: STATE)
     assert caplog.messages == [] and tags(tmp_path) == ["global_step5"]
     assert (tmp_path / ".incomplete_global_step1_g0_1").is_dir()  # for the successor to remove
     with pytest.raises(SaveDirectorySupersededError):

@@ -73,3 +73,24 @@ def test_nothing_but_a_directory_passes_for_one(tmp_path: Path, precious: Path, 
     with pytest.raises(NotADirectoryError, match=f"{why}: remove it, or rename it: '{path}'"):
         no_links.make_directory(path)
     assert untouched(precious) and not os.path.exists(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("looked", ["lstat", "stat"])
+def test_a_folder_that_others_remove_meanwhile_is_not_the_directory_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: str
+) -> None:
+    for name in ("one/a.pt", "two/a.pt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    call = getattr(os, looked)
+
+    def then_gone(path: str, **where: object) -> os.stat_result:
+        if path == "one" and (tmp_path / "one").exists():
+            monkeypatch.undo()
+            no_links.remove_files(tmp_path, ["one/a.pt"])
+        return call(path, **where)
+
+    monkeypatch.setattr(os, looked, then_gone)
+    assert no_links.files_in(tmp_path) == ["two/a.pt"]
+    with pytest.raises(FileNotFoundError):
+        no_links.files_in(tmp_path / "absent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -399,6 +400,35 @@ def test_load_from_a_file(tmp_path: Path) -> None:
 def test_writable_directory_is_created_and_left_empty(tmp_path: Path) -> None:
     check_writable("--save", str(tmp_path / "a" / "b"))
     assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_kill_amid_the_check_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool) -> None:
+    """Network file systems have no files without names."""
+    there: list[list[Path]] = []
+    fsync, open_ = os.fsync, os.open
+
+    def watched(fd: int) -> None:
+        there.append(list(tmp_path.iterdir()))
+        fsync(fd)
+
+    def refuses(path: str, flags: int, *mode: int, **where: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
+        return open_(path, flags, *mode, **where)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    if not nameless:
+        monkeypatch.setattr(os, "open", refuses)
+    check_writable("--save", str(tmp_path))
+    assert there == [[]]
+
+
+def test_a_link_in_a_circle_is_no_reason_to_refuse_a_start(tmp_path: Path) -> None:
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "manifest.json").write_text("{}")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    check_load(CheckpointConfig(load=str(tmp_path)))
 
 
 def test_directory_that_even_root_cannot_write(tmp_path: Path) -> None:
