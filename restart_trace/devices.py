@@ -32,6 +32,15 @@ def built_accelerator() -> str | None:
     return None if found is None else found.type
 
 
+def available_accelerator() -> str | None:
+    """The device type that torch can compute on here; None: CPUs alone. torch must be imported.
+
+    Calls the driver: a process that forks users of the device asks in a child.
+    """
+    found = built_accelerator()
+    return found if found is not None and sys.modules["torch"].get_device_module(found).is_available() else None
+
+
 def accelerator_in_use() -> str | None:
     """The device type that this process has initialised in torch, as a rank that computes on it has; None if none.
 

@@ -1,4 +1,4 @@
-"""Copies off a CUDA device on a stream of their own, and how long the device took for them.
+"""Copies off a device on a stream of their own, and how long the device took for them.
 
 What the host spends on such a copy is the time to queue it. What the device spends is between two events that it
 records on the stream, before and after: cudaEventElapsedTime, with a resolution of about half a microsecond.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron.fileio.device_waits import Completion, EventWaiter
+from megatron.fileio.device_waits import Completion, EventWaiter, sleeping_event
 from megatron.fileio.host_buffers import Buffer
-from megatron.fileio.pinned_memory import CudaPins, Pins
+from megatron.fileio.pinned_memory import Pins, pins_of
 
 _BUS_REPEATS = 5
 
@@ -25,7 +25,7 @@ _BUS_REPEATS = 5
 class Copies:
     """What was queued on a stream between two events."""
 
-    begin: Any  # torch.cuda.Event with timing
+    begin: Any  # an event with timing, as `sleeping_event` makes it
     end: Any
     completion: Completion  # of `end`
 
@@ -39,18 +39,19 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.pins: Pins = CudaPins(device)  # for the memory that is copied to
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self.pins: Pins = pins_of(device)  # for the memory that is copied to
+        self._of_devices = torch.get_device_module(device)
+        self._stream = self._of_devices.Stream(device)
+        self._stream.wait_stream(self._of_devices.current_stream(device))
         self._waiter: EventWaiter | None = None
 
     def event(self) -> Any:
         """An event after what is queued so far."""
-        return self._stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
+        return self._stream.record_event(sleeping_event(self._device, timing=True))
 
     def queueing(self) -> AbstractContextManager[Any]:
         """Copies of the body are queued on this stream."""
-        return torch.cuda.stream(self._stream)
+        return self._of_devices.stream(self._stream)
 
     def copied_since(self, begin: Any) -> Copies:
         """What was queued since `begin`, an event of this stream."""
@@ -92,5 +93,5 @@ class CopyStream:
 
 def side_stream(tensors: Iterable[torch.Tensor]) -> CopyStream | None:
     """A stream for copies of these tensors to the host; None if all are there."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
     return None if device is None else CopyStream(device)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from restart_trace.clock import now_ns
 from restart_trace.device_threads import device_thread
 
@@ -79,6 +81,16 @@ class EventWaiter:
             except BaseException as exc:  # raised by Completion.wait
                 error = exc
             completion.end(error)
+
+
+def sleeping_event(device: Any, *, timing: bool = False) -> Any:
+    """An event of `device`, not recorded yet, whose `synchronize` sleeps where the device can do that.
+
+    torch.Event takes no notice of `blocking` (torch 2.6 to 2.14), so that it is the class of the device's own module.
+    `timing`: whether it can tell the time that passed between it and another.
+    """
+    sleeps = {"blocking": True} if device.type == "cuda" else {}  # torch.xpu.Event has no such argument
+    return torch.get_device_module(device).Event(enable_timing=timing, **sleeps)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Host memory between storage and tensors: aligned for direct I/O, pinned for CUDA, used again and again."""
+"""Host memory between storage and tensors: aligned for direct I/O, pinned for devices, used again and again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.fileio.device_waits import sleeping_event
 from megatron.fileio.direct_files import ALIGNMENT, aligned_memory
-from megatron.fileio.pinned_memory import CudaPins, Pins, pinned_memory
+from megatron.fileio.pinned_memory import Pins, pinned_memory, pins_of
 
 
 class Buffer:
@@ -55,20 +56,20 @@ class StagingBuffers:
             for index, buffer in enumerate(self._free):
                 if len(buffer.array) == size:
                     return self._free.pop(index)
-        return new_buffer(size, CudaPins(device))
+        return new_buffer(size, pins_of(device))
 
 
 STAGING_BUFFERS = StagingBuffers()
 
 
 class Staging:
-    """The buffers of one reading thread: one; for CUDA two in turn, one read into while the other's bytes move on.
+    """The buffers of one reading thread: one; for a device two in turn, one read into while the other's bytes move on.
 
     They are taken when they are first needed.
     """
 
     def __init__(self, block_bytes: int, device: torch.device, after: Any = None) -> None:
-        """`device`: where the bytes go; copies to a CUDA device follow the event `after` there."""
+        """`device`: where the bytes go; copies to a device follow the event `after` there."""
         self._block_bytes = block_bytes
         self._device = device
         self._after = after
@@ -90,9 +91,9 @@ class Staging:
         if self._stream is None:
             begin()
             return
-        with torch.cuda.stream(self._stream):
+        with torch.get_device_module(self._device).stream(self._stream):
             begin()
-        self._events[self._turn] = self._stream.record_event(torch.cuda.Event(blocking=True))
+        self._events[self._turn] = self._stream.record_event(sleeping_event(self._device))
 
     def finish(self) -> None:
         """Return when everything has arrived, and give the buffers back."""
@@ -103,14 +104,14 @@ class Staging:
         self._buffers = []
 
     def _take(self) -> None:
-        on_cuda = self._device.type == "cuda"
-        if on_cuda:
+        on_device = self._device.type != "cpu"
+        if on_device:
             self._buffers = [STAGING_BUFFERS.take(self._block_bytes, self._device) for _ in range(2)]
         else:
             self._buffers = [new_buffer(self._block_bytes, None)]
         self._events = [None] * len(self._buffers)
-        if on_cuda:
-            self._stream = torch.cuda.Stream(self._device)
+        if on_device:
+            self._stream = torch.get_device_module(self._device).Stream(self._device)
             self._stream.wait_event(self._after)  # the host waits for nothing
 
     def _wait(self, turn: int) -> None:

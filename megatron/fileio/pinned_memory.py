@@ -1,4 +1,4 @@
-"""Host memory that a CUDA device copies to and from by itself: touched, then pinned, in few large pieces.
+"""Host memory that a device copies to and from by itself: touched, then pinned, in few large pieces.
 
 Pinning 15.7 GB takes seconds, most of them for touching its pages, and each pinned allocation takes a lock of the
 driver. So what saves and loads need is made once, while a process starts: `PinnedAhead` does it in a thread of its own.
@@ -10,6 +10,8 @@ memory up to a power of two.
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import mmap
 import resource
 import threading
@@ -18,12 +20,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.host_memory import available_memory
 from restart_trace.clock import now_ns
 from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
 
 PIECE = 1 << 30  # bytes
 _TOUCHED_AT_ONCE = 64 << 20  # bytes, between two looks at whether to stop
@@ -84,6 +89,31 @@ class CudaPins:
             name = ctypes.c_char_p()
             self._driver.cuGetErrorName(code, ctypes.byref(name))
             raise PinningError((name.value or b"unknown error").decode() + f" ({code})")
+
+
+class NoPins:
+    """For devices other than CUDA's, whose drivers copy through memory of their own: nothing is pinned."""
+
+    def pin(self, address: int, num_bytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+
+def pins_of(device: torch.device) -> Pins:
+    """What pins memory for copies from and to `device`, which has an index.
+
+    The first time it warns if memory for this type of device stays unpinned: copies are slower then, and the thread
+    that queues one waits for it. Raises PinningError.
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        return CudaPins(device)
+    _warn_of_no_pins("ROCm" if device.type == "cuda" else device.type)
+    return NoPins()
+
+
+@functools.cache
+def _warn_of_no_pins(kind: str) -> None:
+    logger.warning("host memory is pinned for CUDA devices alone: copies from and to %s devices are slower", kind)
 
 
 def pinned_memory(num_bytes: int, pins: Pins) -> np.ndarray[Any, Any]:

@@ -99,8 +99,8 @@ def read_ranges(
     DamagedFileError if a file is shorter than it was, or OSError; then the targets may hold anything.
     """
     queued: Any = None
-    if targets.device.type == "cuda":  # what is still to be done to them, such as filling them
-        queued = torch.cuda.current_stream(targets.device).record_event()
+    if targets.device.type != "cpu":  # what is still to be done to them, such as filling them
+        queued = torch.get_device_module(targets.device).current_stream(targets.device).record_event()
     return _Pool(extents, files, targets, queued).run(threads, label, op)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.launch.plan import Plan
 from restart_trace.clock import now_ns
-from restart_trace.devices import built_accelerator
+from restart_trace.devices import available_accelerator, built_accelerator
 from restart_trace.startup import Preload
 
 
@@ -34,7 +34,7 @@ def preload(plan: Plan, started_ns: int) -> Preload:
         import torch
     if "DS_ACCELERATOR" not in os.environ:
         kind = built_accelerator()
-        there = kind is not None and _in_a_child(torch.get_device_module(kind).is_available)
+        there = kind is not None and _in_a_child(lambda: available_accelerator() is not None)
         os.environ["DS_ACCELERATOR"] = kind if kind is not None and there else "cpu"
     local_size = str(plan.nproc_per_node)
     # DeepSpeed and Triton look for devices as they are imported: where none is visible, torch does not ask the driver.

@@ -19,7 +19,7 @@ from megatron.startup.communicators import Communicators
 from megatron.startup.determinism import make_deterministic
 from megatron.startup.rendezvous import init_method, look_up_master
 from restart_trace.clock import now_ns
-from restart_trace.devices import built_accelerator, device_index
+from restart_trace.devices import available_accelerator, device_index
 from restart_trace.startup import Interruptions, Startup
 from restart_trace.under_way import RANKS, UnderWay
 
@@ -47,11 +47,9 @@ def prepare_environment() -> None:
     Asks the driver for devices, unless DS_ACCELERATOR is set: in a process that forks ranks it has to be.
     """
     if "DS_ACCELERATOR" not in os.environ:
-        import torch
+        import torch  # noqa: F401 - asked next
 
-        kind = built_accelerator()
-        there = kind is not None and torch.get_device_module(kind).is_available()
-        os.environ["DS_ACCELERATOR"] = kind if kind is not None and there else "cpu"
+        os.environ["DS_ACCELERATOR"] = available_accelerator() or "cpu"
     # DeepSpeed's CPU accelerator counts the ranks of this host by LOCAL_SIZE
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):

@@ -88,12 +88,12 @@ def build_checkpointer(
 def prepare_memory(
     checkpointer: Checkpointer, runtime: Runtime, parameters: int, available: int, op: Operation
 ) -> None:
-    """Begin to pin host memory if the state is on a CUDA device; nothing waits for it before the first save.
+    """Begin to pin host memory if the state is on a device; nothing waits for it before the first save.
 
     `parameters`: number of this rank's; `available`: bytes of host memory that were free before any rank did this.
     """
     config = checkpointer.context.config
-    if runtime.device.type != "cuda" or (config.checkpoint.save is None and config.checkpoint.load is None):
+    if runtime.device.type == "cpu" or (config.checkpoint.save is None and config.checkpoint.load is None):
         return
     saved = 0
     if config.checkpoint.save is not None:
@@ -106,7 +106,7 @@ def memory_is_ready(checkpointer: Checkpointer, device: Any) -> bool:
 
     Raises ConfigError on all ranks if one has none.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return True
     context, pending = checkpointer.context, "not ready"
     told = None

@@ -188,19 +188,36 @@ def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
     assert re.findall(r"^- (.*)$", needed, re.MULTILINE) == list(NEEDS_TWO_DEVICES)
 
 
-def test_docs_name_every_module_that_uses_cuda() -> None:
-    uses = re.compile(
-        r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
-        r"|torch\.(accelerator|Stream|Event)\b|get_device_module|built_accelerator|accelerator_in_use"
-        r"|\"DS_ACCELERATOR\"\] [!=]=|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
-    )
-    found = {
+def modules_with(pattern: str) -> set[str]:
+    uses = re.compile(pattern)
+    return {
         str(path.relative_to(ROOT))
         for folder in ("megatron", "restart_trace", "tools")
         for path in (ROOT / folder).rglob("*.py")
         if uses.search(path.read_text())
     }
+
+
+CUDA_ALONE = (
+    r"torch\.cuda\b|torch\.backends\.cuda|\blibcuda|\"nccl\"|\"cuda\"|\bis_cuda\b|pynvml|nvidia-smi|CUDA_VISIBLE_DEVICES"
+    r"|\bCUBLAS_|\b(TORCH_)?NCCL_[A-Z]"
+)
+
+
+def test_docs_name_every_module_that_uses_cuda() -> None:
+    found = modules_with(
+        r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
+        r"|torch\.(accelerator|Stream|Event)\b|get_device_module|(built|available)_accelerator|accelerator_in_use"
+        r"|\"DS_ACCELERATOR\"\] [!=]=|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
+    )
     assert found == {name for row in rows_of("Where the code uses CUDA") for name in row[0].split()}
+
+
+def test_docs_list_what_is_cudas_alone() -> None:
+    """What has a name for any accelerator is called by that, so that ROCm and XPU are no port."""
+    rows = rows_of("What is CUDA's alone")
+    listed = {name for row in rows for name in row[1].split() if name.endswith(".py")}
+    assert modules_with(CUDA_ALONE) == listed
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.control_plane import ControlPlane, control_planes
 from megatron.parallel.topology import Layout
+from restart_trace.devices import available_accelerator
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder, untraced_operation
 
@@ -148,9 +149,10 @@ def joined(task: Task) -> Iterator[RankContext]:
     dist.init_process_group("gloo", store=store, rank=process, world_size=world_size, timeout=_TIMEOUT)
     control, commit_control = control_planes(store, process, world_size, 2, _TIMEOUT.total_seconds())
     _tell_deepspeed()
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, kind = torch.device("cpu"), available_accelerator()
+    if kind is not None:
+        device = torch.device(kind, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device)
     rank = request.share.ranks[process]
     layout = Layout(*request.share.layout)
     identity = RankIdentity(process, world_size, local_rank, layout.coordinates(rank), request.share.layout)
@@ -180,10 +182,6 @@ def joined(task: Task) -> Iterator[RankContext]:
     control.close()
     commit_control.close()
     dist.destroy_process_group()
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() > 0
 
 
 def _store(task: Task, process: int, world_size: int) -> Store:

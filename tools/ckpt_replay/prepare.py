@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
+from restart_trace.devices import available_accelerator
 
 from .plan import (
     CONNECTOR,
@@ -96,14 +97,12 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
 
 def _problem_of_memory(name: str, request: Request) -> str | None:
     """Why saves in host memory cannot be replayed here; None if they can."""
-    import torch
+    import torch  # noqa: F401 - asked below
 
     if request.in_object_storage:
         return f"engine {name}: saves go to host memory, not to a bucket; give it a --dir of a file system"
-    if torch.cuda.is_available():
-        return (
-            f"engine {name}: slots are inherited by forked processes, and CUDA does not survive a fork; hide the GPUs"
-        )
+    if available_accelerator() is not None:
+        return f"engine {name}: slots are inherited by forked processes, which cannot use devices; hide the GPUs"
     if name == MEMORY_PEER and request.options["checksum"] == "none":
         return f"engine {name}: copies must be verifiable; drop --checksum none"
     return None

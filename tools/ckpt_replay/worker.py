@@ -6,7 +6,7 @@ Reads one JSON object per line from its standard input: `what` ("prepare" or "ta
 with {"failed": process or null, "code"} when all have ended; if one fails, the others are killed. A forked process
 inherits the imports of this process, and otherwise starts with fresh memory.
 
-With CUDA, which does not survive a fork, each process is a new interpreter instead: `... worker WHAT PATH PROCESS`.
+With devices, which do not survive a fork, each process is a new interpreter instead: `... worker WHAT PATH PROCESS`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.processes.parent_process import end_with_parent
+from restart_trace.devices import available_accelerator
 
 from .plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
 
@@ -77,12 +78,10 @@ class _Server:
         from megatron.startup.initialize import import_heavy
 
         import_heavy()
-        import torch
-
         # Imports of all tasks, so that no forked process takes time or memory for them.
         from . import loading, saving, storage  # noqa: F401
 
-        self._forks = not torch.cuda.is_available()
+        self._forks = available_accelerator() is None
         gc.collect()
         gc.freeze()
         for line in sys.stdin:

@@ -51,7 +51,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, readin
 from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text, crc32
-from megatron.fileio.device_waits import DeviceDeadline
+from megatron.fileio.device_waits import DeviceDeadline, sleeping_event
 from megatron.fileio.files import sync_file
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.timed_files import TimedReader, Timeline
@@ -208,7 +208,7 @@ class _Part:
 
     def _wait_for_devices(self, deadline: DeviceDeadline, phase: str, what: str) -> None:
         for device in {tensor.device for tensor in self.staged if tensor.device.type != "cpu"}:
-            done = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+            done = torch.get_device_module(device).current_stream(device).record_event(sleeping_event(device))
             deadline.wait_in(done.synchronize, phase, f"{what} of {self.path.name}")
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
-from megatron.fileio.pinned_memory import CudaPins, pinned_memory
+from megatron.fileio.pinned_memory import pinned_memory, pins_of
+from restart_trace.devices import accelerator_in_use
 
 
 class Arena:
@@ -41,6 +42,7 @@ class Arena:
 
 def _host_memory(size: int) -> np.ndarray[Any, Any]:
     size = max(align_up(size), ALIGNMENT)
-    if torch.cuda.is_available():
-        return pinned_memory(size, CudaPins(torch.device("cuda", torch.cuda.current_device())))
+    kind = accelerator_in_use()
+    if kind is not None:
+        return pinned_memory(size, pins_of(torch.device(kind, torch.accelerator.current_device_index())))
     return np.frombuffer(aligned_memory(size), dtype=np.uint8)

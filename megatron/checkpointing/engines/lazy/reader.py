@@ -120,7 +120,7 @@ def _tensors_to_fill(
             found[item.path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
         elif _fits(live.get(entry.name), entry):
             found[item.path, entry.name] = live[entry.name]
-    device = next((t.device for t in found.values() if t.device.type == "cuda"), torch.device("cpu"))
+    device = next((t.device for t in found.values() if t.device.type != "cpu"), torch.device("cpu"))
     for item, entry in entries:
         if entry.placement is not None and (item.path, entry.name) not in found:
             start = item.contents.data_start + entry.start
