@@ -1,4 +1,4 @@
-"""Which threads are started without the rank's device selected, read off the source, and why each of them may be."""
+"""Which threads are started without the device of the rank, why each of them may be, and what no thread may ask."""
 
 from __future__ import annotations
 
@@ -130,3 +130,14 @@ timer = threading.Timer(1, print)
     assert threads_without_a_device(source) == [
         "A.plain", "A.pool", "A.other_initializer", "A.loops_own", "B.__init__", "(module)"
     ]  # fmt: skip
+
+
+def test_no_event_of_a_device_is_asked_whether_it_has_happened() -> None:
+    """torch holds the interpreter's lock in `query`: see megatron/fileio/device_waits.py."""
+    asking = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in _sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "query"
+    ]
+    assert not asking

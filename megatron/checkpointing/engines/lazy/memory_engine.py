@@ -33,7 +33,7 @@ from megatron.checkpointing.engines.lazy.slot_save import SlotMemory, SlotSave, 
 from megatron.config.errors import ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
-from megatron.fileio.pinned_memory import PinningError, why_pinning_failed
+from megatron.fileio.pinned_memory import why_pinning_failed
 from megatron.peers.client import Peer, Sent, fetch, own_peer, send_copies
 from megatron.peers.traffic import own_step_times
 from megatron.peers.wire import Key, PeerError
@@ -108,9 +108,9 @@ class MemoryEngine(LazyEngine):
         for memory in self._memories:
             if memory.slot.record() is None:
                 memory.reserve(align_up(num_bytes))
-        if self._stream is not None:
+        if self._stream is not None and self._startup is not None:
             for memory in self._memories:
-                memory.pins = self._stream.pins
+                memory.use_pins(self._stream.pins, self._startup)
             self._pinning = device_thread(self._pin_slots, name="host-memory")
             self._pinning.start()
 
@@ -132,13 +132,12 @@ class MemoryEngine(LazyEngine):
         super().wait_for_memory()
 
     def _pin_slots(self) -> None:
-        assert self._startup is not None
         wanted, pinned = sum(self.slot_bytes), 0
         try:
             for memory in self._memories:
-                memory.pin_ahead(self._startup)
+                memory.pin_ahead()
                 pinned += memory.slot.num_bytes
-        except PinningError as exc:  # raised by `memory_is_ready`
+        except Exception as exc:  # raised by `memory_is_ready`
             self._slots_not_pinned = why_pinning_failed(exc, pinned, wanted)
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:

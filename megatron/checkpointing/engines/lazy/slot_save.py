@@ -47,10 +47,11 @@ class SlotMemory:
         self.slot = slot
         self.piece_bytes = piece_bytes
         self.abandoned = False  # a device may still write into it
-        self.pins: Pins | None = None  # set once, for all saves to come
         self.array: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
+        self._pins: Pins | None = None
+        self._startup: Operation | None = None
         self._pinned: PinnedMapping | None = None
-        self._lock = threading.Lock()  # protects the two above: a thread pins ahead of the first save
+        self._lock = threading.Lock()  # held while the slot is mapped and pinned
 
     def reserve(self, num_bytes: int) -> None:
         """Grow the slot to at least `num_bytes`. It must not be sealed.
@@ -65,30 +66,35 @@ class SlotMemory:
             raise OSError(errno.ENOMEM, f"{growth / 2**30:.2f} GiB more are needed and {free / 2**30:.2f} GiB are free")
         self.slot.resize(num_bytes)
 
-    def pin_ahead(self, op: Operation) -> None:
-        """Map and pin what the slot has, beside training. `op`: the start-up, which may have ended.
+    def use_pins(self, pins: Pins, startup: Operation) -> None:
+        """From now on the slot is pinned. `startup`: gets the spans; it may have ended by then."""
+        self._pins, self._startup = pins, startup
 
-        Raises PinningError.
-        """
+    def pin_ahead(self) -> None:
+        """Map and pin what the slot has, on a thread beside training. Raises PinningError."""
         with self._lock:
             began = now_ns()
             for num_bytes in self._map(align_up(self.slot.num_bytes)):
                 ended = now_ns()
-                op.add("host_memory", "pin", began, ended, num_bytes=num_bytes, blocking=False)
+                self._add("pin", began, ended, num_bytes)
                 began = ended
 
+    def _add(self, detail: str, began: int, ended: int, num_bytes: int | None) -> None:
+        if self._startup is not None:
+            self._startup.add("host_memory", detail, began, ended, num_bytes=num_bytes, blocking=False)
+
     def _map(self, num_bytes: int) -> Iterator[int]:
-        """Map at least that many bytes of the slot, and pin them if there are `pins`: yields the bytes of each piece.
+        """Map at least that many bytes of the slot, and pin them if that is asked: yields the bytes of each piece.
 
         The caller holds the lock.
         """
         if len(self.array) < num_bytes:
             self.array = np.frombuffer(mmap.mmap(self.slot.data, num_bytes), dtype=np.uint8)
             self._pinned = None
-        if self.pins is None or not num_bytes:
+        if self._pins is None or not num_bytes:
             return
         if self._pinned is None:
-            self._pinned = PinnedMapping(self.array, self.pins, self.piece_bytes)
+            self._pinned = PinnedMapping(self.array, self._pins, self.piece_bytes)
         yield from self._pinned.pin(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
@@ -99,7 +105,10 @@ class SlotMemory:
         """
         size = align_up(num_bytes)
         self.slot.unseal()
+        began, waits = now_ns(), self._lock.locked()
         with self._lock:
+            if waits:
+                self._add("wait", began, now_ns(), None)
             present = align_up(self.slot.num_bytes)
             try:
                 self.reserve(size)
