@@ -40,6 +40,10 @@ class Decision(NamedTuple):
 
 _ORDER = "training continues at sample {sample} of the new order: some samples may be trained on twice, others never"
 
+# Of a checkpoint that does not know the content of its files.
+_UNLESS_MOVED = "unless these are the same files at another path, "
+_UNLESS_SAME_TOKENIZER = "unless this is the same tokenizer at another path, "
+
 # What another value means -> the settings that it holds for.
 _MEANINGS: dict[Kind, dict[str, str]] = {
     Kind.REFUSED: {
@@ -82,15 +86,16 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "training continues at sample {sample}, none is repeated or skipped, with the batch of the new ramp":
             "rampup_batch_size",
         f"samples are shuffled anew, so {_ORDER}": "seed",
-        f"unless these are the same files at another path, {_ORDER}":
+        f"{_UNLESS_MOVED}{_ORDER}":
             "data_path train_data_path train_doc_idx_path train_sample_idx_path train_shuffle_idx_path",
-        "unless these are the same files at another path, evaluation losses before and after come from different data "
+        f"{_UNLESS_MOVED}evaluation losses before and after come from different data "
         "and cannot be compared":
             "valid_data_path test_data_path",
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
         "validation or test": "split",
-        "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another path, tokens "
-        "and weights no longer match": "tokenizer_type tokenizer_model vocab_file merge_file vocab_size",
+        "the weights know tokens by the old tokenizer's ids: "
+        f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match":
+            "tokenizer_type tokenizer_model vocab_file merge_file vocab_size",
     },
     Kind.NO_EFFECT: {
         "no effect: all weights come from the checkpoint": "init_method_std",
@@ -188,10 +193,12 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
             continue
         if not (_matters(name, saved) and _matters(name, mine)) or (name in _OF_OPTIMIZER_STATE and mine.no_load_optim):
             continue
-        old, new = getattr(saved, name), getattr(mine, name)
-        if _comparable(name, old) != _comparable(name, new):
+        difference = _difference(name, spec, saved, mine)
+        if difference is not None:
             meaning = decision.meaning.format(sample=saved.consumed_train_samples)
-            lines.append(f"{_difference(name, spec, old, new)}: {meaning}")
+            if _contents(name, saved, mine):  # then the files are others for certain
+                meaning = meaning.replace(_UNLESS_MOVED, "").replace(_UNLESS_SAME_TOKENIZER, "")
+            lines.append(f"{difference}: {meaning}")
     return lines
 
 
@@ -212,24 +219,58 @@ def _matters(name: str, args: argparse.Namespace) -> bool:
         return True
 
 
-def _comparable(name: str, value: Any) -> Any:
-    """`value` so that two spellings of the same are equal."""
+def _contents(name: str, saved: argparse.Namespace, mine: argparse.Namespace) -> tuple[list[str], list[str]] | None:
+    """The identities of the files that the setting names, then and now (megatron.checkpointing.input_files).
+
+    None unless both are known. Those of a checkpoint may be of any type, and as many as it likes.
+    """
+    known = [getattr(args, "input_contents", None) for args in (saved, mine)]
+    then, now = (each.get(name) if isinstance(each, dict) else None for each in known)
+    if not (isinstance(then, list) and isinstance(now, list)):
+        return None
+    return (then, now) if [len(then), len(now)] == [_files_named(name, args) for args in (saved, mine)] else None
+
+
+def _files_named(name: str, args: argparse.Namespace) -> int:
+    """How many files the setting names; of a blend, pairs of a weight and a path count once."""
+    value = getattr(args, name)
+    if not name.endswith("data_path"):
+        return 1 if value else 0
+    try:
+        return len(parse_blend(flag_name(name), tuple(value or ()))) if value else 0
+    except (ConfigError, TypeError):
+        return -1
+
+
+def _comparable(name: str, value: Any, contents: list[str] | None) -> Any:
+    """`value` so that two spellings of the same are equal; with `contents`, those of its files stand for the paths."""
     if value is None or value == [] or value == ():
         return None
     try:
         if name == "split":
             return parse_split(str(value))
         if name.endswith("data_path"):
-            return parse_blend(flag_name(name), tuple(value))
+            blend = parse_blend(flag_name(name), tuple(value))
+            paths = [path for _, path in blend] if contents is None else contents
+            return [(weight, path) for (weight, _), path in zip(blend, paths, strict=True)]
     except ConfigError:  # what an older program or upstream took
         return value
+    if contents is not None:
+        return contents
     return tuple(value) if isinstance(value, list) else value
 
 
-def _difference(name: str, spec: FlagSpec | None, old: Any, new: Any) -> str:
+def _difference(name: str, spec: FlagSpec | None, saved: argparse.Namespace, mine: argparse.Namespace) -> str | None:
+    """How the setting differs; None if it is the same. Of files their content counts, where it is known."""
+    old, new = getattr(saved, name), getattr(mine, name)
+    then, now = _contents(name, saved, mine) or (None, None)
+    if _comparable(name, old, then) == _comparable(name, new, now):
+        return None
     flag = spec.names[0] if spec else flag_name(name)
     if spec is not None and spec.const is not None:
         return f"{flag} " + ("is given, and was not" if new == spec.const else "is not given, and was")
+    if _shown(old) == _shown(new):
+        return f"{flag} {_shown(new)} has another content than before"
     return f"{flag} {_shown(old)} -> {_shown(new)}"
 
 

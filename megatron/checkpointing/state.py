@@ -21,6 +21,7 @@ from megatron.checkpointing.adam import convert_adam_state
 from megatron.checkpointing.changed_flags import changes
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.input_files import input_contents
 from megatron.checkpointing.naming import RankPlace
 from megatron.checkpointing.shard_metadata import add_placements, layer_modules
 from megatron.config import Config, ModelConfig
@@ -118,6 +119,7 @@ def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progres
     args.consumed_valid_samples = progress.consumed_valid_samples
     args.consumed_train_tokens = progress.consumed_train_samples * config.model.seq_length
     args.indexed_samples = progress.indexed_samples
+    args.input_contents = input_contents(config.data)
     return {
         "args": args,
         "checkpoint_version": 3.0,
@@ -207,7 +209,9 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
     """
     options = config.checkpoint
     if config.parallel.rank == 0:
-        for line in changes(common["args"], namespace_from_config(config)):
+        mine = namespace_from_config(config)
+        mine.input_contents = input_contents(config.data)
+        for line in changes(common["args"], mine):
             logger.warning("changed on resume: %s", line)
     if options.finetune:
         return Progress()

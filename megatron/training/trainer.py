@@ -353,6 +353,7 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.first_start import first_start
+    from megatron.checkpointing.input_files import input_contents
     from megatron.checkpointing.naming import layer_file
     from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
@@ -404,6 +405,8 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     with startup.phase("engine_init"):
         check_free_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
+        if config.checkpoint.save is not None and runtime.coordinates.dp == 0:
+            input_contents(config.data)  # read here, not within the first save
         data = build_data_iterators(providers.datasets, config, runtime, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard if a flag asks for it

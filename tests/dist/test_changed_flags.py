@@ -174,3 +174,32 @@ def test_loss_scale(launcher: Launcher) -> None:
     assert (shard["loss_scaler"].cur_scale, shard["loss_scaler"].dynamic, shard["dynamic_loss_scale"]) == (
         8, False, False,
     )  # fmt: skip
+
+
+def copied(dataset: list[str], directory: Path) -> list[str]:
+    """The fixture's flags with copies of the dataset and the tokenizer in `directory`."""
+    flags = list(dataset)
+    for flag, endings in (("--data-path", (".bin", ".idx")), ("--tokenizer-model", ("",))):
+        at = flags.index(flag) + 1
+        for ending in endings:
+            shutil.copy(flags[at] + ending, directory / (Path(flags[at]).name + ending))
+        flags[at] = str(directory / Path(flags[at]).name)
+    return flags
+
+
+def test_content_of_files_and_not_their_paths_is_compared(zygote: Zygote, dataset: list[str], tmp_path: Path) -> None:
+    """A dataset and a tokenizer that were moved are the same; one that is made again in its place is another."""
+    save, old, new = (tmp_path / name for name in ("save", "old", "new"))
+    for directory in (old, new):
+        directory.mkdir()
+    at_old, at_new = copied(dataset, old), copied(dataset, new)
+    first = Launcher(zygote, at_old, tmp_path)
+    first.train(SINGLE, *RUN, *saving(save, 2)[:-1], "--exit-interval", "2")
+    moved = Launcher(zygote, at_new, tmp_path).train(SINGLE, *RUN, "--load", save, "--exit-interval", "3")
+    assert told(moved.output) == []
+    prefix = old / Path(at_old[1]).name
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[:64] = content[64:128]  # other tokens of the same lengths
+    Path(f"{prefix}.bin").write_bytes(content)
+    (line,) = told(first.train(SINGLE, *RUN, "--load", save, "--exit-interval", "3").output)
+    assert line.startswith(f"--data-path {prefix} has another content than before: training continues at sample 8 of")

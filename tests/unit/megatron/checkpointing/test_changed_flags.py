@@ -14,6 +14,8 @@ from megatron.checkpointing.changed_flags import DECISIONS, Kind, changes, check
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.input_files import input_contents
+from megatron.config import DataConfig
 from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
 from megatron.config.flags import spec_of
 from restart_trace.recorder import untraced_operation
@@ -129,6 +131,47 @@ def test_blends() -> None:
     assert [line.split(":")[0] for line in lines] == [
         "--data-path 1 /d/a 1 /d/b -> (none)", "--train-data-path (none) -> /d/a", "--valid-data-path (none) -> /d/v",
     ]  # fmt: skip
+
+
+def with_contents(contents: Any, data: str = DATA, consumed: int | None = None) -> argparse.Namespace:
+    args = settings(RESUME if consumed is None else "", data, consumed)
+    args.input_contents = contents
+    return args
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "mine", "line"),
+    [
+        (["a", "b"], ["a", "b"], " --data-path 1 /moved/a 1 /moved/b", None),
+        (["a", "b"], ["b", "a"], DATA, "--data-path 1 /d/a 1 /d/b has another content than before: training continues"),
+        (["a", "b"], ["a", "c"], " --data-path 1 /d/a 1 /d/c", "--data-path 1 /d/a 1 /d/b -> 1 /d/a 1 /d/c: training "),
+        (["a", "b"], ["a", "b"], " --data-path 3 /d/a 1 /d/b", "--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: training "),
+        (["a"], ["a", "b"], " --data-path 1 /d/a 1 /d/c", "--data-path 1 /d/a 1 /d/b -> 1 /d/a 1 /d/c: unless these "),
+    ],
+)
+def test_content_counts_where_it_is_known(then: list[str], now: list[str], mine: str, line: str | None) -> None:
+    lines = changes(with_contents({"data_path": then}, consumed=40), with_contents({"data_path": now}, mine))
+    assert [told[: len(line or "")] for told in lines] == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize("hostile", [None, 7, [], {"data_path": "ab"}, {"data_path": [[], {}]}])
+def test_contents_of_a_checkpoint_may_be_anything(hostile: Any) -> None:
+    changes(with_contents(hostile, consumed=40), with_contents({"data_path": ["a", "b"]}))
+
+
+def test_the_contents_of_all_files_of_a_run(tmp_path: Path) -> None:
+    for name in ("a.idx", "a.bin", "b.idx", "b.bin", "vocab.json", "merges.txt"):
+        (tmp_path / name).write_text(name)
+    paths = {name: str(tmp_path / name) for name in ("a", "b", "vocab.json", "merges.txt")}
+    data = DataConfig(
+        train_data_path=("1", paths["a"], "2", paths["b"]), valid_data_path=(paths["b"],),
+        tokenizer_type="GPT2BPETokenizer", vocab_file=paths["vocab.json"], merge_file=paths["merges.txt"],
+    )  # fmt: skip
+    found = input_contents(data)
+    assert list(found) == ["train_data_path", "valid_data_path", "vocab_file", "merge_file"]
+    assert found["train_data_path"][1:] == found["valid_data_path"] and len(set(sum(found.values(), []))) == 4
+    without = dataclasses.replace(data, vocab_file=str(tmp_path / "gone"))
+    assert input_contents(without).keys() == found.keys() - {"vocab_file"}
 
 
 def upstream_args() -> argparse.Namespace:
