@@ -85,3 +85,25 @@ def test_the_environment_of_another_checkout_is_left_as_it_is(other_exists: bool
     belongs = f"VENV_DIR={venv} is the environment of the checkout {other}; give this one ({REPOSITORY}) a directory"
     assert (belongs in done.stderr) is other_exists, done.stderr
     assert ("PYTHON=/no/python is not a working" in done.stderr) is not other_exists, done.stderr
+
+
+def test_another_version_of_torch_takes_the_place_of_the_pinned_one(tmp_path: Path) -> None:
+    """With the other pins as they are; the environment is then out of date for another version, and for none."""
+    venv, pins = tmp_path / "venv", tmp_path / "pins"
+    python = venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # pip keeps the constraints that it gets, and installs nothing; compileall and others do nothing.
+    python.write_text(
+        "#!/bin/bash\n[[ $3 == install ]] || exit 0\n"
+        f'for word in "$@"; do [[ $last != -c ]] || cat "$word" >{pins}; last=$word; done\n'
+    )
+    python.chmod(0o755)
+    settings = {"VENV_DIR": str(venv), "TORCH_VARIANT": "cuda"}
+    done = run_script("setup_env.sh", tmp_path, **settings, TORCH_VERSION="2.14.1")
+    assert done.returncode == 0, done.stderr
+    pinned = (REPOSITORY / "constraints.txt").read_text()
+    assert pins.read_text() == re.sub(r"(?m)^torch==.*$", "torch==2.14.1", pinned) != pinned
+    assert run_script("setup_env.sh", tmp_path, **settings, TORCH_VERSION="2.14.1").stderr == ""
+    for other in ({"TORCH_VERSION": "2.14.0"}, {}):
+        pins.unlink()
+        assert "ready: " in run_script("setup_env.sh", tmp_path, **settings, **other).stderr and pins.exists()

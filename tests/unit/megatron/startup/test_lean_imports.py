@@ -118,3 +118,20 @@ def test_switched_off_by_its_variable_and_torch_compile_put_back() -> None:
     print("fine")
     """
     assert run(code, MEGATRON_FULL_IMPORTS="1").endswith("fine\n")
+
+
+def test_deepspeeds_op_for_shared_memory_is_off_and_no_other() -> None:
+    """It would be compiled for half a minute, and leave files in /dev/shm."""
+    code = """
+        import os
+        from megatron.startup.initialize import import_heavy
+        import_heavy()
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        assert deepspeed.comm.comm.cdb.shm_comm_op is None
+        assert get_accelerator().create_op_builder("CPUAdamBuilder").NAME == "cpu_adam"
+        assert "__compatible_ops__" not in vars(deepspeed.ops)
+        print("PASSED")
+    """
+    assert run(code).splitlines()[-1] == "PASSED"
