@@ -6,6 +6,8 @@
 #   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
 #   SEQUENCE_PARALLEL=1|0                          with --sequence-parallel, or without; 70b has it
 #   DTYPE=bf16|fp16|fp32                           data type of the weights in training
+#   RECOMPUTE=auto|none|selective|full DEVICE_GB   activations recomputed in the backward pass; auto: as few as the memory of
+#                                                  a device, of DEVICE_GB (80), allows by ckpt_plan's estimate
 #   DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE
 #                                                  the data; random tokens are generated if DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
@@ -97,13 +99,17 @@ load_settings() {
     [[ $MODE != replay ]] || RUNS_ON_CPU=1
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
-    : "${DTYPE:=bf16}"
+    : "${DTYPE:=bf16}" "${RECOMPUTE:=auto}"
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
     check_launcher_settings
     WORLD_SIZE=$((TP * PP * DP))
     settle_device
     settle_nodes # early: what is refused from here on is told to the other nodes, whose number is known
     [[ $DTYPE =~ ^(bf16|fp16|fp32)$ ]] || die "DTYPE=$DTYPE: use bf16, fp16 or fp32"
+    [[ $RECOMPUTE =~ ^(auto|none|selective|full)$ ]] || die "RECOMPUTE=$RECOMPUTE: use auto, none, selective or full"
+    [[ -z ${DEVICE_GB:-} || $RECOMPUTE$DEVICE == autocuda ]] ||
+        die "DEVICE_GB=$DEVICE_GB: has an effect only with RECOMPUTE=auto on GPUs; leave it out"
+    : "${DEVICE_GB:=80}"
     [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
@@ -182,7 +188,6 @@ build_training_args() {
         --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
         --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 1
         "${dtype[@]}" --deepspeed --zero-stage 1
-        --checkpoint-activations --deepspeed-activation-checkpointing
         --data-path "${data[@]}" --data-impl mmap --split 949,50,1 --num-workers 0
         "${TOKENIZER_ARGS[@]}"
         --log-interval 1 --eval-interval 1000 --eval-iters 0
@@ -190,6 +195,38 @@ build_training_args() {
         --checkpoint-engine "$ENGINE" --restart-trace-dir "$TRACE_DIR"
         "${extra[@]}"
     )
+}
+
+# Adds the flags of RECOMPUTE to TRAINING_ARGS. Sets RECOMPUTED to the mode, and RECOMPUTED_WHY. auto: as few activations are
+# recomputed as the memory of a device allows, which ckpt_plan estimates, and none on CPUs; flags in EXTRA_ARGS decide instead.
+add_recomputation() {
+    RECOMPUTED=$RECOMPUTE RECOMPUTED_WHY=RECOMPUTE=$RECOMPUTE
+    if [[ $RECOMPUTE == auto ]]; then
+        choose_recomputation
+    fi
+    case $RECOMPUTED in
+    selective) TRAINING_ARGS+=(--recompute-granularity selective) ;;
+    full) TRAINING_ARGS+=(--checkpoint-activations --deepspeed-activation-checkpointing) ;;
+    esac
+}
+
+tell_recomputation() { say "recomputed activations: $RECOMPUTED ($RECOMPUTED_WHY)"; }
+
+# Sets RECOMPUTED and RECOMPUTED_WHY. Wrong flags are left to check_flags and check_run, which refuse them.
+choose_recomputation() {
+    local found
+    RECOMPUTED=full
+    if [[ " ${EXTRA_ARGS:-} " =~ \ --(checkpoint-activations|recompute-|activations-checkpoint-) ]]; then
+        RECOMPUTED=none RECOMPUTED_WHY="by RECOMPUTE; EXTRA_ARGS says what is"
+    elif [[ $DEVICE == cpu ]]; then
+        RECOMPUTED=none RECOMPUTED_WHY="on CPUs"
+    elif ! has_environment; then
+        RECOMPUTED_WHY="memory is not estimated: there is no $(python_path) yet; RECOMPUTE=none or selective recomputes less"
+    elif ! found=$(run_tool megatron_restart_tools.ckpt_plan --dp "$DP" --recompute-on "$DEVICE_GB" -- "${TRAINING_ARGS[@]}" 2>&1); then
+        RECOMPUTED_WHY="memory is not estimated: ${found##*$'\n'}"
+    else
+        RECOMPUTED=${found%%:*} RECOMPUTED_WHY="the fullest device holds ${found#*: }"
+    fi
 }
 
 # Sets LAUNCH_ENV: variables that every rank needs in its environment, as NAME=VALUE.
@@ -251,7 +288,7 @@ show_needs() {
 
 # Sets PLANNED, the options of tools.ckpt_plan that say what this launch is.
 build_planned() {
-    PLANNED=(--model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" --ranks-per-host "$GPUS_PER_NODE")
+    PLANNED=(--model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" --recompute "$RECOMPUTED" --ranks-per-host "$GPUS_PER_NODE")
     [[ $LAUNCHER == fork ]] && fork_coordinates || PLANNED+=(--no-coordinator)
 }
 
@@ -337,7 +374,12 @@ train() {
     load_settings "$@"
     check_launch_settings
     build_training_args
-    (($# == 3)) || TRAINING_ARGS=("${@:4}")
+    if (($# == 3)); then
+        add_recomputation
+        tell_recomputation
+    else
+        TRAINING_ARGS=("${@:4}")
+    fi
     build_launch_env
     [[ -n ${COMMAND_TO:-} ]] || set_launch_id # each launch of a told command gets one of its own
     if [[ -n ${DRY_RUN:-} ]]; then

@@ -101,6 +101,8 @@ kill_and_resume() {
     say "2/4 data"
     prepare_data
     build_training_args
+    add_recomputation
+    tell_recomputation
     check_drill
     say "3/4 training $ITERS iterations on $WORLD_SIZE ranks ($DEVICE), a save every $SAVE_INTERVAL; SIGKILL at $KILL_AT, then again"
     local exact=0
@@ -139,6 +141,8 @@ show_drill() {
     check_shown_nodes
     check_one_command
     build_training_args
+    add_recomputation
+    tell_recomputation
     check_flags
     show_user_env
     build_drill "$1"

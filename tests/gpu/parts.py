@@ -184,7 +184,11 @@ def _machine(setting: Setting) -> list[Step]:
     directory = setting.out / "machine"
     extra = "--restart-trace-nvtx on --restart-trace-probes-interval 0.05 --profile-backward --warmup-kernels"
     training = _training(setting, SMALL, extra, iterations=4)
-    training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(directory / "trace")}
+    training |= {
+        "SAVE_INTERVAL": "2",
+        "TRACE_DIR": str(directory / "trace"),
+        "RECOMPUTE": "full",
+    }  # for --profile-backward
     return [
         Step("machine", _python("tests.gpu.machine", str(directory / "machine.json"))),
         _data(setting, SMALL),

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpointing.engines.registry import builtin_engines
 from megatron.launch.cli import parse_arguments
-from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script
+from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script, split_command
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
 from tools.ckpt_replay.plan import CONNECTOR, RAW
@@ -92,7 +92,8 @@ def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path
     assert (model.seq_length, config.training.micro_batch_size, config.training.train_iters) == (2048, 16, 15)
     assert config.training.global_batch_size == 16 * dp
     assert model.swiglu and model.use_rotary_position_embeddings and model.untie_embeddings_and_output_weights
-    assert model.normalization == "rmsnorm" and not model.add_bias_linear and model.checkpoint_activations
+    assert model.normalization == "rmsnorm" and not model.add_bias_linear
+    assert not model.checkpoint_activations and not model.recomputes_selectively  # all fits into 80 GB
     assert (model.params_dtype, parallel.zero_stage) == ("bf16", 1)
     # NullTokenizer adds the id that ends documents: 50257 as in GPT-2's vocabulary.
     assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 50256)
@@ -114,6 +115,29 @@ def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> N
     assert again[0].environment["RESTART_TRACE_LAUNCH_ID"] not in {
         command.environment["RESTART_TRACE_LAUNCH_ID"] for command in commands
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "reason"),
+    [
+        ({}, "selective", "with none, 56.1 GB with selective; 80% of 80 GB may be used"),
+        ({"MICRO_BATCH": "8"}, "none", "with none; 80% of 80 GB may be used"),
+        ({"DEVICE_GB": "48"}, "full", "with full; 80% of 48 GB may be used"),
+        ({"DEVICE_GB": "24"}, "full", "with full: more than 80% of 24 GB even so; lower the micro batch"),
+        ({"RECOMPUTE": "none"}, "none", "RECOMPUTE=none"),
+        ({"RECOMPUTE": "full"}, "full", "RECOMPUTE=full"),
+        ({"EXTRA_ARGS": "--recompute-activations"}, "selective", "by RECOMPUTE; EXTRA_ARGS says what is"),
+    ],
+)
+def test_activations_are_recomputed_as_far_as_memory_requires(
+    settings: dict[str, str], expected: str, reason: str, tmp_path: Path
+) -> None:
+    done = run_script("run_1b_tp1_pp1.sh", tmp_path, DRY_RUN="1", GPUS_PER_NODE="1", **settings)
+    assert done.returncode == 0, done.stderr
+    model = configuration(split_command(done.stdout.splitlines()[0]), 1).model
+    assert (model.checkpoint_activations, model.recomputes_selectively) == (expected == "full", expected == "selective")
+    shown = re.findall(r"recomputed activations: (\w+) \((.*)\)", done.stderr)
+    assert [mode for mode, _ in shown] == ["none" if reason.startswith("by") else expected] and reason in shown[0][1]
 
 
 def test_settings_reach_the_command_line(tmp_path: Path) -> None:
@@ -368,6 +392,10 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
             {"BLOCKED_TARGET": "5"},
             "BLOCKED_TARGET=5 DURABLE_TARGET=: are used only by DRY_RUN=plan",
         ),
+        ("run_7b_tp4_pp2.sh", {"RECOMPUTE": "some"}, "RECOMPUTE=some: use auto, none, selective or full"),
+        ("run_7b_tp4_pp2.sh", {"RECOMPUTE": "full", "DEVICE_GB": "40"}, "DEVICE_GB=40: has an effect only with RECOMP"),
+        ("run_7b_tp4_pp2.sh", {"DEVICE_GB": "40.5"}, "DEVICE_GB=40.5: give a whole number"),
+        (TINY, {"DEVICE_GB": "40"}, "DEVICE_GB=40: has an effect only with RECOMPUTE=auto on GPUs"),
         ("run_7b_tp4_pp2.sh", {"KILL_AT": "3"}, "KILL_AT=3: MODE=train injects no fault; use MODE=restart"),
         ("run_7b_tp4_pp2.sh", {"KILL_AT": "3", "MODE": "replay"}, "KILL_AT=3: MODE=replay injects no fault"),
         ("run_7b_tp4_pp2.sh", {"COMMAND_TO": "/c", "MODE": "replay"}, "COMMAND_TO: MODE=replay trains nothing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import os
 import resource
@@ -54,6 +55,8 @@ examples:
       totals and ranks only, for another engine
   %(prog)s --model 70b --tp 8 --pp 8 --engine lazy --summary --run -- --save /scratch/70b --keep-last 2
       with the space and the throughput that the storage must have
+  %(prog)s --model 1b --recompute-on 80
+      whether activations must be recomputed on devices of 80 GB, and which
   %(prog)s --model 3b --tp 4 --pp 1 -- --save /scratch/run --no-save-optim
       flags of pretrain_gpt.py after -- override the preset's
   %(prog)s --dp 2 -- --num-layers 4 --hidden-size 64 ...
@@ -106,6 +109,18 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--device-facts", type=Path, metavar="FILE", help="with --step-time: JSON with facts of devices"
     )
+    parser.add_argument(
+        "--recompute",
+        choices=("auto", "none", "selective", "full"),
+        help="with --model, unless flags say it: activations that are recomputed, as RECOMPUTE of the scripts "
+        "(default: auto, for 80 GB)",
+    )
+    parser.add_argument(
+        "--recompute-on",
+        type=int,
+        metavar="GB",
+        help="only print which activations to recompute on devices with so much memory, and why; without torch",
+    )
     for name, default, what in _RUN_NUMBERS:
         parser.add_argument(
             f"--{name}",
@@ -134,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _answer_step_time(planned, arguments)
         elif arguments.host_memory:
             status = _answer_host_memory(planned, arguments)
+        elif arguments.recompute_on is not None:
+            status = _answer_recomputation(planned, arguments)
         elif importlib.util.find_spec("torch") is None:
             status = _answer_without_torch(planned, arguments)
         else:
@@ -150,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     """Raises ConfigError, before torch is imported, for an impossible model or layout."""
-    from .presets import config_for, config_from_flags
+    from .presets import config_from_flags
+    from .recomputation import preset_for
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
         raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")
@@ -172,7 +190,10 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     if arguments.model is not None:
         sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
         flags = ["--zero-stage", str(arguments.zero), *flags]
-        return config_for(arguments.model, *sizes, arguments.dp, arguments.vocab_size, flags=flags)
+        recompute = arguments.recompute or ("none" if arguments.recompute_on else "auto")
+        return preset_for(arguments.model, *sizes, arguments.dp, arguments.vocab_size, flags=flags, recompute=recompute)
+    if arguments.recompute is not None:
+        raise ConfigError(f"--recompute {arguments.recompute}: is for --model; give flags of pretrain_gpt.py after --")
     if not given:
         raise ConfigError(
             f"--model is missing: give one of {', '.join(preset_names())}, or flags of pretrain_gpt.py after --"
@@ -299,6 +320,21 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     ranks = int(_run_number(arguments, "ranks-per-host"))
     found = host_memory(planned, ranks, coordinator=not arguments.no_coordinator)
     write_stdout(to_json(found) if arguments.format == "json" else render(found))
+    return OK
+
+
+def _answer_recomputation(planned: Planned, arguments: argparse.Namespace) -> int:
+    """Print the mode and the reason. Raises ConfigError for a flag that it excludes."""
+    from .recomputation import choose
+
+    if arguments.recompute_on < 1:
+        raise ConfigError(f"--recompute-on {arguments.recompute_on}: must be at least 1")
+    for name in ("iteration", "upstream", "compare_listing", "summary", "run"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: not printed with --recompute-on; drop one of the two")
+    choice = choose(planned, arguments.recompute_on * 10**9)
+    found = {"mode": choice.mode, "bytes_by_mode": choice.by_mode, "reason": choice.reason}
+    write_stdout(json.dumps(found) + "\n" if arguments.format == "json" else f"{choice.mode}: {choice.reason}\n")
     return OK
 
 

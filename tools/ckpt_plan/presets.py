@@ -61,7 +61,8 @@ def config_for(
     """(configuration of rank 0, layout, (vocabulary size, vocabulary size padded for TP)) of a preset.
 
     `vocab_size`: of the tokenizer, before padding; None: of the preset's own tokenizer. `flags` follow the preset's
-    flags and override them, as EXTRA_ARGS does. Raises ConfigError naming flag, value and fix.
+    flags and override them, as EXTRA_ARGS does; without them no activations are recomputed
+    (recomputation.preset_for chooses). Raises ConfigError naming flag, value and fix.
     """
     _check_preset(model)
     for flag, value in (("--tp", tp), ("--pp", pp), ("--dp", dp), ("--vocab-size", vocab_size)):

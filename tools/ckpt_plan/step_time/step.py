@@ -16,20 +16,19 @@ from megatron.model.flops import flops_of_batch
 from megatron.parallel.topology import Layout
 
 from ..presets import Planned
+from ..recomputation import MODES, USABLE, fullest_device_bytes, mode_of, with_mode
 from ..tensors import plan_tensors, stage_bounds
 from .devices import DeviceFacts
 from .fusion import fused
 from .layers import BLOCK, EMBEDDING, HEAD, NORM, LayerPasses, count_layers
 from .optimizer import each_micro_batch_bytes, each_step_bytes
 from .passes import Pass
-from .recomputation import MODES, fullest_device_bytes, mode_of, with_mode
 from .timing import collective_seconds, seconds_of
 
 PARTS: tuple[str, ...] = (
     "matrix_products", "attention", "memory_passes", "tensor_parallel", "recomputation", "launches",
     "gradient_accumulation", "pipeline_sends", "pipeline_bubble", "optimizer", "data_parallel",
 )  # fmt: skip
-USABLE = 0.8  # of a device's memory: buffers, workspaces and fragmentation are not in the estimate
 _GRADIENT_BYTES = 4  # bf16: they are accumulated and reduced in fp32
 _WEIGHT_BYTES = 2
 

@@ -140,7 +140,7 @@ def test_the_largest_preset_by_hand() -> None:
 
     That is 16 KiB over 8 ranks, among which --sequence-parallel splits it.
     """
-    config, _, (_, padded) = config_for("70b", 8, 8)
+    config, _, (_, padded) = config_for("70b", 8, 8, flags=["--checkpoint-activations"])
     tokens = config.training.micro_batch_size * config.model.seq_length
     flight = in_flight(config, 0)
     expected = tokens * (flight * 11 * 2048 + layer_bytes(config.model, 8, sequence_parallel=True))

@@ -21,12 +21,12 @@ from megatron.model.flops import flops_of_batch
 from tests.unit.script_helpers import ROOT
 from tools.ckpt_plan.cli import main
 from tools.ckpt_plan.presets import Planned, config_for, config_from_flags
+from tools.ckpt_plan.recomputation import MODES, mode_of, with_mode
 from tools.ckpt_plan.step_time import devices
 from tools.ckpt_plan.step_time.fusion import fused
 from tools.ckpt_plan.step_time.layers import BLOCK, EMBEDDING, HEAD, NORM, LayerPasses, count_layers
 from tools.ckpt_plan.step_time.optimizer import each_micro_batch_bytes, each_step_bytes
 from tools.ckpt_plan.step_time.passes import CudaKernels, Pass, PassRecorder
-from tools.ckpt_plan.step_time.recomputation import MODES, mode_of, with_mode
 from tools.ckpt_plan.step_time.step import PARTS, StepTime, step_time
 from tools.ckpt_plan.step_time.timing import collective_seconds, pass_seconds, seconds_of
 
