@@ -1,7 +1,8 @@
 """Directories on the node's own disk for what is on its way, which nobody finds again once its processes have ended.
 
 Each process that uses one holds a shared lock in it, which the kernel gives back however the process ends. So whoever
-gets the lock alone may remove the directory: the last to leave it, or a later launch after a kill.
+gets the lock alone may remove the directory: the last to leave it, or a later launch after a kill. They may lie in a
+directory of the user's (--storage-cache): only those with a name of `new_name` are touched.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -16,6 +18,8 @@ import uuid
 from pathlib import Path
 
 _LOCK = ".lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_GIVEN = re.compile(r"restart_storage_[a-z0-9_]+_[0-9a-f]{32}")
 _YOUNG_S = 60.0  # a directory without a lock is being made, or was left so
 
 
@@ -24,15 +28,20 @@ def default_root() -> Path:
     return Path(tempfile.gettempdir()) / f"restart_storage_{os.getuid()}"
 
 
+def new_name(purpose: str) -> str:
+    """A name that no directory has, for NodeDirectory. `purpose`: lower-case letters, digits and underscores."""
+    return f"restart_storage_{purpose}_{uuid.uuid4().hex}"
+
+
 class NodeDirectory:
-    """The directory `name` in `root`, made if it is not there. Processes that give the same name share it."""
+    """The directory `name`, of `new_name`, in `root`, made if it is not there. All who give one name share it."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.path = root / name
         while True:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                self._fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._fd = os.open(self.path / _LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600)
             except FileNotFoundError:  # removed meanwhile
                 continue
             fcntl.flock(self._fd, fcntl.LOCK_SH)
@@ -53,17 +62,18 @@ class NodeDirectory:
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove the directories in `root` whose processes have all ended."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in list(root.iterdir()):
+    """Remove the directories in `root` that have a name of `new_name` and whose processes have all ended; no link."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        for entry in list(entries):
             with contextlib.suppress(OSError):
-                _remove_if_abandoned(path)
+                if _GIVEN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    _remove_if_abandoned(root / entry.name)
 
 
 def _remove_if_abandoned(path: Path) -> None:
     """Raises OSError if a process is in it."""
     try:
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / _LOCK, _LOCK_FLAGS)
     except FileNotFoundError:
         if time.time() - path.stat().st_mtime > _YOUNG_S:
             shutil.rmtree(path)
@@ -77,6 +87,6 @@ def _remove_if_abandoned(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Under another name first, so that nobody enters it meanwhile."""
-    doomed = path.with_name(f".removed_{uuid.uuid4().hex}")
+    doomed = path.with_name(new_name("removed"))
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -12,7 +12,6 @@ import fcntl
 import functools
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.node_directory import NodeDirectory, default_root
+from megatron.fileio.node_directory import NodeDirectory, default_root, new_name
 from megatron.fileio.object_file import ObjectFile
 from megatron.fileio.object_store import Bucket, ObjectInfo
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
@@ -74,7 +73,7 @@ class StoredCheckpoints:
             judged = [pool.submit(self._judge, *place, found) for place, found in listed.items()]
             latest = reading.result()
             results = [each.result() for each in judged]
-        token = f"load_{uuid.uuid4().hex}"
+        token = new_name("load")
         candidates: list[StoredCandidate] = []
         problems: list[tuple[str, str]] = []  # (tag, what is wrong)
         for (tag, attempt), result in zip(listed, results, strict=True):

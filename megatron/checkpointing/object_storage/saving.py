@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron.checkpointing.object_storage.checkpoints import StoredCandidate, S
 from megatron.checkpointing.object_storage.ownership import ObjectOwnership
 from megatron.checkpointing.removal import Pruned
 from megatron.fileio.checksums import checksum_text
-from megatron.fileio.node_directory import NodeDirectory
+from megatron.fileio.node_directory import NodeDirectory, new_name
 from megatron.fileio.object_store import Bucket, Uploaded
 from megatron.fileio.object_upload import ObjectUpload
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
@@ -48,7 +47,7 @@ class ObjectDirectory:
         self._told: set[str] = set()  # places that were left alone, which was said
         self._surplus = True  # there may be checkpoints of which the tag was saved again
         self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
-        self._spool = NodeDirectory(checkpoints.root, f"save_{uuid.uuid4().hex}_rank_{rank:05d}")
+        self._spool = NodeDirectory(checkpoints.root, new_name(f"save_rank_{rank:05d}"))
         if ownership is not None:
             self._remove_unfinished(ownership.generation)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ DIRECTORY = ".ckpt_analysis_cache"  # beside the logs
 FROM_BYTES = 16 << 20  # smaller logs are read as fast as they would be found
 # A file that changed this recently may change again within one tick of the file system's clock.
 _SETTLED_NS = 1_000_000_000
+_ENTRY = re.compile(r"[0-9a-f]{32}")
+_DRAFT = re.compile(rf"\.{_ENTRY.pattern}\.[0-9]+")
 
 Loaded = tuple[Records, list[Head], list[Problem]]
 
@@ -136,7 +139,7 @@ def _write(draft: Path, files: list[TraceFile], records: Records, heads: list[He
 def _remove_others(path: Path) -> None:
     """Remove entries of the same logs in an earlier state, and drafts that a killed process left a day ago."""
     for other in path.parent.iterdir():
-        is_entry = len(other.name) == len(path.name)
-        is_old_draft = other.name.startswith(".") and other.stat().st_mtime < time.time() - 86_400
+        is_entry = _ENTRY.fullmatch(other.name) is not None
+        is_old_draft = _DRAFT.fullmatch(other.name) is not None and other.lstat().st_mtime < time.time() - 86_400
         if other != path and (is_entry or is_old_draft):
             shutil.rmtree(other, ignore_errors=True)

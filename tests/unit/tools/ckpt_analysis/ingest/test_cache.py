@@ -192,3 +192,16 @@ def _init_for_small(original: Any) -> Any:
         original(self, directory, progress, from_bytes)
 
     return init
+
+
+def test_what_is_no_entry_stays(trace: Path, tmp_path: Path) -> None:
+    """The cache may be a link to a directory in which its user has other things."""
+    place = tmp_path / "place"
+    for name in ("x" * 32, ".git"):
+        (place / name).mkdir(parents=True)
+        (place / name / "file").write_text("mine")
+        os.utime(place / name, (0, 0))
+    (trace / DIRECTORY).symlink_to(place)
+    report(trace)
+    assert len(entries(place)) == 3
+    assert all((place / name / "file").read_text() == "mine" for name in ("x" * 32, ".git"))
