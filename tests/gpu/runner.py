@@ -140,17 +140,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(grace_s)
 
 
-@functools.cache
 def engine_problems(setting: Setting) -> dict[str, str]:
-    """Of all engines of the tier that cannot save here: why; asked once, which takes seconds of imports.
+    """Of all engines of the tier that cannot save here: why. Raises TierError if they cannot even be asked."""
+    problems, error = _asked_engines(setting)
+    if error is not None:
+        raise TierError(error)
+    return problems
 
-    Raises TierError if they cannot even be asked.
-    """
+
+@functools.cache
+def _asked_engines(setting: Setting) -> tuple[dict[str, str], str | None]:
+    """Asked once, which takes seconds of imports: problems, and why there is no answer."""
     done = _asked(setting, _ASK_ENGINES, *ENGINES)
     if done.returncode != 0:
-        raise TierError(f"the engines cannot be imported:\n{done.stderr.strip()[-_LAST_WORDS:]}")
-    problems: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return problems
+        return {}, f"the engines cannot be imported:\n{done.stderr.strip()[-_LAST_WORDS:]}"
+    return json.loads(done.stdout.splitlines()[-1]), None
 
 
 def _asked(setting: Setting, program: str, *words: str) -> subprocess.CompletedProcess[str]:

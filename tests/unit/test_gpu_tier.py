@@ -256,6 +256,17 @@ def test_a_part_ends_with_its_time_and_leaves_no_process(tmp_path: Path) -> None
     assert left_of(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_engines_that_cannot_be_imported_fail_their_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    drill = Step("drill", [sys.executable, "-c", "print(1)"], engines=("lazy",))
+    parts = [Part("drill", 1, "", lambda _: [drill], needs_device=False), part_of("next", "1", needs_device=False)]
+    assert run_parts(parts, setting(tmp_path)) == [FAILED, PASSED]
+    (step,) = json.loads((tmp_path / "out" / "drill" / "part.json").read_text())["steps"]
+    assert step["why"].startswith("the engines cannot be imported:") and "broken" in step["why"]
+
+
 def test_a_part_that_is_interrupted_has_no_outcome(tmp_path: Path) -> None:
     program = (
         "import signal, sys; from pathlib import Path; from tests.gpu.parts import Part, Setting, Step\n"
