@@ -135,8 +135,10 @@ def _spread_lines(documents: list[str], limit: int) -> Iterator[str]:
 
 def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # a killed process of this number may have left one, and a link is not followed
     try:
-        temporary.write_bytes(content)
+        with temporary.open("xb") as file:
+            file.write(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -222,6 +222,8 @@ class Output:
         self.prefix = f"{prefix}_{key}_document"
         self._bin, self._idx = f"{self.prefix}.bin", f"{self.prefix}.idx"
         self._suffix = f".tmp-{os.getpid()}"
+        for path in (self._bin, self._idx):
+            Path(path + self._suffix).unlink(missing_ok=True)  # a link there would be written through
         self.builder = MMapIndexedDatasetBuilder(self._bin + self._suffix, dtype)
 
     def finalize(self) -> None:

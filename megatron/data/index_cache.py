@@ -157,8 +157,9 @@ def _checksum_line(name: str, path: Path) -> str:
 
 def _write_atomically(path: Path, write: Callable[[Any], object]) -> None:
     temporary = path.with_name(f"{path.name}.tmp-{os.uname().nodename}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # a killed process of this number may have left one, and a link is not followed
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             write(file)
         os.replace(temporary, path)
     finally:

@@ -586,5 +586,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def _write_at_once(path: Path, text: str) -> None:
     """Write a file that a reader sees either not at all or complete."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.unlink(missing_ok=True)  # a killed launch may have left one, and a link is not followed
+    with temporary.open("x") as file:
+        file.write(text)
     temporary.rename(path)

@@ -102,7 +102,8 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file that is there as a whole or not at all, whenever the process ends. Raises OSError naming it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        draft.unlink(missing_ok=True)  # a killed process of this number may have left one, and a link is not followed
+        with draft.open("x", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
             file.write("\n")
             file.flush()

@@ -178,6 +178,8 @@ def output_file(path: Path) -> Iterator[Path]:
     is_special = path.exists() and not path.is_file()  # a pipe, /dev/stdout
     draft = path if is_special else path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if not is_special:
+            draft.unlink(missing_ok=True)  # a link there would be written through
         yield draft
         if not is_special:
             draft.replace(path)

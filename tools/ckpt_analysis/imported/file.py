@@ -37,6 +37,7 @@ def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path
             )
         if target.exists() and not force:
             raise CouldNotRunError(f"-o {directory}: holds an imported run already: give another directory or --force")
+        partial.unlink(missing_ok=True)  # a link there would be written through
         partial.write_text(
             json.dumps({"format": FORMAT, "version": VERSION} | asdict(run), indent=1) + "\n", encoding="utf-8"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,3 +187,15 @@ def test_an_agreement_that_lets_an_error_pass_does_not_hide_it(tmp_path: Path) -
     with pytest.raises(IndexedDatasetError, match="no such file"):
         build(data_path=[str(tmp_path / "missing")], agree=seen.append)
     assert len(seen) == 1
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    precious, cache = tmp_path / "precious", tmp_path / "cache"
+    cache.mkdir()
+    precious.write_text("mine")
+    build(data_cache_path=str(cache))
+    for name in cache_files(cache):
+        (cache / name).unlink()
+        (cache / f"{name}.tmp-{os.uname().nodename}-{os.getpid()}").symlink_to(precious)
+    build(data_cache_path=str(cache))
+    assert precious.read_text() == "mine" and len(cache_files(cache)) == 4
