@@ -8,23 +8,23 @@ import torch
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
-from tests.unit.tools.ckpt_plan.test_activations import BATCH, HIDDEN, LLAMA, SEQ, config_of
+from tests.unit.tools.ckpt_plan.test_activations import BATCH, CPU, HIDDEN, LLAMA, SEQ, config_of
 
 SELECTIVE = "--recompute-granularity selective"
 
 
-def gradients(flags: str) -> list[torch.Tensor]:
+def gradients(flags: str, device: torch.device = CPU) -> list[torch.Tensor]:
     """Output of a block, gradient of its input, and gradients of its parameters."""
     config = config_of(flags).model
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    layer = ParallelTransformerLayerPipe(config, Placement(TensorParallelGroup(), dtype, torch.device("cpu")))
+    layer = ParallelTransformerLayerPipe(config, Placement(TensorParallelGroup(), dtype, device))
     for name, module in layer.named_modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters(1, name)  # pyright: ignore[reportCallIssue]
     torch.manual_seed(2)
-    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True)
-    y = layer(x)
-    y.backward(torch.randn_like(y))
+    x, grad = (torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).to(device) for _ in range(2))
+    y = layer(x.requires_grad_())
+    y.backward(grad)
     found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
     return [y.detach(), *(each for each in found if each is not None)]
 

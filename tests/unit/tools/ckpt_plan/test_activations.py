@@ -20,6 +20,7 @@ from tools.ckpt_plan.activations import activation_bytes, head_bytes, in_flight,
 from tools.ckpt_plan.presets import config_for, config_from_flags
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 64, 64, 4
+CPU = torch.device("cpu")
 GPT = (
     f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
     f"--max-position-embeddings {SEQ} --micro-batch-size {BATCH} --train-iters 2 --lr 1e-3 --data-path x "
@@ -36,13 +37,13 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
     return config_from_flags(f"{GPT} {layout} {flags}".split(), 1, 100)[0]
 
 
-def kept_by_autograd(config: Config, tp: TensorParallelGroup) -> int:
+def kept_by_autograd(config: Config, tp: TensorParallelGroup, device: torch.device = CPU) -> int:
     """Bytes that are held for the backward pass of one layer, parameters and the table of rotations left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
-    place = Placement(tp, dtype, torch.device("cpu"))
+    place = Placement(tp, dtype, device)
     length = SEQ // tp.size if tp.splits_sequence else SEQ
     layer = ParallelTransformerLayerPipe(config.model, place)
-    x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, requires_grad=True)
+    x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, device=device, requires_grad=True)
     layer(x)  # makes the table of rotations
     made = Storages()
     with made:
