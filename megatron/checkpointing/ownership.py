@@ -308,8 +308,6 @@ def _write_run_id(save_dir: Path, run_id: str) -> str:
     draft = path.with_name(f"{_PROBE}{uuid.uuid4().hex}")  # which the next claim removes if this one is killed
     with draft.open("x") as file:
         file.write(f"{run_id}\n")
-        file.flush()
-        os.fsync(file.fileno())  # once in the life of a directory
     os.replace(draft, path)
     return run_id
 

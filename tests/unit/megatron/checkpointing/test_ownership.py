@@ -432,3 +432,57 @@ def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callab
     )
     with pytest.raises(ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"):
         _claim_save_directory(config)  # type: ignore[arg-type]
+
+
+# The id of the run
+
+
+def test_all_launches_into_a_directory_have_one_id(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first, other = claim(tmp_path), claim(tmp_path / "other")
+    for path in (tmp_path / ".generations").iterdir():
+        path.unlink()
+    first.check()  # which goes on as the owner of what was emptied
+    for held in (first, other):
+        held.release()
+    second = claim(tmp_path)
+    second.release()
+    assert second.run_id == first.run_id != other.run_id
+
+
+@pytest.mark.parametrize("content", ["", "x", "0" * 31, "0" * 1000])
+def test_a_damaged_id_is_replaced_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
+    first = claim(tmp_path)
+    first.release()
+    (tmp_path / ".generations" / "run_id").write_text(content)
+    second = claim(tmp_path)
+    second.release()
+    assert len(second.run_id) == 32 and second.run_id != first.run_id
+    assert "run_id: holds no id" in caplog.text
+
+
+@pytest.mark.parametrize("linked", [".generations", ".generations/lock"])
+def test_no_link_is_followed_to_another_runs_owner(tmp_path: Path, linked: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for run in (one, other):
+        run.mkdir()
+    claim(one).release()
+    before = {path.name: path.stat().st_mtime_ns for path in (one / ".generations").iterdir()}
+    (other / linked).parent.mkdir(exist_ok=True)
+    (other / linked).symlink_to(one / linked)
+    with pytest.raises(OSError):
+        claim(other)
+    assert {path.name: path.stat().st_mtime_ns for path in (one / ".generations").iterdir()} == before
+
+
+def test_the_heart_does_not_beat_in_another_runs_file(tmp_path: Path) -> None:
+    """After cp -as of a whole directory, say."""
+    precious = tmp_path / "precious"
+    precious.touch()
+    os.utime(precious, (1000, 1000))
+    held = claim(tmp_path)
+    file = tmp_path / ".generations" / "00000001"
+    file.unlink()
+    file.symlink_to(precious)
+    held.release()
+    assert precious.stat().st_mtime == 1000
