@@ -114,7 +114,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "contigious_checkpointing checkpoint_in_cpu synchronize_each_layer profile_backward",
         "it concerns this process and machine only":
             "distributed_backend distributed_timeout_minutes warmup_communicators warmup_kernels local_rank rank "
-            "exit_signal_handler allow_injected_faults",
+            "exit_signal_handler exit_signal allow_injected_faults",
         "it changes the order of sums, and so their rounding": "deterministic",
         "the function stays; dropout masks and rounding differ": "sequence_parallel",
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",

@@ -10,6 +10,7 @@ from megatron.config.batch_ramp import BatchSizes, batch_sizes
 from megatron.config.errors import refuse
 from megatron.config.flags import REQUIRED, FlagGroup, flag, on_off
 
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -48,8 +49,15 @@ class TrainingConfig(FlagGroup):
     log_interval: int = flag(100, "iterations between log lines", least=1)
     log_level: str = flag("info", "lowest severity that is logged", choices=LOG_LEVELS)
     exit_interval: int | None = flag(None, "stop, and save, when the iteration is divisible by this", least=1)
-    exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes", above=0)
-    exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
+    exit_duration_in_mins: float | None = flag(
+        None, "stop, and save, when this many minutes have passed since the start of the process", above=0
+    )
+    exit_signal_handler: bool = flag(False, "on SIGTERM, or the signals of --exit-signal, save a checkpoint and stop")
+    exit_signal: tuple[str, ...] = flag(
+        (),
+        "the signals of --exit-signal-handler, of SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 (default: SIGTERM); a rank must "
+        "get them itself, as from srun",
+    )
     allow_injected_faults: bool = flag(
         False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"
     )
@@ -108,7 +116,9 @@ class TrainingConfig(FlagGroup):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
+        object.__setattr__(self, "exit_signal", tuple(self.exit_signal))
         self.check_values()
+        self._check_exit_signals()
         self._check_profile()
         step = self.micro_batch_size * self.data_parallel_size
         if self.global_batch_size is not None and self.global_batch_size % step:
@@ -122,6 +132,13 @@ class TrainingConfig(FlagGroup):
         for name in ("min_loss_scale", "loss_scale_window"):
             if not float(getattr(self, name)).is_integer():
                 self.refuse(name, "DeepSpeed takes a whole number")
+
+    def _check_exit_signals(self) -> None:
+        unknown = [name for name in self.exit_signal if name not in EXIT_SIGNALS]
+        if unknown:
+            self.refuse("exit_signal", f"{unknown[0]} is none of {', '.join(EXIT_SIGNALS)}")
+        if self.exit_signal and not self.exit_signal_handler:
+            self.refuse("exit_signal", "does nothing without --exit-signal-handler: add it or drop the flag")
 
     def _check_profile(self) -> None:
         object.__setattr__(self, "profile_ranks", tuple(self.profile_ranks))

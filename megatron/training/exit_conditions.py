@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import signal
-import time
 from types import FrameType
 
 from megatron.config import Config
 from megatron.parallel.control_plane import ControlPlane
+from restart_trace.clock import now_ns
 
 
 class ExitConditions:
-    """Decides collectively whether to stop. Each given flag that needs it costs a collective per iteration."""
+    """Decides collectively whether to stop. Each given flag that needs it costs a collective per question.
 
-    def __init__(self, config: Config, control: ControlPlane) -> None:
+    `begun_ns`: when this start of the process began (monotonic, ns), from which the duration counts.
+    """
+
+    def __init__(self, config: Config, control: ControlPlane, begun_ns: int) -> None:
         self._training = config.training
         self._control = control
-        self._signalled = False
-        self._started = 0.0
+        self._signalled: str | None = None
+        self._begun_ns = begun_ns
 
     def start(self) -> None:
-        """Call when the loop begins: starts the duration, and catches SIGTERM if a flag asks for it."""
-        self._started = time.monotonic()
+        """Call when the loop begins: catches the signals that a flag asks for. Before, there is nothing to save."""
         if self._training.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._on_signal)
+            for name in self._training.exit_signal or ("SIGTERM",):
+                signal.signal(signal.Signals[name], self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signalled = signal.Signals(signum).name
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after `iteration`, the same on all ranks; None to continue."""
         interval = self._training.exit_interval
         if interval and iteration % interval == 0:
             return f"--exit-interval {interval}"
-        if self._training.exit_signal_handler and self._any(self._signalled):
-            return "SIGTERM was received (--exit-signal-handler)"
+        return self.reason_at_once()
+
+    def reason_at_once(self) -> str | None:
+        """Why to stop now, whatever else the iteration has yet to do, as evaluations; the same on all ranks."""
+        if self._training.exit_signal_handler:
+            received = self._control.agree(self._signalled)
+            if received:
+                return f"{received[0][1]} was received (--exit-signal-handler)"
         minutes = self._training.exit_duration_in_mins
-        if minutes is not None and self._any(time.monotonic() - self._started > 60 * minutes):
+        if minutes is not None and self._control.agree("yes" if self._over(minutes) else None):
             return f"--exit-duration-in-mins {minutes}"
         return None
 
-    def _any(self, mine: bool) -> bool:
-        return bool(self._control.agree("yes" if mine else None))
+    def _over(self, minutes: float) -> bool:
+        return now_ns() - self._begun_ns > 60e9 * minutes

@@ -19,7 +19,7 @@ from megatron.processes.parent_process import end_with_launcher
 from megatron.processes.standby import LOADS_VARIABLE, is_standby, wait_for_release
 from megatron.training.heavy_imports import import_everything
 from megatron.training.standby import LoadsAhead, StandbyRanks, why_not_ahead
-from restart_trace.clock import now_ns
+from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.process import RankIdentity, open_rank_trace, process_fields
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.startup import Startup, preload_of
@@ -131,6 +131,7 @@ class _Start:
     def __init__(self, config: Config, entered_ns: int) -> None:
         self._config = config
         self.later_start = False
+        self.begun_ns = process_start_ns() or entered_ns
         self._entered_ns = entered_ns
         self.recorder: Recorder = untraced_recorder()
         self.startup = Startup(self.recorder, None, config.parallel.rank, 0, entered_ns)
@@ -148,6 +149,7 @@ class _Start:
 
         self.ownership = _claim_save_directory(self._config)
         self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
+        self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
             self.later_start = is_later_start(self._config.checkpoint)
         self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
@@ -421,7 +423,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             recorder,
             startup,
             CheckpointSaves(checkpointer, engine, runtime.device),
-            ExitConditions(config, control),
+            ExitConditions(config, control, beginning.begun_ns),
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
             StepProfiler(config),
@@ -575,17 +577,22 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
 
 
 def _evaluate(trainer: Trainer, split: str) -> None:
-    """Log the mean loss over --eval-iters batches of `split`, if it has any."""
+    """Log the mean loss over --eval-iters batches of `split`, if it has any and nothing ends the run meanwhile."""
     data, training, progress = trainer.data, trainer.config.training, trainer.progress
     iterator, exists = (data.valid, data.has_valid) if split == "validation" else (data.test, data.has_test)
     if not exists:
         return
-    total = 0.0
-    for _ in range(training.eval_iters):
+    total, size = 0.0, trainer.engine.train_batch_size()
+    if split == "validation":  # all of them also if it ends early: a resume then evaluates on what comes next
+        progress.consumed_valid_samples += training.eval_iters * size
+    for number in range(training.eval_iters):
+        reason = trainer.exits.reason_at_once()
+        if reason is not None:
+            done = f"after {number} of {training.eval_iters} batches"
+            logger.info("the %s after iteration %d ends %s: %s", split, progress.iteration, done, reason)
+            return
         with UnderWay(RANKS, "evaluation after iteration", str(progress.iteration)):
             total += float(trainer.engine.eval_batch(iterator))
-        if split == "validation":
-            progress.consumed_valid_samples += trainer.engine.train_batch_size()
     trainer.log.evaluation(total / training.eval_iters, progress, split)
 
 

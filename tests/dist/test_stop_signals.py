@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from megatron.checkpointing.commit import discover
-from tests.dist.harness import wait_for
+from tests.dist.harness import records, wait_for
 from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, TORCHRUN, Job, job, more_commits
+from tests.dist.tiny_runs import load_file
 
 
 def without_workers_of_its_own(dataset: list[str]) -> list[str]:
@@ -63,3 +64,25 @@ def test_data_workers_do_not_outlive_their_rank(tmp_path: Path, dataset: list[st
         assert len(started.processes()) == 3, "the rank, and two workers"
         started.process.kill()
         wait_for(lambda: started.processes() == [], "the end of all processes")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_an_evaluation_ends_early(tmp_path: Path, dataset: list[str], name: str) -> None:
+    """Nobody waits for it: the launcher would kill the ranks before they save. A resume evaluates on what is next."""
+    save, batches = tmp_path / "save", 20_000
+    flags = [
+        "--exit-signal-handler", "--exit-signal", name, "--split", "80,20,0", "--train-iters", "3", "--lr-warmup-iters",
+        "0", "--eval-interval", "2", "--eval-iters", str(batches),
+    ]  # fmt: skip
+    with job(save, dataset, ALONE, *flags) as started:
+        trace = save / "restart_trace"
+        wait_for(lambda: trace.is_dir() and any(r.get("step") == 2 for r in records(trace)), "iteration 2")
+        started.process.send_signal(signal.Signals[name])
+        assert started.process.wait(PATIENCE_S) == 0
+        told = started.log.read_text()
+    assert re.search(rf"validation after iteration 2 ends after \d+ of {batches} batches: {name} was received", told), (
+        told
+    )
+    assert "stopping after iteration 2" in told and "validation loss" not in told
+    common = load_file(save / "global_step2" / "mp_rank_00_model_states.pt")
+    assert common["args"].consumed_valid_samples == 2 * batches
