@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from megatron.config import OptimizerConfig
 
-# Of each parameter of the stage, in each micro batch.
-_ACCUMULATION = {
-    "zeroes .grad": 2,
-    "autograd adds the gradient to .grad": 6,
-    "widens it": 6,
-    "adds it to the fp32 buffer": 12,
-}
+# Of each parameter of the stage, in each micro batch; DeepSpeed's bf16.immediate_grad_update adds each gradient to the
+# buffer when it is there, and frees it. Without, all are kept, and added to those of the micro batch before.
+_ACCUMULATION = {"widens the gradient": 6, "adds it to the fp32 buffer": 12}
+_KEPT = {"zeroes .grad": 2, "autograd adds the gradient to .grad": 6}
 # Of each parameter of the stage, once in an iteration.
 _WHOLE = {"copies the reduced gradients back": 8, "norm": 4, "clips": 8, "zeroes the fp32 buffer": 4}
 _MEAN = 8  # over the replicas, where there are several
@@ -25,9 +22,9 @@ _MOMENTUM = 8
 _TO_WEIGHTS = 6  # master weights to bf16
 
 
-def each_micro_batch_bytes() -> int:
+def each_micro_batch_bytes(immediate_grad_update: bool) -> int:
     """Per parameter of the stage."""
-    return sum(_ACCUMULATION.values())
+    return sum(_ACCUMULATION.values()) + (0 if immediate_grad_update else sum(_KEPT.values()))
 
 
 def each_step_bytes(optimizer: OptimizerConfig, parameters: int, dp: int) -> float:

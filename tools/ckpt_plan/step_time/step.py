@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
+from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.topology import Layout
 
@@ -159,7 +160,8 @@ def _stage(
             found["recomputation"] += count * again.device
             launches += count * again.launches
     parameters = _parameters(planned, stage)
-    found["gradient_accumulation"] = _over_memory(parameters * each_micro_batch_bytes(), device)
+    immediate = build_deepspeed_config(config)["bf16"].get("immediate_grad_update", False)
+    found["gradient_accumulation"] = _over_memory(parameters * each_micro_batch_bytes(immediate), device)
     found["launches"] = max(launches - sum(found.values()), 0.0)
     found["pipeline_sends"] = _sends(planned, stage, device, ranks_per_host)
     return found, tuple(sorted(timed.values(), key=lambda each: -each.seconds))

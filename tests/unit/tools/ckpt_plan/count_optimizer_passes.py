@@ -1,7 +1,8 @@
 """Prints, as JSON, the bytes per parameter that DeepSpeed's bf16 optimizer moves through memory on one CPU rank.
 
 `micro_batch`: of a backward pass beside its products; `reduction`: of one replica, without the collective; `step`: of a
-rank that updates all parameters. The calls are those of DeepSpeed's PipelineEngine.
+rank that updates all parameters; "immediate": with bf16.immediate_grad_update, "kept": without. The calls are those of
+DeepSpeed's PipelineEngine.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ def main() -> None:
     # Builds an operator of DeepSpeed otherwise, which one rank does not need.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed("gloo", verbose=False)
+    print(json.dumps({name: count(name == "immediate") for name in ("immediate", "kept")}))
+
+
+def count(immediate_grad_update: bool) -> dict[str, float]:
     group = torch.distributed.group.WORLD
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     adam = torch.optim.Adam(layer.parameters(), fused=True, decoupled_weight_decay=True)
     optimizer = BF16_Optimizer(
-        adam, {layer.weight: "weight"}, SimpleNamespace(enabled=True, immediate_grad_update=False), clip_grad=1e-6,
-        dp_process_group=group, grad_acc_dtype=torch.float32,
+        adam, {layer.weight: "weight"}, SimpleNamespace(enabled=True, immediate_grad_update=immediate_grad_update),
+        clip_grad=1e-6, dp_process_group=group, grad_acc_dtype=torch.float32,
     )  # fmt: skip
     # What the reduction reads of the engine: one replica, the gradients' own type, and DeepSpeed's defaults.
     engine: Any = SimpleNamespace(
         communication_data_type=torch.float32, gradient_average=True, postscale_gradients=lambda: True,
-        gradient_predivide_factor=lambda: 1.0, flatten=_flatten_dense_tensors,
-        unflatten=_unflatten_dense_tensors,
+        gradient_predivide_factor=lambda: 1.0, flatten=_flatten_dense_tensors, unflatten=_unflatten_dense_tensors,
     )  # fmt: skip
     engine.allreduce_bucket = DeepSpeedEngine.allreduce_bucket.__get__(engine)
     engine.allreduce_and_copy = DeepSpeedEngine.allreduce_and_copy.__get__(engine)
@@ -62,7 +66,7 @@ def main() -> None:
                 call()
             moved = sum(each.num_bytes for each in recorder.passes if each.kind == "memory")
             found[name] = moved / layer.weight.numel()
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model.flops import flops_of_batch
+from tests.gpu.predictions import PREDICTIONS
 from tests.unit.script_helpers import ROOT
 from tools.ckpt_plan.cli import main
 from tools.ckpt_plan.presets import Planned, config_for, config_from_flags
@@ -184,12 +185,13 @@ def test_the_optimizer_moves_what_deepspeed_moves() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])
-    assert counted["micro_batch"] == pytest.approx(each_micro_batch_bytes(), rel=0.01)
     config, _, _ = planned_of()
     many = 10**9
-    assert counted["reduction"] + counted["step"] == pytest.approx(
-        each_step_bytes(config.optimizer, many, 1) / many, rel=0.01
-    )
+    for name, immediate in (("immediate", True), ("kept", False)):
+        found = counted[name]
+        assert found["micro_batch"] == pytest.approx(each_micro_batch_bytes(immediate), rel=0.01)
+        expected = each_step_bytes(config.optimizer, many, 1) / many
+        assert found["reduction"] + found["step"] == pytest.approx(expected, rel=0.01)
 
 
 def test_seconds_of_a_pass() -> None:
@@ -373,3 +375,13 @@ def test_predictions_hold_together() -> None:
     assert step.seconds == pytest.approx(sum(step.parts.values()))
     assert all(seconds >= 0 for seconds in step.parts.values())
     assert 0.1 < step.mfu < step.device.product_share
+
+
+@pytest.mark.parametrize(("part", "micro_batches"), [("step-time", 1), ("step-time-4", 4)])
+def test_the_gpu_tier_compares_with_this_prediction(part: str, micro_batches: int) -> None:
+    size = 4  # MICRO_BATCH of the tier
+    flags = ["--micro-batch-size", str(size), "--global-batch-size", str(size * micro_batches)]
+    step = step_time(config_for("1b", 1, 1, flags=flags), devices.device_facts("h100"), 8)
+    told = {one.what: one.predicted for one in PREDICTIONS}
+    assert told[f"`{part}`: an iteration"] == pytest.approx(step.seconds, rel=0.02)
+    assert told[f"`{part}`: MFU"] == pytest.approx(100 * step.mfu, rel=0.02)
