@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.mappings import linear_of_copy, reduce_from_tensor_parallel_region
+from megatron.parallel.mappings import linear_of_copy, reduce_from_tensor_parallel_region, summed_linear
 from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
 from megatron.parallel.products import linear
@@ -26,6 +26,13 @@ def column_parallel_linear(
     if tp.splits_sequence:
         return linear_of_gathered_sequence(x, weight, bias, tp)
     return linear_of_copy(x, weight, bias, tp)
+
+
+def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
+    """The sum of x W^T over all ranks where each has some columns of W; see RowParallelLinear."""
+    if tp.splits_sequence:
+        return reduce_scatter_sequence(linear(x, weight), tp)
+    return summed_linear(x, weight, tp)
 
 
 def _sum_over_ranks(partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
@@ -91,7 +98,7 @@ class RowParallelLinear(DrawnLayer):
         self.bias = place.parameter(output_size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _sum_over_ranks(linear(x, self.weight), self.tp)
+        y = row_parallel_linear(x, self.weight, self.tp)
         return y if self.bias is None else y + replicated(self.bias, self.tp)
 
 

@@ -62,6 +62,21 @@ class _LinearOfCopy(torch.autograd.Function):
         return of_input, *of_parameters, None
 
 
+class _SummedLinear(torch.autograd.Function):
+    """A product, and g: the sum takes the place of the partial product, which nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _all_reduce(linear(x, weight), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        of_weight, _ = parameter_gradients(grads[0], x, bias=False)
+        return matmul(grads[0], weight), of_weight, None
+
+
 def copy_to_tensor_parallel_region(x: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
     """Enter a tensor-parallel region with a replicated `x` of any shape."""
     if tp.size == 1:
@@ -83,3 +98,10 @@ def linear_of_copy(
     if tp.size == 1:
         return linear(x, weight, bias)
     return _LinearOfCopy.apply(x, weight, bias, tp.group)  # type: ignore[no-any-return]
+
+
+def summed_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
+    """The sum over all ranks of x W^T, where each rank has some columns of W and of `x` [..., n]; [..., rows of W]."""
+    if tp.size == 1:
+        return linear(x, weight)
+    return _SummedLinear.apply(x, weight, tp.group)  # type: ignore[no-any-return]
