@@ -88,6 +88,18 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
                 logger.warning("--load %s: other checkpoints were saved there meanwhile; trying these", options.load)
 
 
+def load_from_memory(ctx: RunContext, engine: Any) -> Progress | None:
+    """Restore the newest save in host memory into `engine`, whatever is on storage; collective.
+
+    Returns None if there is none. Raises as load_newest.
+    """
+    with ctx.recorder.operation("load", contiguous=True) as op:
+        try:
+            return _load_first(ctx, engine, LookedAt([], []), 0, [], None, op)
+        except _NoneLeftError as none:
+            raise none.error from None
+
+
 class _NoneLeftError(Exception):
     """None of the checkpoints that were listed could be loaded; `error` says why."""
 

@@ -16,7 +16,7 @@ from megatron.checkpointing.background import BackgroundSave
 from megatron.checkpointing.compatibility import model_identity, training_identity
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.hashes import tensor_hashes
-from megatron.checkpointing.loading import load_newest
+from megatron.checkpointing.loading import load_from_memory, load_newest
 from megatron.checkpointing.ownership import Ownership
 from megatron.checkpointing.state import Progress, collect_state
 from megatron.checkpointing.writer import (
@@ -112,13 +112,13 @@ class Checkpointer:
                 self.last_saved_step = save.step
         return ended
 
-    def load(self, engine: Any) -> Progress | None:
+    def load(self, engine: Any, *, from_memory: bool = False) -> Progress | None:
         """Restore the newest complete checkpoint of --load into `engine`; collective.
 
-        Returns and raises as load_newest does.
+        `from_memory`: of its saves in host memory alone. Returns and raises as load_newest does.
         """
         self.background.drain()  # a load changes the state that a pending save may still read
-        progress = load_newest(self.context, engine)
+        progress = (load_from_memory if from_memory else load_newest)(self.context, engine)
         options = self.context.config.checkpoint
         if progress is not None and not (options.finetune or options.reset_iteration):
             # A save in memory may not be on storage yet, so the end of training saves it again.

@@ -324,7 +324,11 @@ def _mine(ctx: RunContext, op: Operation) -> dict[str, MemorySave] | None:
 
     Saves of a launch before this one, after which another has saved to the same directory, are forgotten.
     """
-    if not ctx.checkpoint_engine.keeps_in_memory or not resumes_itself(ctx.config.checkpoint):
+    if not ctx.checkpoint_engine.keeps_in_memory:
+        return None
+    with op.span("barrier"):  # rank 0 decides: hosts may resolve the links in a path differently
+        resumes = ctx.control.broadcast(resumes_itself(ctx.config.checkpoint))
+    if not resumes:
         return None
     if not ctx.follows_itself:
         forget(ctx, None)

@@ -67,7 +67,7 @@ def check_before_imports(config: Config) -> Checked:
 
     check_engine_name(config.checkpoint.checkpoint_engine)
     with store_refusals(config):
-        later = is_later_start(config.checkpoint)
+        later = is_later_start(config)
         config = of_later_start(config) if later else config
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
@@ -102,18 +102,19 @@ def check_not_lost(config: Config) -> None:
         )
 
 
-def is_later_start(checkpoint: CheckpointConfig) -> bool:
+def is_later_start(config: Config) -> bool:
     """Whether this start goes on from --save, so that the flags of the first start are passed over.
 
-    Raises: ConfigError naming the directory that cannot be read; ObjectStoreError.
+    Raises: ConfigError naming the directory that cannot be read, or what object storage refuses.
     """
     from megatron.checkpointing.first_start import has_own_checkpoint
 
     try:
-        return has_own_checkpoint(checkpoint, os.environ)
+        with store_refusals(config):
+            return has_own_checkpoint(config.checkpoint, os.environ)
     except OSError as error:
         raise ConfigError(
-            f"--save {checkpoint.save}: cannot be read: {error.strerror}; correct the path or its permissions"
+            f"--save {config.checkpoint.save}: cannot be read: {error.strerror}; correct the path or its permissions"
         ) from error
 
 

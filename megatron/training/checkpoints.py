@@ -138,18 +138,28 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
     Raises as _restore_as_told.
     """
     context = checkpointer.context
-    if context.follows_itself and context.checkpoint_engine.keeps_in_memory:
-        options = context.config.checkpoint
-        if has_first_start(options):
-            later = dataclasses.replace(context.config, checkpoint=later_start(options))
-            checkpointer.context = dataclasses.replace(context, config=later)
-            progress = checkpointer.load(engine)
-            if progress is not None:
-                logger.info("%s", passed_over(options))
-                logger.info("resumed from iteration %d in host memory", progress.iteration)
-                return progress
-            checkpointer.context = context
-    return _restore_as_told(checkpointer, engine) if context.config.checkpoint.load else None
+    options, ahead = context.config.checkpoint, context.ahead
+    # Rank 0 decides: hosts may resolve the links in a path differently.
+    begins = context.control.broadcast(has_first_start(options))
+    if begins and ahead is not None and ahead.began:
+        raise _gone_since_loaded_ahead(f"--save {options.save}")
+    if begins and context.follows_itself and context.checkpoint_engine.keeps_in_memory:
+        later = dataclasses.replace(context.config, checkpoint=later_start(options))
+        checkpointer.context = dataclasses.replace(context, config=later)
+        progress = checkpointer.load(engine, from_memory=True)
+        if progress is not None:
+            logger.info("%s", passed_over(options))
+            logger.info("resumed from iteration %d in host memory", progress.iteration)
+            return progress
+        checkpointer.context = context
+    return _restore_as_told(checkpointer, engine) if options.load else None
+
+
+def _gone_since_loaded_ahead(where: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{where}: the checkpoint that standby ranks had loaded ahead (--standby-load) is gone, and no other of this "
+        "run is left; start the job again"
+    )
 
 
 def _restore_as_told(checkpointer: Checkpointer, engine: Any) -> Progress | None:
@@ -170,10 +180,7 @@ def _restore_as_told(checkpointer: Checkpointer, engine: Any) -> Progress | None
         logger.warning("%s; starting from iteration 0, as --allow-start-over says", error)
         return None
     if progress is None and ahead is not None and ahead.began:
-        raise CheckpointNotFoundError(
-            f"--load {options.load}: the checkpoint that standby ranks had loaded ahead (--standby-load) is gone, and "
-            "no other is left; start the job again"
-        )
+        raise _gone_since_loaded_ahead(f"--load {options.load}")
     if progress is None and options.exit_on_missing_checkpoint:
         raise CheckpointNotFoundError(
             f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import CheckpointConfig, Config
+from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.config.uris import is_uri
 from megatron.fileio.host_memory import available_memory
 from megatron.processes.standby import ASK_SIGNAL, LOADS_VARIABLE, launcher_to_ask
@@ -87,6 +88,8 @@ def why_not_ahead(options: CheckpointConfig) -> str | None:
 class LoadsAhead:
     """In a standby rank with --standby-load: restores into `engine`, DeepSpeed's, what a restart would load.
 
+    Nothing while a restart would begin as the flags of the first start say: that begins from the initial state.
+
     `vocab_sizes`: the tokenizer's, and the size padded for TP. Loaded tensors may be in memory of its
     `checkpoint_engine`, which the run then continues to use.
     """
@@ -101,6 +104,7 @@ class LoadsAhead:
         self.ahead = Ahead()
         self.checkpoint_engine = create_engine(config.checkpoint.checkpoint_engine, options)
         self._engine = engine
+        self._config = config
         self._context = RunContext(
             config=dataclasses.replace(config, checkpoint=of_a_restart(config.checkpoint)),
             place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
@@ -113,7 +117,7 @@ class LoadsAhead:
         )
 
     def load(self) -> None:
-        """Load the newest checkpoint unless it is already loaded; collective.
+        """Load the newest checkpoint of this run unless it is already loaded; collective.
 
         Problems are left to the start's own load.
         """
@@ -122,13 +126,24 @@ class LoadsAhead:
 
         logging.disable()
         try:
-            if load_newest(self._context, self._engine) is not None:
+            if self._goes_on() and load_newest(self._context, self._engine) is not None:
                 self.ahead.began = True
         except CheckpointError:
             self.ahead.forget()
             self.ahead.began = True
         finally:
             logging.disable(logging.NOTSET)
+
+    def _goes_on(self) -> bool:
+        """False while a restart would begin as the flags of the first start say. Rank 0 decides; collective."""
+        from megatron.checkpointing.first_start import has_first_start
+        from megatron.startup.preflight import is_later_start
+
+        goes_on = False
+        if self._context.control.rank == 0:
+            with contextlib.suppress(ConfigError):
+                goes_on = not has_first_start(self._config.checkpoint) or is_later_start(self._config)
+        return self._context.control.broadcast(goes_on)
 
 
 def private_bytes() -> int:

@@ -151,7 +151,7 @@ class _Start:
         self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
         self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
-            self.later_start = is_later_start(self._config.checkpoint)
+            self.later_start = is_later_start(self._config)
         self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
 
@@ -164,13 +164,11 @@ class _Start:
 
     def agreed(self, control: ControlPlane) -> Config:
         """The configuration of this start, as rank 0 decides; collective."""
-        from megatron.checkpointing.first_start import has_first_start, passed_over
+        from megatron.checkpointing.first_start import passed_over
 
-        options = self._config.checkpoint
-        if has_first_start(options):
-            self.later_start = control.broadcast(self.later_start)
+        self.later_start = control.broadcast(self.later_start)
         if self.later_start and control.rank == 0:
-            logger.info("%s", passed_over(options))
+            logger.info("%s", passed_over(self._config.checkpoint))
         return self.config
 
     def check_still_owner(self) -> None:

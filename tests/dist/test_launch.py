@@ -151,6 +151,19 @@ def test_standby_ranks_load_another_checkpoint_than_the_one_that_they_have_loade
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_the_restart_does_not_use_is_not_loaded_ahead(tmp_path: Path, dataset: list[str]) -> None:
+    """--finetune of the newest one in --save, killed before the first save: moments loaded ahead would be kept."""
+    save = tmp_path / "save"
+    flags = [*DROPOUT, "--save", str(save), "--load", str(save), "--train-iters", "40"]
+    first = [str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *flags, "--exit-interval", "2"]
+    command = in_own_shm([*LAUNCHER, *first, "--restart-trace", "off"], tmp_path / "shm")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    begins = [*dataset, *DROPOUT, "--finetune"]
+    trained_and_killed(tmp_path, begins, "--standby", "--standby-load", standby=2, held_at=3)
+
+
+@pytest.mark.slow
 def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]) -> None:
     trace = trained_and_killed(tmp_path, dataset)
     # The first start has the launcher's imports in it, the second has none and begins with the fork.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ from tools.restart_drill.own_shm import in_own_shm, left_in_shm
 
 HELD_AT = 8  # every iteration is saved, each fifth to storage, too
 LAST = 11
+
+
+def saved_when_held(of_a_rank: list[dict[str, Any]]) -> bool:
+    saves = [r for r in of_a_rank if r["type"] == "operation_end" and r["operation"] == "save"]
+    return any(r["step"] == HELD_AT and r["outcome"] == "ok" for r in saves)
 
 
 class Job:
@@ -45,17 +51,16 @@ class Job:
     def output(self) -> str:
         return (self.directory / "log").read_text()
 
-    def until_held(self) -> None:
-        """Return when both ranks wait, and the last save is over."""
-        wait_for(lambda: self.process.poll() is not None or all(map(self._saved, (0, 1))), f"iteration {HELD_AT}")
+    def until_held(self, done: Callable[[list[dict[str, Any]]], bool] = saved_when_held) -> None:
+        """Return when the records of both ranks tell that they are `done`: both wait, and the last save is over."""
+        wait_for(
+            lambda: self.process.poll() is not None or all(self._is(done, rank) for rank in (0, 1)),
+            f"iteration {HELD_AT}",
+        )
         assert self.process.poll() is None, self.output[-4000:]
 
-    def _saved(self, rank: int) -> bool:
-        if not self.trace.exists():
-            return False
-        found = records(self.trace, 0, rank)
-        saves = [r for r in found if r["type"] == "operation_end" and r["operation"] == "save"]
-        return any(r["step"] == HELD_AT and r["outcome"] == "ok" for r in saves)
+    def _is(self, done: Callable[[list[dict[str, Any]]], bool], rank: int) -> bool:
+        return self.trace.exists() and done(records(self.trace, 0, rank))
 
     def pid(self, rank: int) -> int:
         return records(self.trace, 0, rank)[0]["pid"]
@@ -73,6 +78,17 @@ class Job:
         steps = {r["step"] for r in found if r["type"] == "operation_end" and r["operation"] == "load"}
         reads = [r for r in found if r["type"] == "span" and r.get("detail") == "read"]
         return steps.pop(), {r["tier"] for r in reads}
+
+
+def trained_before(directory: Path, dataset: list[str], save: Path) -> None:
+    """Checkpoints of iterations 1 to 3 on storage, by the default engine."""
+    saving = ["--save", str(save), "--save-interval", "1", "--verify-restored-state", "--restart-trace", "off"]
+    stops = ["--train-iters", str(LAST), "--exit-interval", "3"]
+    done = subprocess.run(
+        [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving, *stops],
+        cwd=directory, env=environment(directory), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None, *more: str) -> Job:
@@ -129,11 +145,32 @@ def test_flags_of_the_first_start_do_not_hide_saves_that_are_in_memory_alone(
     tmp_path: Path, dataset: list[str]
 ) -> None:
     """Nothing in --save tells of them: the run would begin once more, as --load of another place says."""
-    begins = ["--load", str(tmp_path / "pretrained"), "--finetune", "--persist-interval", "100"]
+    pretrained = tmp_path / "pretrained"
+    trained_before(tmp_path, dataset, pretrained)
+    begins = ["--load", str(pretrained), "--finetune", "--persist-interval", "100"]
     job = run(tmp_path, dataset, nothing_is_stored, *begins)
     assert job.loaded() == (HELD_AT, {"local_memory"})
     same_losses(job, HELD_AT + 1)
     assert job.output.count("describes the first start and is passed over") == 1
+
+
+@pytest.mark.slow
+def test_without_saves_in_memory_the_flags_of_the_first_start_are_obeyed(tmp_path: Path, dataset: list[str]) -> None:
+    """--load-tag goes back from iteration 3 to 1 in --save; a restart before the first save goes back there, too."""
+    trained_before(tmp_path, dataset, tmp_path / "save")
+    back = ["--load-tag", "global_step1", "--save-interval", "50", "--persist-interval", "1"]
+    job = Job(tmp_path, dataset, *back)
+    try:
+        job.until_held(lambda of_a_rank: any(r["type"] == "iteration" and r["step"] == 1 + HELD_AT for r in of_a_rank))
+        job.kill()
+    finally:
+        for process in marked(tmp_path):
+            process.kill()
+        job.process.wait(HANGS_S)
+    before, after = losses(job.trace, 0, 1), losses(job.trace, 1, 1)
+    assert sorted(after) == list(range(2, LAST + 1))
+    assert all(before[step] == after[step] for step in before)
+    assert "in host memory" not in job.output
 
 
 @pytest.mark.slow

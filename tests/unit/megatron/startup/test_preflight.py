@@ -27,9 +27,17 @@ from megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TraceConfig,
     TrainingConfig,
 )
-from megatron.startup.preflight import check_dataset, check_inputs, check_load, check_tokenizer, check_writable
+from megatron.startup.preflight import (
+    check_dataset,
+    check_inputs,
+    check_load,
+    check_tokenizer,
+    check_writable,
+    is_later_start,
+)
 from tests.unit.hostile import blocking_fails, fifo
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
@@ -477,6 +485,20 @@ def config_for(prefix: str, tmp_path: Path, save: str) -> Config:
         ),
         checkpoint=CheckpointConfig(save=save, save_interval=1, load=save),
     )
+
+
+def test_an_outage_is_told_as_any_refusal(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standby ranks that are released ask for it alone, apart from the other checks."""
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    save = "s3://nobody-serves-it/run"
+    checkpoint = CheckpointConfig(
+        save=save, save_interval=1, load=str(tmp_path), checkpoint_engine="torch", storage_deadline=1
+    )
+    config = config_for(prefix, tmp_path, str(tmp_path))
+    config = dataclasses.replace(config, checkpoint=checkpoint, trace=TraceConfig(restart_trace=False))
+    with pytest.raises(ConfigError, match=f"{save}.* within 1 s"):
+        is_later_start(config)
 
 
 def test_check_inputs_checks_every_part(prefix: str, tmp_path: Path) -> None:
