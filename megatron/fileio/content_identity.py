@@ -8,12 +8,12 @@ import os
 from restart_trace.regular import open_regular
 
 _WHOLE = 1 << 20  # bytes: files up to this size are read in full
-_BLOCKS = 64
+_BLOCKS = 16
 _BLOCK = 4096  # bytes
 
 
 def content_identity(path: str) -> str:
-    """SHA-256, its first 32 digits, of the size and content of a file; of a large one, of 64 blocks over its length.
+    """SHA-256, its first 32 digits, of the size and content of a file; of a large one, of 16 blocks over its length.
 
     Equal for equal files anywhere. A large file whose size stayed the same, and that was changed between the blocks
     alone, keeps its identity. Raises OSError, of a FIFO or the like too.

@@ -39,9 +39,16 @@ def ports_of_nccl(environment: Mapping[str, str], devices: Path = DEVICES) -> li
         device = directory.parents[1]
         if (device / "device" / "driver").resolve().name != _EFA and not (with_ib and _chooses(chosen, directory)):
             continue
-        if (directory / "state").read_text().startswith("4:"):  # ACTIVE
+        if _is_active(directory):
             found.append(Port(directory, _counters(directory)))
     return found
+
+
+def _is_active(directory: Path) -> bool:
+    try:
+        return (directory / "state").read_text().startswith("4:")
+    except OSError:  # it has gone, or is not for this process
+        return False
 
 
 def _chooses(given: str, directory: Path) -> bool:

@@ -23,6 +23,7 @@ WITHOUT_A_DEVICE = {
     "megatron/checkpointing/engines/lazy/engine.py: LazyEngine.placed_tensors": "reads the headers of files",
     "megatron/checkpointing/object_storage/checkpoints.py": NETWORK,
     "megatron/checkpointing/object_storage/ownership.py": NETWORK,
+    "megatron/checkpointing/input_files.py": FILES,
     "megatron/checkpointing/ownership.py": FILES,
     "megatron/checkpointing/prefetch.py": FILES,
     "megatron/checkpointing/removal.py": FILES,

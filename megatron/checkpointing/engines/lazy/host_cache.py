@@ -142,12 +142,13 @@ class HostCache:
         ahead = self._pinned_ahead
         if ahead is None:
             return True
+        done = ahead.done  # asked before the error, which is set first
         if isinstance(ahead.error, PinningError):
             why = why_pinning_failed(ahead.error, ahead.pinned_bytes, self._pinned_bytes)
             raise ConfigError(f"{self._flag()}: host memory could not be pinned: {why}; or lower the flag")
         if ahead.error is not None:
             raise ahead.error
-        return ahead.done
+        return done
 
     def _flag(self) -> str:
         given = "not given" if self._limit_bytes is None else f"{self._limit_bytes / 2**30:g}"

@@ -120,10 +120,10 @@ class MemoryEngine(LazyEngine):
         self._stream, self._startup = stream, op
 
     def memory_is_ready(self) -> bool:
+        pinned = self._pinning is None or not self._pinning.is_alive()  # asked before the error, which is set first
         if self._slots_not_pinned is not None:
             problem = f"the slots for saves in host memory could not be pinned: {self._slots_not_pinned}"
             raise ConfigError(f"--checkpoint-engine memory: {problem}; or use engine lazy with a --host-cache-size")
-        pinned = self._pinning is None or not self._pinning.is_alive()
         return super().memory_is_ready() and pinned
 
     def wait_for_memory(self) -> None:

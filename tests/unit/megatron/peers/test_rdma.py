@@ -81,3 +81,8 @@ def test_a_port_that_counts_nothing_is_known(tmp_path: Path) -> None:
     assert found == (directory, None)
     with pytest.raises(ValueError, match="has no counters"):
         read_port(found)
+
+
+def test_a_port_that_goes_away_is_none(devices: Path) -> None:
+    (devices / "mlx5_0" / "ports" / "1" / "state").unlink()
+    assert "mlx5_0" not in {found.directory.parents[1].name for found in ports_of_nccl({}, devices)}

@@ -1,0 +1,42 @@
+"""Helper processes of a rank: they outlive its stop signals, and end when they are told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from megatron.processes import helpers
+from megatron.processes.helpers import Helpers
+
+
+@pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, -signal.SIGKILL)])
+def test_a_helper_ends_when_it_is_told_to_and_not_before(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool, code: int
+) -> None:
+    """`hangs`: as in a read of storage that does not answer, in which Python runs no handler of a signal."""
+    monkeypatch.setattr(helpers, "_PATIENCE_S", 0.2 if hangs else 60.0)
+    made = Helpers()
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        made.in_worker(0)
+        if hangs:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        os.write(writer, b"x")
+        time.sleep(600)
+
+    with made.starting():
+        process = made.context.Process(target=work, daemon=True)
+        process.start()
+    assert os.read(reader, 1) == b"x"
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(0.2)
+    assert process.is_alive()
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == code
+    os.close(reader)
+    os.close(writer)
