@@ -374,18 +374,17 @@ train() {
     load_settings "$@"
     check_launch_settings
     build_training_args
-    if (($# == 3)); then
-        add_recomputation
-        tell_recomputation
-    else
-        TRAINING_ARGS=("${@:4}")
-    fi
+    (($# == 3)) || TRAINING_ARGS=("${@:4}")
     build_launch_env
     [[ -n ${COMMAND_TO:-} ]] || set_launch_id # each launch of a told command gets one of its own
     if [[ -n ${DRY_RUN:-} ]]; then
         check_shown_nodes
         [[ -z ${COMMAND_TO:-} ]] || check_command_to
-        (($# > 3)) || check_flags
+        if (($# == 3)); then
+            add_recomputation
+            check_flags
+            tell_recomputation
+        fi
         print_commands
         show_needs
         return
@@ -397,6 +396,7 @@ train() {
     check_work_dir
     ensure_environment
     check_torch_build
+    (($# > 3)) || add_recomputation # by the environment that is there now
     (($# > 3)) || check_hosts # those of a launch of the drill's were compared when it asked for the command
     prepare_data
     if [[ -n ${COMMAND_TO:-} ]]; then
@@ -413,6 +413,7 @@ train() {
     if [[ -e $SAVE_DIR/latest ]]; then
         say "resuming from $(<"$SAVE_DIR/latest") in $SAVE_DIR"
     fi
+    tell_recomputation
     say "training $ITERS iterations on $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP), saving to $SAVE_DIR"
     tell_unused_hosts
     say "afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"

@@ -102,8 +102,8 @@ kill_and_resume() {
     prepare_data
     build_training_args
     add_recomputation
-    tell_recomputation
     check_drill
+    tell_recomputation
     say "3/4 training $ITERS iterations on $WORLD_SIZE ranks ($DEVICE), a save every $SAVE_INTERVAL; SIGKILL at $KILL_AT, then again"
     local exact=0
     drill "$run_dir" || exact=$?
@@ -142,8 +142,8 @@ show_drill() {
     check_one_command
     build_training_args
     add_recomputation
-    tell_recomputation
     check_flags
+    tell_recomputation
     show_user_env
     build_drill "$1"
     print_command "$(python_path)" -m "${DRILL[@]}"

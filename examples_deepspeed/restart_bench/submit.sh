@@ -182,8 +182,8 @@ check_job() {
     [[ -z $DRILLS ]] || settle_drill
     build_training_args
     add_recomputation
-    [[ -z ${DRY_RUN:-} ]] || tell_recomputation
     check_flags
+    [[ -z ${DRY_RUN:-} ]] || tell_recomputation
 }
 
 # Modes that start their processes themselves, on one node, need no launcher.

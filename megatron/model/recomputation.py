@@ -27,7 +27,7 @@ def feed_recomputed(producer: Layer, consumer: Layer, x: torch.Tensor) -> torch.
 
     def pack(kept: torch.Tensor) -> Any:
         if _storage_of(kept) != storage:
-            return kept
+            return kept.detach()  # a result that its own node keeps would keep the node: a circle that nothing collects
         return kept.size(), kept.stride(), kept.storage_offset()
 
     def unpack(packed: Any) -> torch.Tensor:

@@ -64,6 +64,11 @@ class ParallelAttention(nn.Module):
         """[b, heads, s, head_dim] each, kv with fewer heads; returns the shape of `query`."""
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.num_kv_heads != self.num_heads
+        if grouped and query.dtype == torch.float32 and query.device.type != "cpu":
+            # In fp32 CUDA's kernels without a matrix of scores take no grouped heads.
+            each = self.num_heads // self.num_kv_heads
+            key, value = key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
+            grouped = False
         # Heads are split, so each TP rank draws its own mask.
         with model_parallel_rng() if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(

@@ -50,6 +50,12 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def device_name(out: Path) -> str | None:
+    """As the driver calls it; None if the part `machine` has not run."""
+    facts = read_json(out / "machine" / "machine.json")
+    return None if facts is None else str(facts["device"])
+
+
 def iterations(out: Path, part: str) -> list[Iteration]:
     """All that the log of a training has."""
     log = out / part / "training.log"

@@ -18,6 +18,7 @@ from restart_trace.reading import read_records
 from tests.gpu.measured import (
     NOT_OBSERVED,
     TestResult,
+    device_name,
     device_peak_bytes,
     iterations,
     kernels,
@@ -26,7 +27,7 @@ from tests.gpu.measured import (
     timed,
 )
 from tests.gpu.parts import LADDERS, PARTS, ROOT
-from tests.gpu.predictions import DEVIATES, PREDICTIONS
+from tests.gpu.predictions import DEVIATES, PREDICTIONS, is_of_the_predicted_kind
 from tests.gpu.runner import records, why
 from tools.ckpt_replay.answer import sentence
 from tools.common.formatting import NOT_RECORDED, number, size
@@ -118,6 +119,9 @@ def _predictions(out: Path, rehearsal: bool) -> list[str]:
         rows.append((one.what, f"{one.predicted:.3g} {one.unit}", shown, said, one.why))
     told = "Predicted for an H100 (SXM, 80 GB) before the run. Marked is what differs by "
     told += f"{100 * DEVIATES:.0f} % of the prediction or more."
+    device = device_name(out)
+    if device is not None and not is_of_the_predicted_kind(device) and not rehearsal:
+        told += f" This is {device}, which has another peak: its MFU is not computed."
     head = ("figure", "predicted", "measured", "", "the prediction's reason")
     return ["## Predicted and measured", "", told, "", *markdown_table(head, rows)]
 

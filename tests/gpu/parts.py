@@ -334,7 +334,7 @@ PARTS: tuple[Part, ...] = (
 # Of each ladder, the parts in their order: the most important first.
 LADDERS: dict[int, tuple[str, ...]] = {
     1: ("facts", "install", "grow", "launch", "machine", "step-time", "step-time-4", "copies", "tests"),
-    2: ("install", "resume-lazy", "fork", "memory", "shared-gpu", "sequence-parallel", "device-error"),
+    2: ("facts", "install", "grow", "resume-lazy", "fork", "memory", "shared-gpu", "sequence-parallel", "device-error"),
 }
 # No part can show these; docs/gpu.md has the list.
 NEEDS_TWO_DEVICES = (

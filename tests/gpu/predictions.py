@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.measured import device_peak_bytes, iteration_s, recorded, tflops
+from tests.gpu.measured import device_name, device_peak_bytes, iteration_s, recorded, tflops
 from tools.common.tables import markdown_table
 
 _STEP = "`ckpt-plan --step-time h100`, without recomputation"
@@ -33,10 +33,17 @@ class Prediction:
         return None if measured is None else abs(measured - self.predicted) >= DEVIATES * self.predicted
 
 
+def is_of_the_predicted_kind(device: str) -> bool:
+    """Whether a device, by its name, has the peak of an H100 SXM: an H200 has it, and forms of other power have not."""
+    return any(name in device for name in ("H100", "H200")) and not any(form in device for form in ("PCIe", "NVL"))
+
+
 def _mfu(part: str) -> Callable[[Path], float | None]:
     def measured(out: Path) -> float | None:
-        found = tflops(out, part)
-        return None if found is None else 100 * found / H100_TFLOPS
+        found, device = tflops(out, part), device_name(out)
+        if found is None or device is None or not is_of_the_predicted_kind(device):
+            return None
+        return 100 * found / H100_TFLOPS
 
     return measured
 

@@ -25,7 +25,8 @@ LOG_LINE = (
 )
 
 
-def test_predictions_stand_beside_what_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"])
+def test_predictions_stand_beside_what_is_measured(tmp_path: Path, device: str) -> None:
     """Iterations that are warm and not profiled; what deviates by half is marked, what was not observed is no zero."""
     step_time, copies = tmp_path / "step-time", tmp_path / "copies"
     (step_time / "trace").mkdir(parents=True)
@@ -40,12 +41,18 @@ def test_predictions_stand_beside_what_is_measured(tmp_path: Path) -> None:
     properties = "".join(f'<property name="{name}" value="{value}"/>' for name, value in said.items())
     case = f'<testcase classname="tests.gpu.test_c" name="test_x"><properties>{properties}</properties></testcase>'
     (copies / "junit.xml").write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+    (tmp_path / "machine").mkdir()
+    machine = {"device": device, "nvidia_smi": None, "processors": 16, "memory_bytes": 1 << 37, "kernel": "6.1"}
+    machine |= {"python": "3.12", "packages": {}, "filesystem": "ext4", "cuda": "13.0", "nccl": "2.28"}
+    (tmp_path / "machine" / "machine.json").write_text(json.dumps(machine))
     parts = [recorded_part("step-time"), recorded_part("copies")]
     text = page(tmp_path, parts)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text if line.startswith("| `")]
     found = {row[0]: row[2:4] for row in rows if len(row) == 5}
     assert found["`step-time`: an iteration"] == ["0.11", marked("`step-time`: an iteration", 0.11)]
-    assert found["`step-time`: MFU"] == ["40.4", marked("`step-time`: MFU", 40.4)]
+    mfu = ["40.4", marked("`step-time`: MFU", 40.4)] if "HBM3" in device else ["-", "not observed"]
+    assert found["`step-time`: MFU"] == mfu
+    assert any("its MFU is not computed" in line for line in text) is ("PCIe" in device)
     assert found["`step-time-4`: an iteration"] == ["-", "not observed"]
     assert found["`copies`: a save's copies to pinned memory"] == ["45", ""]
     assert found["`copies`: to pageable memory"] == ["-", "not observed"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from megatron.model.recomputation import feed_recomputed
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
@@ -37,3 +42,13 @@ def test_gradients_are_the_same_to_the_last_bit(flags: str) -> None:
     assert len(kept) == len(recomputed) >= 8
     for mine, expected in zip(recomputed, kept, strict=True):
         assert torch.equal(mine, expected)
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+    """As after an error: a consumer such as attention keeps its own result for the backward pass."""
+    x = torch.randn(1, 1, 4, 8, requires_grad=True) * 1
+    y = feed_recomputed(lambda t: 2 * t, lambda t: F.scaled_dot_product_attention(t, t, t), x)
+    left = weakref.ref(y)
+    del y
+    gc.collect()
+    assert left() is None
