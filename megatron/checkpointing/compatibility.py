@@ -76,7 +76,6 @@ def check_candidate(
     manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them (`foreign`, where they are
     known); if they are ours, its manifest is gone: CheckpointDamagedError.
     """
-    _check_length(candidate, config)
     mine = model_identity(config, padded_vocab_size)
     if candidate.manifest is not None:
         engine, theirs = candidate.manifest.engine, candidate.manifest.model
@@ -97,6 +96,7 @@ def check_candidate(
             f"{candidate.place}: another model: {'; '.join(different)}; give the flags of the run that saved it, "
             "or another --load"
         )
+    _check_length(candidate, config)
     if candidate.manifest is not None:
         _check_training(candidate.manifest.training, candidate.place, config)
     if other_layout and redistributable is False:
