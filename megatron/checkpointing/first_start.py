@@ -22,6 +22,8 @@ from restart_trace.cycles import is_restart_in_place
 
 # Besides a --load of another place: what describes how a run begins. Each would change a later start of the same run.
 FLAGS = ("load_tag", "finetune", "reset_iteration", "no_load_optim", "no_load_rng", "no_load_lr_state")
+# A later start keeps the first of each pair if the second is given: its own checkpoints lack that state, too.
+_OF_WHAT_IS_NOT_SAVED = {"no_load_optim": "no_save_optim", "no_load_rng": "no_save_rng"}
 # What only a --load in a file system takes: not of a start that goes on from object storage.
 _OF_FILES = ("prefetch_on_start", "prefetch_limit", "universal_checkpoint", "redistribute")
 
@@ -65,12 +67,19 @@ def has_first_start(options: CheckpointConfig) -> bool:
 
 
 def later_start(options: CheckpointConfig) -> CheckpointConfig:
-    """`options` of a start that goes on from --save: without what describes the first start."""
+    """`options` of a start that goes on from --save: without what describes the first start alone."""
     assert options.save is not None
-    changed = {name: CheckpointConfig.__dataclass_fields__[name].default for name in (*FLAGS, "start_over")}
+    of_first = [name for name in (*FLAGS, "start_over") if name not in _flags_of_every_start(options)]
+    changed = {name: CheckpointConfig.__dataclass_fields__[name].default for name in of_first}
     if is_uri(options.save):
         changed |= {name: CheckpointConfig.__dataclass_fields__[name].default for name in _OF_FILES}
     return dataclasses.replace(options, load=options.save, **changed)
+
+
+def _flags_of_every_start(options: CheckpointConfig) -> list[str]:
+    """Those of FLAGS that are given and describe later starts, too."""
+    pairs = _OF_WHAT_IS_NOT_SAVED.items()
+    return [load for load, save in pairs if getattr(options, load) and getattr(options, save)]
 
 
 def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> bool:
@@ -143,10 +152,14 @@ def holds_checkpoints(options: CheckpointConfig) -> bool:
 
 
 def passed_over(options: CheckpointConfig) -> str:
-    """For the log of a later start: what is passed over, and how to begin anew."""
-    mine = first_start(options)
-    flags = mine.flags or "a start from iteration 0"
-    return (
-        f"--save {options.save} holds checkpoints of this run, and it goes on from there; {flags}: describes the first "
-        "start and is passed over (--start-over LABEL begins so once more)"
-    )
+    """For the log of a later start: what is passed over, how to begin anew, and what applies to every start."""
+    kept = _flags_of_every_start(options)
+    begin = first_start(dataclasses.replace(options, **dict.fromkeys(kept, False)))
+    told = [f"--save {options.save} holds checkpoints of this run, and it goes on from there"]
+    if begin.flags or not kept:
+        told.append(
+            f"{begin.flags or 'a start from iteration 0'}: describes the first start and is passed over "
+            "(--start-over LABEL begins so once more)"
+        )
+    told += [f"{flag_name(name)} applies again, as {flag_name(_OF_WHAT_IS_NOT_SAVED[name])} is given" for name in kept]
+    return "; ".join(told)

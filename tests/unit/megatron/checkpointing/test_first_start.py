@@ -59,6 +59,18 @@ def test_a_later_start_has_no_flag_of_the_first(tmp_path: Path, flags: dict[str,
     assert not goes_on(later_start(mine))  # which resumes by itself: nothing is passed over
 
 
+@pytest.mark.parametrize("state", ["optim", "rng"])
+def test_a_run_that_does_not_save_a_state_does_not_load_it_later(tmp_path: Path, state: str) -> None:
+    lacks = {f"no_load_{state}": True, f"no_save_{state}": True}
+    mine = options(tmp_path, tmp_path, finetune=True, **lacks)
+    saved_by(mine)
+    assert goes_on(mine) and later_start(mine) == options(tmp_path, tmp_path, **lacks)
+    told = f"--no-load-{state} applies again, as --no-save-{state} is given"
+    assert "; --finetune: describes the first start" in passed_over(mine) and passed_over(mine).endswith(told)
+    alone = options(tmp_path, tmp_path, **lacks)
+    assert passed_over(alone).endswith(f"goes on from there; {told}")
+
+
 @pytest.mark.parametrize("flags", EACH, ids=lambda flags: next(iter(flags)))
 def test_flags_of_a_run_that_begins_in_its_own_directory(tmp_path: Path, flags: dict[str, Any]) -> None:
     """They are obeyed until the run has saved, and once only."""
