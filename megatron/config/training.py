@@ -55,8 +55,8 @@ class TrainingConfig(FlagGroup):
     exit_signal_handler: bool = flag(False, "on SIGTERM, or the signals of --exit-signal, save a checkpoint and stop")
     exit_signal: tuple[str, ...] = flag(
         (),
-        "the signals of --exit-signal-handler, of SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 (default: SIGTERM); a rank must "
-        "get them itself, as from srun",
+        "the signals of --exit-signal-handler, of SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 (default: SIGTERM); "
+        "restart-launch passes them on, torchrun only SIGTERM and SIGINT",
     )
     allow_injected_faults: bool = flag(
         False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"

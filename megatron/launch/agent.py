@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from megatron.launch.membership import LaunchEndedError, OtherLaunchError, comma
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
-from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
 from megatron.processes.source import what_runs
@@ -45,12 +46,13 @@ _FAILOVER_S = 2.0  # in place of the first two where another coordinator may lea
 class Signals:
     """Signals as bytes on a socket, so that one `select` waits for them and for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopping: Collection[signal.Signals]) -> None:
+        """`stopping`: what is waited for besides SIGCHLD."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         # What is to be ignored (nohup) stays so.
-        caught = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
+        caught = {signum for signum in stopping if signal.getsignal(signum) is not signal.SIG_IGN}
         self._before = {signum: signal.getsignal(signum) for signum in caught | {signal.SIGCHLD}}
         for signum in self._before:
             signal.signal(signum, lambda *_: None)
@@ -102,7 +104,7 @@ class Agent:
         self._plan = plan
         self._preloaded = preloaded
         self._lease = Lease()
-        self._signals = Signals()
+        self._signals = Signals(stop_signals(plan.arguments))
         self._connection: Connection | None = None
         self._store: RendezvousStore | None = None
         self._copies: CopyProcess | None = None  # where the ranks keep saves in memory

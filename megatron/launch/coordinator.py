@@ -29,7 +29,7 @@ from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunch
 from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
-from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, STOP_SIGNALS, say
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, say, stop_signals
 from megatron.processes.source import difference
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -109,6 +109,7 @@ class Coordinator:
         self._stopped_by: int | None = None
         self._trace = FailureTrace(launch.arguments)
         self._refusals = Refusals()
+        self._stop_signals = stop_signals(launch.arguments)
         self._hooks: list[subprocess.Popen[bytes]] = []  # that were asked for a host
         self._leadership: Leadership | None = None
         self._took_over = False  # from another coordinator, and has started no generation yet
@@ -123,7 +124,7 @@ class Coordinator:
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
-        for signum in STOP_SIGNALS:
+        for signum in self._stop_signals - {NODE_FAILED_SIGNAL}:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -215,7 +216,7 @@ class Coordinator:
             agent.connection.ended = True  # no agent: it has not introduced itself
         elif kind == "beat":
             agent.connection.send("ack", number=message["number"])
-        elif kind == "signal" and message["signum"] in STOP_SIGNALS:
+        elif kind == "signal" and message["signum"] in self._stop_signals:
             self._pass_on(message["signum"])
         elif kind == "unfit" and not agent.in_generation:
             agent.connection.send("exit", code=FAILED)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
@@ -24,13 +25,22 @@ from restart_trace.startup import Preload
 FAILED = 1
 COULD_NOT_RUN = 2
 NOT_AGAIN = "refused input is not retried"
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
+
+def stop_signals(arguments: Sequence[str]) -> frozenset[signal.Signals]:
+    """The signals that are passed on to the ranks and end the launch, SIGUSR1 and SIGUSR2 if --exit-signal names them.
+
+    `arguments`: of the script. As a name is looked for alone, every spelling of the flag counts.
+    """
+    words = {word.rpartition("=")[2] for word in arguments}
+    return _STOP_SIGNALS | {signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if signum.name in words}
 
 
 def supervise(plan: Plan, preloaded: Preload) -> int:
     """Start the ranks, and start them again as often as --max-restarts says when one fails; the exit status."""
     # What is to be ignored (nohup) stays so: once it is blocked and waited for, it would be no more.
-    stopping = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
+    stopping = {signum for signum in stop_signals(plan.arguments) if signal.getsignal(signum) is not signal.SIG_IGN}
     watched = frozenset(stopping | {signal.SIGCHLD} | ({ASK_SIGNAL} if plan.standby else set()))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     if plan.keeps_saves:
@@ -44,7 +54,8 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     start: Start | None = None
     for restart in range(plan.max_restarts + 1):
         if plan.standby:
-            signal.sigtimedwait({ASK_SIGNAL}, 0)  # of ranks that have failed since
+            while signal.sigtimedwait({ASK_SIGNAL}, 0) is not None:
+                pass  # of ranks that have failed since
         trace.before_restart(restart)
         began_ns = now_ns()
         following = standby.release()
@@ -117,11 +128,12 @@ def _run_to_end(
         standby.look_after()
         ranks.kill_overdue(shutdown_timeout_s)
         signum = _next_signal(watched, ranks.deadline)
-        if signum is not None and signum in STOP_SIGNALS:
+        if signum == ASK_SIGNAL:
+            if not failed and stopped_by is None:
+                standby.asked(start.number + 1)
+        elif signum is not None and signum != signal.SIGCHLD:
             stopped_by = stopped_by or signum
             ranks.end(signum, shutdown_timeout_s)
-        elif signum == ASK_SIGNAL and not failed and stopped_by is None:
-            standby.asked(start.number + 1)
 
 
 def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> signal.Signals | None:

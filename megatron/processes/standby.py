@@ -18,7 +18,7 @@ from megatron.processes.process_name import name_process
 VARIABLE = "MEGATRON_STANDBY"  # of a standby rank: the descriptor that it is released by
 LAUNCHER_VARIABLE = "MEGATRON_STANDBY_LAUNCHER"  # of a rank that may ask for standby ranks: the launcher's pid
 LOADS_VARIABLE = "MEGATRON_STANDBY_LOADS"  # of all ranks with --standby-load
-ASK_SIGNAL = signal.SIGUSR1
+ASK_SIGNAL = signal.SIGRTMIN  # SIGUSR1 and SIGUSR2 may be those of --exit-signal
 RELEASE, LOAD = b"r", b"l"
 SETS_UP, LOADS, WAITS = "standby-setup", "standby-load", "standby"  # names of its process, as ps shows it
 

@@ -27,16 +27,16 @@ def to_the_launcher(started: Job) -> None:
     started.process.send_signal(signal.SIGTERM)
 
 
-def to_all(started: Job) -> None:
+def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
     """As Slurm, whose signals go to every process of a job step."""
     for process in started.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signum)
 
 
 @pytest.mark.parametrize(
     ("command", "ask", "exit_code"),
-    [(FORK, to_the_launcher, None), (FORK, to_all, None), (ALONE, to_all, 0), (TORCHRUN, to_the_launcher, None)],
+    [(FORK, to_the_launcher, 0), (FORK, to_all, 0), (ALONE, to_all, 0), (TORCHRUN, to_the_launcher, None)],
     ids=["megatron.launch", "all of megatron.launch", "all", "torchrun"],
 )
 def test_data_workers_do_not_end_before_the_rank_has_saved(
@@ -55,6 +55,18 @@ def test_data_workers_do_not_end_before_the_rank_has_saved(
     assert exit_code is None or code == exit_code, told[-4000:]
     assert "Traceback" not in told.split("torch/distributed/elastic")[0], told[-4000:]
     assert discover(save, None)[0][0].step == int(stopped[1])
+
+
+def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(tmp_path: Path, dataset: list[str]) -> None:
+    save = tmp_path / "save"
+    with job(save, dataset, FORK, "--exit-signal-handler", "--exit-signal", "SIGUSR1") as started:
+        more_commits(save, 0)
+        to_all(started, signal.SIGUSR1)
+        code = started.process.wait(PATIENCE_S)
+        told = started.log.read_text()
+    assert code == 0 and "SIGUSR1 was received and passed on to the ranks" in told, told[-4000:]
+    stopped = re.search(r"stopping after iteration (\d+): SIGUSR1 was received", told)
+    assert stopped is not None and discover(save, None)[0][0].step == int(stopped[1]), told[-4000:]
 
 
 def test_data_workers_do_not_outlive_their_rank(tmp_path: Path, dataset: list[str]) -> None:
