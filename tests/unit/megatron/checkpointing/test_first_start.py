@@ -59,6 +59,23 @@ def test_a_later_start_has_no_flag_of_the_first(tmp_path: Path, flags: dict[str,
     assert not goes_on(later_start(mine))  # which resumes by itself: nothing is passed over
 
 
+def test_a_restart_that_begins_again_among_checkpoints_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --allow-other-checkpoints and no --load nothing tells whose they are."""
+    mine = options(tmp_path, allow_other_checkpoints=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_save(mine)
+    assert not caplog.messages
+    saved_by(mine)
+    check_save(mine)
+    assert f"global_step5 is there, which may be its own; give --load {tmp_path}" in caplog.text
+    caplog.clear()
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    check_save(mine)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("state", ["optim", "rng"])
 def test_a_run_that_does_not_save_a_state_does_not_load_it_later(tmp_path: Path, state: str) -> None:
     lacks = {f"no_load_{state}": True, f"no_save_{state}": True}
