@@ -64,7 +64,7 @@ def train() -> None:
     weights = torch.zeros(ELEMENTS)
     step, tier = load(context, rank, weights)
     note(f"start_{restart}_{rank}", [os.getpid(), step, tier, os.environ["LABEL"]])
-    identity = CheckpointIdentity(layout.as_dict(), {}, "", place.at._asdict())
+    identity = CheckpointIdentity(layout.as_dict(), {}, place=place.at._asdict())
     writer = CheckpointWriter(engine, control, context.recorder, identity, f"attempt{restart}", commit_control)
     trained = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: weights.fill_(value_of(rank, step))))
     release_before_steps(trained, writer.background, 1, lambda: check_agreement(writer))
