@@ -203,7 +203,7 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
 
 
 def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: object) -> None:
-    """Raises CheckpointMismatchError if the checkpoint at `place` is of another optimizer, and its state is wanted."""
+    """Raises CheckpointMismatchError if another optimizer saved the state that is to be loaded from `place`."""
     kind = getattr(saved, "optimizer", mine.optimizer)
     if kind != mine.optimizer and not (mine.no_load_optim or mine.finetune):
         raise CheckpointMismatchError(

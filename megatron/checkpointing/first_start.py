@@ -99,7 +99,7 @@ def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> boo
 
 
 def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
-    """Whether the checkpoint is of the run that begins as `mine` says.
+    """Whether the run that saved the checkpoint began with the flags `mine`.
 
     An older program kept the place alone that a run was loaded from.
     """
