@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, is_upstreams
-from megatron.checkpointing.first_start import FirstStart, first_start, is_started_again, newest_manifest, resumes
+from megatron.checkpointing.first_start import FirstStart, first_start, newest_manifest, resumes
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.uris import is_uri
@@ -32,8 +32,6 @@ def check_save(options: CheckpointConfig, *, warn: bool = True) -> None:
     if options.save is None or options.checkpoint_engine == "none" or resumes(options):
         return
     if options.allow_other_checkpoints:
-        if warn and options.load is None and is_started_again(os.environ):
-            _warn_of_a_begin_among_its_own(options)
         return
     newest, kept = _newest_of(options)
     if newest is None:
@@ -54,17 +52,6 @@ def check_save(options: CheckpointConfig, *, warn: bool = True) -> None:
         f"its own would replace them or hide them; give --load {options.save} to resume from there, another --save"
         f"{own}, or --allow-other-checkpoints to save among them"
     )
-
-
-def _warn_of_a_begin_among_its_own(options: CheckpointConfig) -> None:
-    """Which checkpoints are this run's, nothing tells, as without --load any run may have saved them."""
-    newest, _ = _newest_of(options)
-    if newest is not None:
-        logger.warning(
-            "--save %s: the launcher has started this job again, and it begins from iteration 0 without --load, though "
-            "%s is there, which may be its own; give --load %s to resume from there",
-            options.save, newest, options.save,
-        )  # fmt: skip
 
 
 def _newest_of(options: CheckpointConfig) -> tuple[str | None, FirstStart | None]:

@@ -47,6 +47,9 @@ def first_start(options: CheckpointConfig) -> FirstStart:
         value = getattr(options, name)
         if value:
             words.append(flag_name(name) if value is True else f"{flag_name(name)} {value}")
+    if load is None and options.allow_other_checkpoints:
+        # A run that begins from iteration 0 among checkpoints of others: by this its own are told from theirs.
+        words.append("--allow-other-checkpoints")
     if options.start_over is not None:
         words.append(f"--start-over {options.start_over}")
     return FirstStart(loaded_from, " ".join(words))
@@ -85,14 +88,14 @@ def _flags_of_every_start(options: CheckpointConfig) -> list[str]:
 def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> bool:
     """Whether --save holds a checkpoint that a start with these flags has saved, so that this one goes on from it.
 
-    False if the flags themselves resume --save: then there is nothing to decide. Without --load a checkpoint of a run
-    that began from iteration 0 may be anybody's, so the launcher must say, too, that it starts the job again. Raises
-    OSError if --save cannot be listed, ObjectStoreError.
+    False if the flags themselves resume --save: then there is nothing to decide. Without any flag of a first start a
+    checkpoint of a run that began from iteration 0 may be anybody's, so the launcher must say, too, that it starts the
+    job again. Raises OSError if --save cannot be listed, ObjectStoreError.
     """
     if not has_first_start(options) or options.checkpoint_engine == "none":
         return False
     mine = first_start(options)
-    if not mine.flags and (options.allow_other_checkpoints or not is_started_again(env)):
+    if not mine.flags and not is_started_again(env):
         return False
     newest = newest_manifest(options)
     return newest is not None and is_of(newest, mine)
@@ -107,6 +110,19 @@ def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
     if kept.loaded_from and not kept.flags:
         return kept.loaded_from == mine.loaded_from
     return kept == mine
+
+
+def began(options: CheckpointConfig) -> FirstStart:
+    """How the run of this start began, for the manifests of its checkpoints.
+
+    One that resumes --save by --load goes on with the run whose checkpoint was committed there last. Raises OSError if
+    --save cannot be listed, ObjectStoreError.
+    """
+    mine = first_start(options)
+    if mine.flags or not resumes(options):
+        return mine
+    newest = newest_manifest(options)
+    return mine if newest is None else FirstStart(newest.loaded_from, newest.first_start)
 
 
 def is_started_again(env: Mapping[str, str]) -> bool:

@@ -27,6 +27,7 @@ from megatron.peers.placement import PlacementError, number_of_copies, read_doma
 from restart_trace.cycles import is_restart_in_place
 
 if TYPE_CHECKING:
+    from megatron.checkpointing.first_start import FirstStart
     from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,23 @@ def is_later_start(config: Config) -> bool:
     """
     from megatron.checkpointing.first_start import has_own_checkpoint
 
+    with _reads_save(config):
+        return has_own_checkpoint(config.checkpoint, os.environ)
+
+
+def how_the_run_began(config: Config) -> FirstStart:
+    """As megatron.checkpointing.first_start.began; raises as is_later_start."""
+    from megatron.checkpointing.first_start import began
+
+    with _reads_save(config):
+        return began(config.checkpoint)
+
+
+@contextlib.contextmanager
+def _reads_save(config: Config) -> Iterator[None]:
     try:
         with store_refusals(config):
-            return has_own_checkpoint(config.checkpoint, os.environ)
+            yield
     except OSError as error:
         raise ConfigError(
             f"--save {config.checkpoint.save}: cannot be read: {error.strerror}; correct the path or its permissions"

@@ -27,6 +27,7 @@ from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
+    from megatron.checkpointing.first_start import FirstStart
     from megatron.checkpointing.manager import Checkpointer
     from megatron.checkpointing.object_storage.ownership import ObjectOwnership
     from megatron.checkpointing.ownership import Ownership
@@ -161,6 +162,13 @@ class _Start:
         from megatron.startup.preflight import of_later_start
 
         return of_later_start(self._config) if self.later_start else self._config
+
+    def first_start(self) -> FirstStart:
+        """How the run began, as the manifests keep it, which rank 0 writes. Raises ConfigError."""
+        from megatron.checkpointing.first_start import FirstStart
+        from megatron.startup.preflight import how_the_run_began
+
+        return how_the_run_began(self._config) if self._config.parallel.rank == 0 else FirstStart()
 
     def agreed(self, control: ControlPlane) -> Config:
         """The configuration of this start, as rank 0 decides; collective."""
@@ -352,7 +360,6 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 
 def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
-    from megatron.checkpointing.first_start import first_start
     from megatron.checkpointing.input_files import input_contents
     from megatron.checkpointing.naming import layer_file
     from megatron.checkpointing.state import Progress
@@ -385,7 +392,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
         beginning.wait_and_begin(None if loads is None else loads.load)
         startup = runtime.communicators.startup = beginning.startup
-    begins, config = first_start(config.checkpoint), beginning.agreed(control)
+    begins, config = beginning.first_start(), beginning.agreed(control)
     recorder, prefetch = beginning.recorder, beginning.prefetch
     _sample_continuously(config, recorder)
     if prefetch is not None:

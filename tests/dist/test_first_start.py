@@ -168,3 +168,15 @@ def test_a_checkpoint_given_as_its_directory_is_refused(launcher: Launcher, pret
     nothing = launcher.directory / "nothing"
     refused = launcher.run(SINGLE, *RUN, "--load", nothing, "--finetune")
     assert refused.exit_codes == [2] and f"--finetune takes the weights of --load {nothing}, where no" in refused.output
+
+
+def test_a_run_that_begins_among_checkpoints_of_another(launcher: Launcher, pretrained: Path) -> None:
+    """Without --load: its restarts go on, also after launches that gave --load in place of its first command."""
+    save = launcher.directory / "save"
+    shutil.copytree(pretrained, save)
+    command = [*RUN, *buffered_saving(save, 1), "--exit-interval"]
+    first = ["--allow-other-checkpoints"]
+    for flags, stop in ((first, "2"), (["--load", save], "3"), (first, "4")):
+        launcher.train(SINGLE, *command, stop, *flags)
+    trained = [sorted(losses_of_ranks(save, SINGLE, cycle)[0]) for cycle in range(3)]
+    assert trained == [[1, 2], [3], [4]]

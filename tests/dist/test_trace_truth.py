@@ -142,7 +142,8 @@ class BigRun:
             flags += ["--load", self.save]
         else:
             flags += ["--exit-interval", "1", "--save", self.save, "--save-interval", "1"]
-            flags += ["--allow-other-checkpoints"]  # that of the launch before, where this one is a repetition
+            # That of the launch before is there where this one is a repetition.
+            flags += ["--allow-other-checkpoints", "--start-over", f"launch_{len(before)}"]
         self.launcher.train(PAIR, *flags)
         trace = [r for r in records(self.trace_dir) if r["cycle"] not in before]
         assert {r["operation"] for r in trace if r["type"] == "operation_end"} == {

@@ -10,7 +10,15 @@ import pytest
 
 from megatron.checkpointing.commit import write_manifest
 from megatron.checkpointing.directories import check_save
-from megatron.checkpointing.first_start import FLAGS, first_start, has_own_checkpoint, later_start, passed_over
+from megatron.checkpointing.first_start import (
+    FLAGS,
+    FirstStart,
+    began,
+    first_start,
+    has_own_checkpoint,
+    later_start,
+    passed_over,
+)
 from megatron.config import CheckpointConfig, ConfigError
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
@@ -59,21 +67,35 @@ def test_a_later_start_has_no_flag_of_the_first(tmp_path: Path, flags: dict[str,
     assert not goes_on(later_start(mine))  # which resumes by itself: nothing is passed over
 
 
-def test_a_restart_that_begins_again_among_checkpoints_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With --allow-other-checkpoints and no --load nothing tells whose they are."""
+@pytest.mark.parametrize("env", [{}, *AGAIN], ids=["no word", "in place", "requeued"])
+def test_a_run_that_begins_from_iteration_0_among_checkpoints_of_others(tmp_path: Path, env: dict[str, str]) -> None:
+    """By the flag that its checkpoints keep they are told from those of the others, so a restart goes on from them."""
     mine = options(tmp_path, allow_other_checkpoints=True)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    saved_by(options(tmp_path), 9)
     check_save(mine)
-    assert not caplog.messages
-    saved_by(mine)
-    check_save(mine)
-    assert f"global_step5 is there, which may be its own; give --load {tmp_path}" in caplog.text
-    caplog.clear()
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    check_save(mine)
-    assert not caplog.messages
+    assert not goes_on(mine, env)  # it has saved nothing yet
+    saved_by(mine, 5, sequence=2)
+    assert goes_on(mine, env) and later_start(mine).load == str(tmp_path)
+    assert "; --allow-other-checkpoints: describes the first start and is passed over" in passed_over(mine)
+    again = options(tmp_path, allow_other_checkpoints=True, start_over="again")
+    assert not goes_on(again, env)
+    saved_by(again, 3, sequence=3)
+    assert goes_on(again, env) and not goes_on(mine, env)
+
+
+def test_a_resume_of_its_own_directory_keeps_how_the_run_began(tmp_path: Path) -> None:
+    """So the command of the first start goes on, too, after launches that gave --load SAVE in its place."""
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    first, resumed = options(save, pretrained, finetune=True), options(save, save)
+    assert began(first) == first_start(first)
+    save.mkdir()
+    assert began(resumed) == FirstStart()
+    saved_by(first)
+    assert began(resumed) == first_start(first) == FirstStart(str(pretrained), f"--load {pretrained} --finetune")
+    saved_by(resumed, 6, sequence=2, **dict(zip(("loaded_from", "first_start"), began(resumed), strict=True)))
+    assert goes_on(first)
+    back = options(save, save, load_tag="global_step5")  # another course of it
+    assert began(back) == first_start(back)
 
 
 @pytest.mark.parametrize("state", ["optim", "rng"])
@@ -141,7 +163,7 @@ def test_without_load_the_launcher_must_say_so_too(tmp_path: Path, env: dict[str
     assert goes_on(mine, env) and not goes_on(mine) and not goes_on(mine, zero)
     with pytest.raises(ConfigError, match="and this run begins from iteration 0"):
         check_save(mine)
-    assert not goes_on(options(tmp_path, allow_other_checkpoints=True), env)  # they may be the others'
+    assert not goes_on(options(tmp_path, allow_other_checkpoints=True), env)  # which does not say that they are its own
     saved_by(options(tmp_path, tmp_path / "elsewhere"), 6, sequence=2)
     assert not goes_on(mine, env)
 
