@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
 import json
 import re
 import statistics
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,16 +106,3 @@ def recorded(out: Path, part: str, name: str) -> float | None:
     """A number that a test recorded under this name."""
     values = [result.recorded[name] for result in tests_of(out, part) if name in result.recorded]
     return None if not values or values[0].startswith(NOT_OBSERVED) else float(values[0])
-
-
-@functools.cache
-def kernels(path: Path) -> tuple[tuple[str, float, int], ...]:
-    """Name, seconds and number of each of the device's kernels and copies in a profile, by time; empty on a CPU."""
-    seconds: Counter[str] = Counter()
-    number: Counter[str] = Counter()
-    with gzip.open(path) as file:
-        for event in json.load(file)["traceEvents"]:
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                seconds[event["name"]] += event["dur"] / 1e6
-                number[event["name"]] += 1
-    return tuple((name, spent, number[name]) for name, spent in seconds.most_common())

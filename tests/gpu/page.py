@@ -21,13 +21,13 @@ from tests.gpu.measured import (
     device_name,
     device_peak_bytes,
     iterations,
-    kernels,
     read_json,
     tests_of,
     timed,
 )
 from tests.gpu.parts import LADDERS, PARTS, ROOT
 from tests.gpu.predictions import DEVIATES, PREDICTIONS, is_of_the_predicted_kind
+from tests.gpu.profiles import attention, kernels, profiles_of
 from tests.gpu.runner import records, why
 from tools.ckpt_replay.answer import sentence
 from tools.common.formatting import NOT_RECORDED, number, size
@@ -137,25 +137,39 @@ def _step_times(out: Path) -> list[str]:
         lines += [f"## Iterations, part `{part}`", ""]
         lines += [f"Seconds of {len(times)} iterations: {', '.join(f'{value:.4f}' for value in seconds)}.", ""]
         lines += [f"TFLOP/s of the model, without recomputation, in their order: {rates}.", ""]
-        lines += _profile(out / part / "trace")
+        for path in profiles_of(out, part):
+            lines += [_attention(path), "", *_profile(path)]
     return lines[:-1]
 
 
-def _profile(trace_dir: Path) -> list[str]:
+def _attention(path: Path) -> str:
+    """Which kernel computed attention, and for how long."""
+    found = attention(path)
+    if found is None:
+        return "Attention: not observed; the profile has no call of a backend."
+    calls = ", ".join(
+        f"`{backend}` (forward calls in an iteration: {number:g})" for backend, number in found.calls.items()
+    )
+    passes = {"forward": found.forward_s, "backward": found.backward_s}
+    times = ", ".join(
+        f"{name} {NOT_OBSERVED if seconds is None else f'{seconds:.4f} s'}" for name, seconds in passes.items()
+    )
+    return f"Attention: {calls}. Its kernels in an iteration: {times}."
+
+
+def _profile(path: Path) -> list[str]:
     """The kernels that take most of the profiled iterations."""
-    lines: list[str] = []
-    for path in sorted(trace_dir.glob("profile_*.json.gz")):
-        found = kernels(path)
-        if not found:
-            return ["The profile has no kernels of a device.", ""]
-        total = sum(seconds for _, seconds, _ in found)
-        rows = [
-            (f"`{_cell(name)[:90]}`", f"{100 * seconds / total:.1f}", f"{seconds:.4f}", str(number))
-            for name, seconds, number in found[:25]
-        ]
-        lines += [f"`{path.name}`: {total:.4f} s of kernels and copies; the 25 that take longest:", ""]
-        lines += [*markdown_table(("kernel", "%", "s", "number"), rows), ""]
-    return lines
+    found = kernels(path)
+    if not found:
+        return ["The profile has no kernels of a device.", ""]
+    total = sum(seconds for _, seconds, _ in found)
+    rows = [
+        (f"`{_cell(name)[:90]}`", f"{100 * seconds / total:.1f}", f"{seconds:.4f}", str(number))
+        for name, seconds, number in found[:25]
+    ]
+    head = ("kernel", "%", "s", "number")
+    told = f"`{path.name}`: {total:.4f} s of kernels and copies; the 25 that take longest:"
+    return [told, "", *markdown_table(head, rows), ""]
 
 
 def _losses(out: Path) -> list[str]:

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu.measured import device_name, device_peak_bytes, iteration_s, recorded, tflops
+from tests.gpu.profiles import attention, profiles_of
 from tools.common.tables import markdown_table
 
 _STEP = "`ckpt-plan --step-time h100`, without recomputation"
+_ATTENTION = (
+    "`ckpt-plan --step-time h100`, at the rate of FlashAttention-2; cuDNN's kernel is about twice as fast, and the "
+    "page names the one that ran"
+)
 DEVIATES = 0.5  # of the predicted figure
 H100_TFLOPS = 989.4  # dense bf16: NVIDIA's data sheet of the H100 SXM
 
@@ -53,15 +58,25 @@ def _peak_gb(out: Path) -> float | None:
     return None if found is None else found / 1e9
 
 
+def _attention_s(part: str) -> Callable[[Path], float | None]:
+    def measured(out: Path) -> float | None:
+        found = [attention(path) for path in profiles_of(out, part)]
+        return found[0].seconds if found and found[0] is not None else None
+
+    return measured
+
+
 def _test(part: str, name: str) -> Callable[[Path], float | None]:
     return lambda out: recorded(out, part, name)
 
 
 PREDICTIONS = (
     Prediction("`step-time`: an iteration", "s", 0.170, _STEP, lambda out: iteration_s(out, "step-time")),
-    Prediction("`step-time`: MFU", "%", 36.7, _STEP, _mfu("step-time")),
+    Prediction("`step-time`: MFU, 1 micro-batch", "%", 36.7, _STEP, _mfu("step-time")),
+    Prediction("`step-time`: attention's kernels", "s", 0.0207, _ATTENTION, _attention_s("step-time")),
     Prediction("`step-time-4`: an iteration", "s", 0.604, _STEP, lambda out: iteration_s(out, "step-time-4")),
-    Prediction("`step-time-4`: MFU", "%", 41.3, _STEP, _mfu("step-time-4")),
+    Prediction("`step-time-4`: MFU, 4 micro-batches", "%", 41.3, _STEP, _mfu("step-time-4")),
+    Prediction("`step-time-4`: attention's kernels", "s", 0.083, _ATTENTION, _attention_s("step-time-4")),
     Prediction("`step-time`: device peak", "GB", 35.3, _STEP, _peak_gb),
     Prediction(
         "`copies`: a save's copies to pinned memory", "GB/s", 50,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,8 @@ def test_predictions_stand_beside_what_is_measured(tmp_path: Path, device: str) 
     lines = [LOG_LINE.format(number, slow.get(number, 110.0), 400) for number in range(1, 16)]
     (step_time / "training.log").write_text("[rank 0] INFO: begins\n" + "".join(lines))
     events = [{"cat": "kernel", "name": "gemm", "dur": 3e5}, {"cat": "kernel", "name": "norm", "dur": 1e5}] * 2
+    events = [event | {"args": {}} for event in events]
+    events += attention_events("cudnn_attention", 1, 0.006) + attention_events("cudnn_attention_backward", 2, 0.024)
     with gzip.open(step_time / "trace" / "profile_rank_00000_iterations_13-15.json.gz", "wt") as file:
         json.dump({"traceEvents": [*events, {"cat": "cpu_op", "name": "aten::mm", "dur": 9e9}]}, file)
     said = {"device_to_host_GBps": "45", "pageable_GBps": "not observed: it reads 0"}
@@ -50,14 +53,35 @@ def test_predictions_stand_beside_what_is_measured(tmp_path: Path, device: str) 
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text if line.startswith("| `")]
     found = {row[0]: row[2:4] for row in rows if len(row) == 5}
     assert found["`step-time`: an iteration"] == ["0.11", marked("`step-time`: an iteration", 0.11)]
-    mfu = ["40.4", marked("`step-time`: MFU", 40.4)] if "HBM3" in device else ["-", "not observed"]
-    assert found["`step-time`: MFU"] == mfu
+    mfu = ["40.4", marked("`step-time`: MFU, 1 micro-batch", 40.4)] if "HBM3" in device else ["-", "not observed"]
+    assert found["`step-time`: MFU, 1 micro-batch"] == mfu
     assert any("its MFU is not computed" in line for line in text) is ("PCIe" in device)
     assert found["`step-time-4`: an iteration"] == ["-", "not observed"]
     assert found["`copies`: a save's copies to pinned memory"] == ["45", ""]
     assert found["`copies`: to pageable memory"] == ["-", "not observed"]
-    assert ["`gemm`", "75.0", "0.6000", "2"] in rows
+    assert found["`step-time`: attention's kernels"] == ["0.01", marked("`step-time`: attention's kernels", 0.01)]
+    assert found["`step-time-4`: attention's kernels"] == ["-", "not observed"]
+    told = "Attention: `cudnn_attention` (forward calls in an iteration: 1). Its kernels in an iteration: "
+    assert f"{told}forward 0.0020 s, backward 0.0080 s." in text
+    assert ["`gemm`", "72.3", "0.6000", "2"] in rows
     assert "| `test_c.test_x` | passed | device_to_host_GBps 45, pageable_GBps not observed: it reads 0 |" in text
+
+
+def attention_events(operator: str, correlation: int, seconds: float) -> list[dict[str, Any]]:
+    """As torch.profiler writes three calls of a backend, of which one launches a kernel, on a machine with a device."""
+    name, thread, begin = f"aten::_scaled_dot_product_{operator}", {"pid": 9, "tid": 9}, 1000.0 * correlation
+    calls = [thread | {"cat": "cpu_op", "name": name, "ts": begin + 100.0 * i, "dur": 50.0} for i in range(3)]
+    numbers = {"correlation": correlation}
+    launch = thread | {
+        "cat": "cuda_runtime",
+        "name": "cudaLaunchKernel",
+        "ts": begin + 120.0,
+        "dur": 5.0,
+        "args": numbers,
+    }
+    other = launch | {"ts": begin + 160.0, "args": {"correlation": 7}}  # between the calls
+    kernel = {"cat": "kernel", "name": "sdpa", "pid": 0, "tid": 7, "ts": 900.0, "dur": seconds * 1e6, "args": numbers}
+    return [*calls, launch, other, kernel]
 
 
 def marked(what: str, measured: float) -> str:
@@ -76,11 +100,14 @@ def test_iterations_are_predicted_by_ckpt_plan(
     flags = ["--micro-batch-size", size, "--global-batch-size", str(ON_GPU.micro_batch * micro_batches)]
     words = ["--model", ON_GPU.model, "--tp", "1", "--pp", "1", "--step-time", "h100", "--format", "json", "--", *flags]
     assert ckpt_plan(words) == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    (found,) = [one for one in settings if one["recomputation"] == "none" and not one["compiled"]]
+    plan = json.loads(capsys.readouterr().out)
+    (found,) = [one for one in plan["settings"] if one["recomputation"] == "none" and not one["compiled"]]
     predicted = {one.what: one.predicted for one in PREDICTIONS}
     assert predicted[f"`{part}`: an iteration"] == pytest.approx(found["step_s"], rel=0.1)
-    assert predicted[f"`{part}`: MFU"] == pytest.approx(100 * found["mfu"], rel=0.1)
+    counted = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    assert predicted[f"`{part}`: MFU, {counted}"] == pytest.approx(100 * found["mfu"], rel=0.1)
+    attention_s = plan["by_part_s"]["attention"]
+    assert predicted[f"`{part}`: attention's kernels"] == pytest.approx(attention_s, rel=0.1)
     assert predicted["`step-time`: device peak"] == pytest.approx(found["device_bytes_estimate"] / 1e9, rel=0.1)
 
 
