@@ -148,7 +148,9 @@ def _planning_row(ranks: int, found: Planning) -> list[str]:
 
 
 def _shown(calls: Calls | None) -> str:
-    return "0" if calls is None else f"{calls.number:,} ({calls.read_bytes / 1e3:,.1f} kB)"
+    if calls is None:
+        return "0"
+    return f"{calls.number:,}" + (f" ({calls.read_bytes / 1e3:,.1f} kB)" if calls.read_bytes else "")
 
 
 def _say(text: str) -> None:
