@@ -11,12 +11,11 @@ import pytest
 
 from restart_trace.schema import RANK_FILE_PATTERN
 from tests.gpu.page import page
-from tests.gpu.parts import ON_GPU, part_named
+from tests.gpu.parts import part_named
 from tests.gpu.predictions import PREDICTIONS, Prediction
 from tests.gpu.runner import PASSED
 from tests.unit.tools.ckpt_analysis.metrics.test_device_copies import rank_log
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, dump
-from tools.ckpt_plan.cli import main as ckpt_plan
 
 LOG_LINE = (
     " iteration {0:8d}/      15 | consumed samples:            4 | consumed tokens:         8192 | elapsed time per "
@@ -87,28 +86,6 @@ def attention_events(operator: str, correlation: int, seconds: float) -> list[di
 def marked(what: str, measured: float) -> str:
     (prediction,) = [one for one in PREDICTIONS if one.what == what]
     return "**deviates by half**" if abs(measured / prediction.predicted - 1) >= 0.5 else ""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_environment")
-@pytest.mark.parametrize(("part", "micro_batches"), [("step-time", 1), ("step-time-4", 4)])
-def test_iterations_are_predicted_by_ckpt_plan(
-    part: str, micro_batches: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Within a tenth, since the model's code changes; tests/gpu/predictions.py has the figures, and docs/gpu.md."""
-    size = str(ON_GPU.micro_batch)
-    flags = ["--micro-batch-size", size, "--global-batch-size", str(ON_GPU.micro_batch * micro_batches)]
-    words = ["--model", ON_GPU.model, "--tp", "1", "--pp", "1", "--step-time", "h100", "--format", "json", "--", *flags]
-    assert ckpt_plan(words) == 0
-    plan = json.loads(capsys.readouterr().out)
-    (found,) = [one for one in plan["settings"] if one["recomputation"] == "none" and not one["compiled"]]
-    predicted = {one.what: one.predicted for one in PREDICTIONS}
-    assert predicted[f"`{part}`: an iteration"] == pytest.approx(found["step_s"], rel=0.1)
-    counted = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-    assert predicted[f"`{part}`: MFU, {counted}"] == pytest.approx(100 * found["mfu"], rel=0.1)
-    attention_s = plan["by_part_s"]["attention"]
-    assert predicted[f"`{part}`: attention's kernels"] == pytest.approx(attention_s, rel=0.1)
-    assert predicted["`step-time`: device peak"] == pytest.approx(found["device_bytes_estimate"] / 1e9, rel=0.1)
 
 
 def test_what_deviates_by_half() -> None:
