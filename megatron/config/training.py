@@ -56,7 +56,7 @@ class TrainingConfig(FlagGroup):
     exit_signal: tuple[str, ...] = flag(
         (),
         "the signals of --exit-signal-handler, of SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 (default: SIGTERM); "
-        "restart-launch passes them on, torchrun only SIGTERM and SIGINT",
+        "restart-launch passes them on; ranks of torchrun and deepspeed save when one has ended their launcher",
     )
     allow_injected_faults: bool = flag(
         False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"
@@ -132,6 +132,11 @@ class TrainingConfig(FlagGroup):
         for name in ("min_loss_scale", "loss_scale_window"):
             if not float(getattr(self, name)).is_integer():
                 self.refuse(name, "DeepSpeed takes a whole number")
+
+    @property
+    def stops_at(self) -> tuple[str, ...]:
+        """Names of the signals at which the run saves and stops."""
+        return (self.exit_signal or ("SIGTERM",)) if self.exit_signal_handler else ()
 
     def _check_exit_signals(self) -> None:
         unknown = [name for name in self.exit_signal if name not in EXIT_SIGNALS]

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from restart_trace.ancestors import launcher_of, parent_of, read_text
@@ -30,8 +30,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SYS_PIDFD_OPEN = 434  # asm-generic/unistd.h, and the same everywhere
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # the second one is each rank's own
 _DEEPSPEED = ("CROSS_SIZE",)
-# From SIGTERM to SIGKILL, as DeepSpeed's launcher has it: time for a checkpoint with --exit-signal-handler.
+# From the signal to SIGKILL, as DeepSpeed's launcher and torchrun have it: time for a save (--exit-signal-handler).
 _GRACE_S = 30.0
+_END_LAUNCHERS = ("SIGUSR1", "SIGUSR2")  # torchrun and DeepSpeed's launcher handle neither
 _DEEPSPEED_LAUNCHER = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py")
 _DEEPSPEED_RUNNER = ("deepspeed.launcher.runner", "deepspeed/launcher/runner.py", "deepspeed", "ds")
 
@@ -74,8 +75,11 @@ def stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_launcher(env: Mapping[str, str]) -> None:
+def end_with_launcher(env: Mapping[str, str], exit_signals: Sequence[str] = ()) -> None:
     """Have a rank end with the launcher that started it: torchrun, DeepSpeed's, or Slurm's step daemon.
+
+    `exit_signals`: names of the signals at which the rank saves before it ends (--exit-signal-handler). One that goes
+    to all processes of the job may end the launcher first. The rank then gets the first of them, and 30 s to save.
 
     A rank that trains on without its launcher would save into the directory of the launch that replaces it. Ranks of
     megatron.launch have seen to this themselves. A process that was started in another way (by hand, under nohup) may
@@ -83,6 +87,8 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
     """
     if sys.platform != "linux":
         return
+    asks = signal.Signals[exit_signals[0]] if exit_signals else signal.SIGTERM
+    dies_of_it = asks if set(exit_signals) & set(_END_LAUNCHERS) else None
     if "TORCHELASTIC_RUN_ID" in env:
         launcher = launcher_of(env, _TORCHRUN)
         if launcher == 0:
@@ -91,15 +97,15 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
             _tell_of_orphan(launcher)
             _end()
         else:
-            _end_with(launcher)
+            _end_with(launcher, dies_of_it)
     elif "CROSS_SIZE" in env:
         launcher = launcher_of(env, _DEEPSPEED)
         if _runs(launcher, _DEEPSPEED_LAUNCHER):
-            _end_with(launcher)
+            _end_with(launcher, dies_of_it)
             runner = parent_of(launcher)
             # On another node than the one where `deepspeed` was started, the parent is a shell of ssh.
             if _runs(runner, _DEEPSPEED_RUNNER):
-                _end_with(runner, gently=True)
+                _end_with(runner, asks)
     elif "SLURM_PROCID" in env and _name(os.getppid()) == "slurmstepd":
         end_with_parent(os.getppid())
 
@@ -114,12 +120,12 @@ def _tell_of_orphan(adopter: int) -> None:
         )
 
 
-def _end_with(ancestor: int, *, gently: bool = False) -> None:
+def _end_with(ancestor: int, asks: signal.Signals | None) -> None:
     """As `end_with_parent`, with an ancestor further up, too: then a thread waits for its end.
 
-    `gently`: it passes no signals on, so that one to all processes of the job ends it before the rank has saved.
+    `asks`: the signal that asks this process to end, before SIGKILL; None: SIGKILL at once.
     """
-    if ancestor == os.getppid() and not gently:
+    if ancestor == os.getppid() and asks is None:
         end_with_parent(ancestor)
         return
     try:
@@ -129,7 +135,7 @@ def _end_with(ancestor: int, *, gently: bool = False) -> None:
     except OSError as error:  # a kernel without it
         logger.warning("this rank does not notice the end of its launcher (pid %d): %s", ancestor, error)
         return
-    threading.Thread(target=_end_after, args=(fd, gently), name="launcher-watch", daemon=True).start()
+    threading.Thread(target=_end_after, args=(fd, asks), name="launcher-watch", daemon=True).start()
 
 
 def _pidfd_open(pid: int) -> int:
@@ -141,14 +147,14 @@ def _pidfd_open(pid: int) -> int:
     return int(fd)
 
 
-def _end_after(fd: int, gently: bool) -> NoReturn:
+def _end_after(fd: int, asks: signal.Signals | None) -> NoReturn:
     """Wait for the process of a pidfd to end, then end this one."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     while not poller.poll():
         continue
-    if gently:
-        os.kill(os.getpid(), signal.SIGTERM)
+    if asks is not None:
+        os.kill(os.getpid(), asks)
         time.sleep(_GRACE_S)
     _end()
 

@@ -24,9 +24,8 @@ class ExitConditions:
 
     def start(self) -> None:
         """Call when the loop begins: catches the signals that a flag asks for. Before, there is nothing to save."""
-        if self._training.exit_signal_handler:
-            for name in self._training.exit_signal or ("SIGTERM",):
-                signal.signal(signal.Signals[name], self._on_signal)
+        for name in self._training.stops_at:
+            signal.signal(signal.Signals[name], self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = signal.Signals(signum).name

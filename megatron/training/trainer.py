@@ -77,8 +77,8 @@ def pretrain(
     line, the data or the checkpoint cannot be used, as the message says. `entered_ns`: when the program's own code
     began (monotonic, ns).
     """
-    end_with_launcher(os.environ)
     config = parse_or_exit()
+    end_with_launcher(os.environ, config.training.stops_at)
     rank = config.parallel.rank
     if config.training.allow_injected_faults:
         from megatron.startup.injected_faults import allow_injected_faults

@@ -73,9 +73,10 @@ def test_megatron_launch_in_an_allocation(cluster: Cluster, preset: Preset, slur
 
 
 def test_a_job_saves_before_its_time_limit(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
-    """Here the signal is sent by hand, to the ranks alone as Slurm does before the limit."""
+    """Here the signal is sent by hand, to all processes of the step, as Slurm does: its data workers get it, too."""
     nodes = cluster.compute_nodes[:2]
     job = preset.job("signalled", nodes, ITERS="100000", SAVE_INTERVAL="100000", **slurm.environment)
+    job.settings["EXTRA_ARGS"] += " --num-workers 2"
     job.command = submitted(job, "--wait")
     started = job.start()
 

@@ -30,7 +30,7 @@ def tell(name):
     (out / "draft").write_text(str(os.getpid()))
     (out / "draft").rename(out / name)
 tell("started")
-end_with_launcher(os.environ)
+end_with_launcher(os.environ, os.environ.get("EXIT_SIGNALS", "").split())
 tell("pid")
 time.sleep(600)
 """
@@ -116,17 +116,36 @@ def test_a_rank_in_a_pid_namespace_of_its_own_runs(out: Path) -> None:
 
 
 SAVING = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
 def save(*_):
     (Path(sys.argv[1]) / "saved").touch()
     sys.exit(0)
-signal.signal(signal.SIGTERM, save)
+for name in os.environ.get("EXIT_SIGNALS", "SIGTERM").split():
+    signal.signal(signal.Signals[name], save)
 """
 
 
-def test_a_rank_of_deepspeed_may_save_when_all_of_the_job_are_asked_to_end(out: Path) -> None:
-    """DeepSpeed's runner ends by SIGTERM at once, while its launcher leaves the ranks 30 s."""
+@pytest.mark.parametrize("signals", ["SIGUSR1", "SIGUSR2 SIGTERM"])
+def test_a_rank_of_torchrun_may_save_at_a_signal_that_ends_torchrun(out: Path, signals: str) -> None:
+    """As Slurm sends it to all processes of a job step."""
+    (out / "rank.py").write_text(SAVING + RANK)
+    rank = [sys.executable, str(out / "rank.py"), str(out)]
+    launcher = launcher_of(out, rank, VARIABLES["torchrun"] | {"EXIT_SIGNALS": signals})
+    pid = int((out / "pid").read_text())
+    launcher.send_signal(signal.Signals[signals.split()[0]])
+    launcher.wait()
+    wait_for(lambda: not runs(pid))
+    assert (out / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "signals"),
+    [("runner", ""), ("runner", "SIGUSR1"), ("launch", "SIGUSR1")],
+    ids=["SIGTERM of the runner", "SIGUSR1 of the runner", "SIGUSR1 of the launcher"],
+)
+def test_a_rank_of_deepspeed_may_save_when_all_of_the_job_are_asked_to_end(out: Path, ends: str, signals: str) -> None:
+    """DeepSpeed's runner ends by SIGTERM at once, while its launcher leaves the ranks 30 s. SIGUSR1 ends both."""
     (out / "rank.py").write_text(SAVING + RANK)
     folder = out / "deepspeed" / "launcher"
     folder.mkdir(parents=True)
@@ -135,10 +154,12 @@ def test_a_rank_of_deepspeed_may_save_when_all_of_the_job_are_asked_to_end(out: 
     (folder / "launch.py").write_text(starts.format(rank, {"CROSS_SIZE": "1"}))
     launcher = [sys.executable, str(folder / "launch.py")]
     (folder / "runner.py").write_text(starts.format(launcher, {}))
-    runner = subprocess.Popen([sys.executable, str(folder / "runner.py")], env=environment())
+    given = {"EXIT_SIGNALS": signals} if signals else {}
+    runner = subprocess.Popen([sys.executable, str(folder / "runner.py")], env=environment(**given))
     wait_for((out / "pid").exists)
     pid = int((out / "pid").read_text())
-    runner.send_signal(signal.SIGTERM)
+    asked = runner.pid if ends == "runner" else psutil.Process(pid).ppid()
+    os.kill(asked, signal.Signals[signals] if signals else signal.SIGTERM)
     runner.wait()
     wait_for(lambda: not runs(pid))
     assert (out / "saved").exists()
