@@ -430,7 +430,9 @@ class Agent:
         assert self._connection is not None
         ranks = current.ranks
         ranks.reap()
-        ranks.kill_overdue(self._plan.shutdown_timeout_s)
+        killed = ranks.kill_overdue(self._plan.shutdown_timeout_s)
+        if killed is not None:
+            say(killed)
         if ranks.failures and not current.failed and self._stopped_by is None:
             at_ns = now_ns()
             self._connection.send("failed", generation=current.number, why=ranks.failures[0])

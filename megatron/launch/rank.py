@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from megatron.launch.plan import Plan
-from megatron.processes.parent_process import end_with_parent
+from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE, end_with_parent
 from megatron.processes.rendezvous_store import STORE_VARIABLES
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
@@ -28,6 +28,7 @@ def rank_environment(plan: Plan, local_rank: int, restart: int, port: int, prelo
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": restart,
         "TORCHELASTIC_MAX_RESTARTS": plan.max_restarts,
+        SHUTDOWN_TIMEOUT_VARIABLE: plan.shutdown_timeout_s,
     }
     text = {name: str(value) for name, value in found.items()} | STORE_VARIABLES
     text["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -23,6 +23,7 @@ class Ranks:
     running: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     refused: bool = False  # a rank ended with exit code 2: it refused its input
+    ended_by: int | None = None  # the first signal by which they are being ended
     deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
 
     def send(self, signum: int) -> None:
@@ -35,13 +36,21 @@ class Ranks:
         self.send(signum)
         self.send(signal.SIGCONT)
         if self.deadline is None:
+            self.ended_by = signum
             self.deadline = time.monotonic() + timeout_s
 
-    def kill_overdue(self, timeout_s: float) -> None:
-        """SIGKILL to those that should have ended by now; again after `timeout_s`."""
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            self.send(signal.SIGKILL)
-            self.deadline = time.monotonic() + timeout_s
+    def kill_overdue(self, timeout_s: float) -> str | None:
+        """SIGKILL to those that should have ended by now; again after `timeout_s`.
+
+        Returns which they are, and why; None if there are none.
+        """
+        if self.deadline is None or time.monotonic() < self.deadline or not self.running:
+            return None
+        self.send(signal.SIGKILL)
+        self.deadline = time.monotonic() + timeout_s
+        ranks = ", ".join(str(rank) for rank in sorted(self.running.values()))
+        name = signal.Signals(self.ended_by or signal.SIGKILL).name
+        return f"killed after --shutdown-timeout {timeout_s:g}, since they had not ended after {name}: ranks {ranks}"
 
     def kill_now(self) -> None:
         """SIGKILL to all of them, and wait for their end."""

@@ -126,7 +126,9 @@ def _run_to_end(
                 trace.stopped()
             return stopped_by
         standby.look_after()
-        ranks.kill_overdue(shutdown_timeout_s)
+        killed = ranks.kill_overdue(shutdown_timeout_s)
+        if killed is not None:
+            say(killed)
         signum = _next_signal(watched, ranks.deadline)
         if signum == ASK_SIGNAL:
             if not failed and stopped_by is None:

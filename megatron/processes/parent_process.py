@@ -30,8 +30,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SYS_PIDFD_OPEN = 434  # asm-generic/unistd.h, and the same everywhere
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # the second one is each rank's own
 _DEEPSPEED = ("CROSS_SIZE",)
+SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"  # of restart-launch for its ranks: seconds
 # From the signal to SIGKILL, as DeepSpeed's launcher and torchrun have it: time for a save (--exit-signal-handler).
-_GRACE_S = 30.0
+GRACE_S = 30.0
 _END_LAUNCHERS = ("SIGUSR1", "SIGUSR2")  # torchrun and DeepSpeed's launcher handle neither
 _DEEPSPEED_LAUNCHER = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py")
 _DEEPSPEED_RUNNER = ("deepspeed.launcher.runner", "deepspeed/launcher/runner.py", "deepspeed", "ds")
@@ -155,7 +156,7 @@ def _end_after(fd: int, asks: signal.Signals | None) -> NoReturn:
         continue
     if asks is not None:
         os.kill(os.getpid(), asks)
-        time.sleep(_GRACE_S)
+        time.sleep(GRACE_S)
     _end()
 
 

@@ -198,11 +198,15 @@ def _restore_as_told(checkpointer: Checkpointer, engine: Any) -> Progress | None
 
 
 class CheckpointSaves:
-    """The saves of a training run. `failed`: whether the last save with a known outcome failed."""
+    """The saves of a training run. `failed`: whether the last save with a known outcome failed.
+
+    `took_s`: seconds from the start of the last save on storage until it was committed; None before the first.
+    """
 
     def __init__(self, checkpointer: Checkpointer, engine: Any, device: Any) -> None:
         """`device`: torch.device of this rank's state. Collective; raises ConfigError as `memory_is_ready`."""
         self.failed = False
+        self.took_s: float | None = None
         self._device = device
         self._memory_is_ready = memory_is_ready(checkpointer, device)
         self._checkpointer = checkpointer
@@ -210,9 +214,9 @@ class CheckpointSaves:
         self._background = checkpointer.background
         self._control = checkpointer.context.control
         self._save_dir = checkpointer.context.config.checkpoint.save
-        self._asynchronous = checkpointer.context.checkpoint_engine.asynchronous
+        self.asynchronous = checkpointer.context.checkpoint_engine.asynchronous
         self.begin_step = checkpointer.context.checkpoint_engine.begin_step
-        if self._asynchronous:
+        if self.asynchronous:
             config, saver = checkpointer.context.config.checkpoint, checkpointer.context.checkpoint_engine
             # The purpose of saves in memory is to lose no more than the steps between two saves.
             over_within = config.save_interval if saver.keeps_in_memory else None
@@ -243,12 +247,13 @@ class CheckpointSaves:
         except CheckpointSaveError as error:
             self._failed(str(error))
             return
-        if self._asynchronous:
+        if self.asynchronous:
             self._report()  # the previous save, for which this one has waited
             self._check_agreement()
             return
         self.failed = False
-        logger.info("saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, time.monotonic() - start)
+        self.took_s = time.monotonic() - start
+        logger.info("saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, self.took_s)
 
     def _for_memory_alone(self, step: int) -> bool:
         """Whether --persist-interval keeps the save of this step in memory only."""
@@ -325,11 +330,12 @@ class CheckpointSaves:
             took = save.blocked_ns / 1e9, save.total_ns / 1e9
             logger.debug("iteration %d saved in host memory: blocked %.3f s, complete after %.2f s", save.step, *took)
             return
+        self.took_s = save.total_ns / 1e9
         logger.info(
             "checkpoint of iteration %d committed to %s: training was blocked %.3f s, %s after %.2f s",
             save.step,
             self._save_dir,
             save.blocked_ns / 1e9,
             "durable" if save.durable else "complete",
-            save.total_ns / 1e9,
+            self.took_s,
         )

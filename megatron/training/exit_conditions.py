@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
 from megatron.config import Config
 from megatron.parallel.control_plane import ControlPlane
+from megatron.training.stop_time import StopTime
 from restart_trace.clock import now_ns
 
 
@@ -20,6 +22,7 @@ class ExitConditions:
         self._training = config.training
         self._control = control
         self._signalled: str | None = None
+        self.stop_time = StopTime(config, os.environ)
         self._begun_ns = begun_ns
 
     def start(self) -> None:

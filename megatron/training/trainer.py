@@ -574,7 +574,9 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     trainer.recorder.iteration(progress.iteration, start, end, loss)
     skipped = engine.skipped_steps > skipped_before
     statistics = trainer.statistics.measure(progress.iteration)
-    trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped, statistics)
+    took_s = (end - start) / 1e9
+    trainer.log.iteration(engine, progress, loss, took_s, skipped, statistics)
+    trainer.exits.stop_time.compare(took_s, trainer.saves.took_s, asynchronous=trainer.saves.asynchronous)
     if engine.flops_profiler_enabled():
         from megatron.startup.engine_setup import report_flops
 

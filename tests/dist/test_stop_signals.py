@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megatron.checkpointing.commit import discover
+from megatron.processes.standby import WAITS
 from tests.dist.harness import records, wait_for
 from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, TORCHRUN, Job, job, more_commits
 from tests.dist.tiny_runs import load_file
@@ -57,16 +58,37 @@ def test_data_workers_do_not_end_before_the_rank_has_saved(
     assert discover(save, None)[0][0].step == int(stopped[1])
 
 
-def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(tmp_path: Path, dataset: list[str]) -> None:
+@pytest.mark.parametrize("options", [[], ["--max-restarts", "1", "--standby"]], ids=["", "standby"])
+def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(
+    tmp_path: Path, dataset: list[str], options: list[str]
+) -> None:
+    """The signal ends standby ranks, which have nothing to save."""
     save = tmp_path / "save"
-    with job(save, dataset, FORK, "--exit-signal-handler", "--exit-signal", "SIGUSR1") as started:
+    fork = [*FORK[:-1], *options, FORK[-1]]
+    with job(save, dataset, fork, "--exit-signal-handler", "--exit-signal", "SIGUSR1") as started:
         more_commits(save, 0)
+        if options:
+            wait_for(lambda: [one.name() for one in started.processes()].count(WAITS) == 2, "the standby ranks")
         to_all(started, signal.SIGUSR1)
         code = started.process.wait(PATIENCE_S)
+        wait_for(lambda: started.processes() == [], "the end of all processes")
         told = started.log.read_text()
     assert code == 0 and "SIGUSR1 was received and passed on to the ranks" in told, told[-4000:]
     stopped = re.search(r"stopping after iteration (\d+): SIGUSR1 was received", told)
     assert stopped is not None and discover(save, None)[0][0].step == int(stopped[1]), told[-4000:]
+
+
+def test_a_stop_that_takes_longer_than_the_launcher_waits_is_told_of(tmp_path: Path, dataset: list[str]) -> None:
+    """While it trains, and when it has happened."""
+    save = tmp_path / "save"
+    fork = [*FORK[:-1], "--shutdown-timeout", "0", FORK[-1]]
+    with job(save, dataset, fork, "--exit-signal-handler") as started:
+        wait_for(lambda: "a stop takes" in started.log.read_text(), "the warning")
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        told = started.log.read_text()
+    assert told.count("restart-launch kills the ranks 0 s after the signal: give it --shutdown-timeout more than") == 1
+    assert "killed after --shutdown-timeout 0, since they had not ended after SIGTERM: ranks 0, 1" in told
 
 
 def test_data_workers_do_not_outlive_their_rank(tmp_path: Path, dataset: list[str]) -> None:

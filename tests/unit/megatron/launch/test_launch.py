@@ -305,6 +305,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_timeout(start: Start) -> N
         "--nproc-per-node", "2", "--shutdown-timeout", "0.5",
     )  # fmt: skip
     assert job.wait() == 1, job.said
+    assert "killed after --shutdown-timeout 0.5, since they had not ended after SIGTERM: ranks 0\n" in job.said
 
 
 def test_a_launcher_under_nohup_goes_on_without_its_terminal(start: Start) -> None:

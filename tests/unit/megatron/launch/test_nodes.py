@@ -56,11 +56,12 @@ class Nodes:
         self.directory = directory
         (directory / "script.py").write_text(textwrap.dedent(HEAD) + f"NAMES = {NAMES}\n" + textwrap.dedent(script))
         self.started: list[subprocess.Popen[bytes]] = []
+        self.arguments: list[str] = []  # of the script
 
     def coordinate(self, *options: str, name: str = "coordinator", **variables: str) -> subprocess.Popen[bytes]:
         coordinator = self._start(
             name, [sys.executable, "-m", "megatron.launch", "coordinate", "--nproc-per-node", RANKS,
-                   "--port-file", "port", *options, "script.py"], **variables,
+                   "--port-file", "port", *options, "script.py", *self.arguments], **variables,
         )  # fmt: skip
         until(lambda: (self.directory / "port").exists() or coordinator.poll() is not None, "the coordinator's port")
         return coordinator
@@ -69,7 +70,7 @@ class Nodes:
         where = where or f"127.0.0.1:{(self.directory / 'port').read_text().strip()}"
         words = ["--coordinator", where, "--address", "127.0.0.1", "--node-rank", str(number), *options]
         words = words if "--nproc-per-node" in words else ["--nproc-per-node", RANKS, *words]
-        command = [sys.executable, "-c", AGENT, *words, "script.py"]
+        command = [sys.executable, "-c", AGENT, *words, "script.py", *self.arguments]
         return self._start(f"agent{number}", command, LABEL=f"node{number}", **variables)
 
     def _start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
@@ -242,14 +243,21 @@ def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) 
     assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 6 s" in nodes.said()
 
 
-def test_a_signal_reaches_the_ranks_of_all_nodes(nodes: Nodes) -> None:
+@pytest.mark.parametrize(
+    ("sent_to", "name"),
+    [("coordinator", "SIGTERM"), ("coordinator", "SIGUSR2"), ("an agent", "SIGUSR1"), ("all agents", "SIGUSR1")],
+)
+def test_a_signal_reaches_the_ranks_of_all_nodes(nodes: Nodes, sent_to: str, name: str) -> None:
+    """SIGUSR1 and SIGUSR2 if --exit-signal names them; to the coordinator itself SIGUSR1 says something else."""
+    nodes.arguments = ["--exit-signal", "SIGUSR1", "SIGUSR2"]
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
     agents = [nodes.agent(number) for number in range(2)]
     nodes.ranks(0)
-    coordinator.terminate()
-    assert [process.wait(300) for process in (coordinator, *agents)] == [128 + signal.SIGTERM] * 3
+    for process in {"coordinator": [coordinator], "an agent": agents[1:], "all agents": agents}[sent_to]:
+        process.send_signal(signal.Signals[name])
+    assert [process.wait(300) for process in (coordinator, *agents)] == [128 + signal.Signals[name]] * 3
     nodes.until_gone()
-    assert "SIGTERM was received and passed on to the ranks" in nodes.said()
+    assert nodes.said().count(f"{name} was received and passed on to the ranks") == 1
 
 
 @pytest.mark.parametrize("launch", [{}, {LAUNCH_ID_VARIABLE: "one_script"}], ids=["by hand", "by one script"])
