@@ -54,7 +54,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table":
             "max_position_embeddings",
         "if the padded vocabulary has another size; else allowed": "make_vocab_size_divisible_by",
-        "--bf16 and --fp16: the files have other names and dtypes": "params_dtype",
+        "the files have other names and dtypes": "params_dtype",
         "one optimizer cannot use the state of another; allowed with --no-load-optim": "optimizer",
     },
     Kind.SCHEDULE: {
@@ -93,9 +93,9 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "valid_data_path test_data_path",
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
         "validation or test": "split",
-        "the weights know tokens by the old tokenizer's ids: "
-        f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match":
-            "tokenizer_type tokenizer_model vocab_file merge_file vocab_size",
+        f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match: the weights know the old tokenizer's ids":
+            "tokenizer_model vocab_file merge_file",
+        "tokens and weights no longer match: the weights know the old tokenizer's ids": "tokenizer_type vocab_size",
     },
     Kind.NO_EFFECT: {
         "no effect: all weights come from the checkpoint": "init_method_std",
@@ -104,8 +104,8 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "no effect: the loss scale continues where it was": "initial_loss_scale",
     },
     Kind.FREE: {
-        "the checkpoint is loaded onto any layout that its engine allows (else refused); the samples and their order "
-        "stay":
+        "the checkpoint is loaded onto any layout that its engine allows (otherwise refused); the samples and their "
+        "order stay":
             "tensor_model_parallel_size pipeline_model_parallel_size no_pipeline_parallel world_size "
             "data_parallel_size",
         "it changes what is kept for the backward pass, and where; gradients are the same":

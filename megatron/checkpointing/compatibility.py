@@ -31,6 +31,7 @@ from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, descri
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import namespace_from_config
+from megatron.config.flags import flag_name
 from megatron.config.schedule import check_same_schedule, schedule_settings
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
@@ -43,6 +44,11 @@ _SHAPE = (
 )  # fmt: skip
 
 
+# Of a run that does not save a state -> what says that it is not loaded either, and what is missing.
+_NOT_SAVED = {
+    "no_save_optim": ("no_load_optim", "no optimizer state"),
+    "no_save_rng": ("no_load_rng", "no random state, and dropout would repeat its masks"),
+}
 _LARGEST_TP = 128
 _FILES_OF_TORCH = ("torch", "fastpersist", "fastpersist-decoupled")  # engines whose files DeepSpeed can read
 
@@ -56,8 +62,9 @@ def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
 
 
 def training_identity(config: Config) -> dict[str, Any]:
-    """What must be equal for the state of optimizer and schedule to fit, unless a flag says otherwise."""
-    return {"optimizer": config.optimizer.optimizer} | schedule_settings(config.optimizer, config.training)
+    """What must be equal for optimizer and schedule to fit unless a flag decides, and what the run does not save."""
+    without = {name: True for name in _NOT_SAVED if getattr(config.checkpoint, name)}
+    return {"optimizer": config.optimizer.optimizer} | schedule_settings(config.optimizer, config.training) | without
 
 
 def check_candidate(
@@ -99,6 +106,7 @@ def check_candidate(
     _check_length(candidate, config)
     if candidate.manifest is not None:
         _check_training(candidate.manifest.training, candidate.place, config)
+        _check_saved(candidate.manifest.training, candidate.place, config, other_layout)
     if other_layout and redistributable is False:
         *others, last = redistributable_engines()
         raise CheckpointMismatchError(
@@ -134,6 +142,20 @@ def _check_training(theirs: Mapping[str, Any], place: str, config: Config) -> No
             check_same_schedule(schedule_settings(optimizer, config.training), theirs)
         except ConfigError as exc:
             raise CheckpointMismatchError(f"{place}: {exc}") from exc
+
+
+def _check_saved(theirs: Mapping[str, Any], place: str, config: Config, other_layout: bool) -> None:
+    """Raises CheckpointMismatchError if a state was not saved that this run would load.
+
+    Random state is of one layout, and on another one seeded anew. `theirs`: as in _check_training.
+    """
+    for saving, (loading, what) in _NOT_SAVED.items():
+        needed = not (getattr(config.checkpoint, loading) or config.checkpoint.finetune)
+        if theirs.get(saving) and needed and not (other_layout and saving == "no_save_rng"):
+            raise CheckpointMismatchError(
+                f"{place}: holds {what} (it was saved with {flag_name(saving)}): give {flag_name(loading)} to go on "
+                "without, or load another checkpoint"
+            )
 
 
 def _check_length(candidate: Candidate, config: Config) -> None:

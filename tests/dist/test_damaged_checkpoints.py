@@ -240,7 +240,7 @@ def test_saved_without_optimizer_state(launcher: Launcher) -> None:
     launcher.train(TWO, *flags)
     run = resume(launcher, save)
     assert run.exit_codes[0] == 2
-    assert f"{save / 'global_step2'}: was saved without {SHARD_OF_RANK_0}; give --no-load-optim" in run.log(0)
+    assert f"{save / 'global_step2'}: holds no optimizer state (it was saved with --no-save-optim)" in run.log(0)
     assert resume(launcher, save, "--no-load-optim", "--exit-interval", "3").ok
     assert loaded_steps(launcher) == [2, 2]
 

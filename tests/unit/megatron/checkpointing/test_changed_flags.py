@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.changed_flags import DECISIONS, Kind, changes, check_optimizer
+from megatron.checkpointing.changed_flags import DECISIONS, changes, check_optimizer
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
@@ -50,19 +50,27 @@ def test_every_setting_has_a_decision() -> None:
 def test_the_documentation_has_every_decision() -> None:
     """docs/resuming.md names each flag once, in the row of its decision."""
     rows = [line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")]
-    documented: dict[str, str] = {}
+    documented: dict[str, tuple[str, str]] = {}
     for row in rows:
-        flags, kind, _ = (cell.strip() for cell in row.strip("|").split("|", 2))
+        flags, kind, _, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
+        if not re.fullmatch(r"(`--[\w-]+` ?)+", flags):
+            continue  # of what a directory holds
         for name in re.findall(r"`(--[\w-]+)`", flags):
             assert name not in documented, f"{name} stands twice"
-            documented[name] = kind
+            documented[name] = kind, meaning
     expected = {}
     for name, decision in DECISIONS.items():
         spec = spec_of(FIELDS[name])
         if spec is not None:
-            expected[spec.names[0]] = decision.kind.value
-    expected |= {"--bf16": Kind.REFUSED.value, "--fp16": Kind.REFUSED.value}
-    assert documented == expected
+            expected[spec.names[0]] = decision.kind.value, decision.meaning.format(sample="N")
+    expected |= dict.fromkeys(("--bf16", "--fp16"), expected_of("params_dtype"))
+    assert documented.keys() == expected.keys()
+    for name, (kind, meaning) in documented.items():
+        assert kind == expected[name][0] and expected[name][1] in meaning, name
+
+
+def expected_of(setting: str) -> tuple[str, str]:
+    return DECISIONS[setting].kind.value, DECISIONS[setting].meaning
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def test_the_documentation_has_every_decision() -> None:
         (" --eod-mask-loss", "", "--eod-mask-loss is not given, and was: losses before and after"),
         ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value applies, and the"),
         ("", " --init-method-std 0.1", "--init-method-std 0.02 -> 0.1: no effect: all weights come from the"),
-        ("", " --vocab-size 9", "--vocab-size 8 -> 9: the weights know tokens by the old tokenizer's ids"),
+        ("", " --vocab-size 9", "--vocab-size 8 -> 9: tokens and weights no longer match: the weights know"),
         ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit applies from here"),
         (
             " --use-rotary-position-embeddings",

@@ -122,6 +122,25 @@ def test_another_optimizer_or_schedule_is_refused_by_the_manifest(
         check_newest(dataclasses.replace(loading, optimizer=decided), HERE, 500)
 
 
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [("optim", "holds no optimizer state"), ("rng", "holds no random state, and dropout would repeat")],
+)
+def test_a_state_that_was_not_saved_is_asked_for_by_the_manifest(state: str, told: str) -> None:
+    """Before anything of the checkpoint is read; random state is of one layout and asked for there alone."""
+    saves: dict[str, Any] = {f"no_save_{state}": True}
+    bare = CheckpointConfig(save="/save", save_interval=1, **saves)
+    found = candidate(dataclasses.replace(config(), checkpoint=bare))
+    with pytest.raises(CheckpointMismatchError, match=f"^/save/global_step5: {told}.*give --no-load-{state}"):
+        check_candidate(found, config(), HERE, VOCAB)
+    loads: tuple[dict[str, Any], ...] = ({f"no_load_{state}": True}, {"finetune": True})
+    for flags in loads:
+        here = dataclasses.replace(config(), checkpoint=CheckpointConfig(load="/save", **flags))
+        check_candidate(found, here, HERE, VOCAB)
+    if state == "rng":
+        check_candidate(found, config(), Layout(tp=1, pp=1, dp=1), VOCAB, redistributable=True)
+
+
 def test_what_an_earlier_version_did_not_keep_of_a_training_is_not_compared() -> None:
     found = candidate(config(optimizer={"lr": 2e-3}))
     assert found.manifest is not None

@@ -1,0 +1,517 @@
+"""docs/resuming.md has a table of what may change on a resume; each of its rows is run here.
+
+What is refused before the imports is one light start for each flag (tests.dist.light_starts). All else is changed in
+few starts of the real trainer, many flags at once: the lines that it logs must be those of the table, one for each
+flag of a row that is logged, and no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.checkpointing.commit import Manifest, write_manifest
+from megatron.parallel.topology import Layout
+from tests.dist.harness import ROOT, Zygote, records
+from tests.dist.light_starts import IMPORTS, light_starts
+from tests.dist.test_changed_flags import told
+from tests.dist.tiny_runs import SINGLE, Launcher, load_file
+
+PAGE = ROOT / "docs" / "resuming.md"
+BEFORE_IMPORTS, AFTER_READING = "before the imports", "after reading"
+
+
+class Row(NamedTuple):
+    """A row of the table; `flags`: those that it is about, if it is about flags alone."""
+
+    changed: str
+    happens: str
+    decided: str
+    meaning: str
+
+    @property
+    def flags(self) -> list[str]:
+        alone = re.fullmatch(r"(`--[\w-]+` ?)+", self.changed)
+        return re.findall(r"`(--[\w-]+)`", self.changed) if alone else []
+
+    @property
+    def words(self) -> list[str]:
+        """What the log or the error must say; N is the 8 samples that were consumed."""
+        return [text.replace("sample N", "sample 8") for text in re.findall(r'"([^"]+)"', self.meaning)]
+
+
+def table() -> list[Row]:
+    lines = PAGE.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| changed or missing |"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(Row(*(cell.strip() for cell in line.strip("|").split(" | "))))
+    return rows
+
+
+ROWS = table()
+OF_FLAG = {flag: row for row in ROWS for flag in row.flags}
+OF_DIRECTORIES = {row.changed: row for row in ROWS if not row.flags}
+
+# Two runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
+COMMON = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 --split 100,0,0 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --num-workers 0 --eval-iters 0 "
+    "--log-interval 1 --data-path {data} --max-position-embeddings 32"
+)
+LEARNED = (
+    f"{COMMON} --bf16 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 "
+    "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {tokenizer}"
+)
+ROTARY = (
+    f"{COMMON} --fp16 --use-rotary-position-embeddings --optimizer sgd --lr-decay-style constant "
+    "--tokenizer-type NullTokenizer --vocab-size 1000"
+)
+
+REFUSED = [
+    "--num-layers 4", "--hidden-size 128", "--ffn-hidden-size 128", "--num-attention-heads 8",
+    "--num-key-value-heads 2", "--kv-channels 8", "--use-rotary-position-embeddings", "--no-position-embedding",
+    "--normalization rmsnorm", "--swiglu", "--untie-embeddings-and-output-weights", "--disable-bias-linear",
+    "--max-position-embeddings 64", "--make-vocab-size-divisible-by 1000", "!--bf16", "!--bf16 --fp16",
+    "--optimizer sgd", "--lr 2e-3", "--min-lr 2e-4", "--lr-decay-style linear", "--lr-decay-iters 5",
+    "!--train-iters --train-samples 16 --lr-decay-samples 20", "--lr-decay-tokens 1000", "--lr-warmup-iters 1",
+    "!--train-iters --train-samples 16 --lr-warmup-samples 2", "--lr-decay-tokens 1000 --lr-warmup-tokens 9",
+    "--lr-warmup-fraction 0.5", "--weight-decay 0.2",
+    "--start-weight-decay 0.05 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+    "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+    "--start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
+]  # fmt: skip
+
+
+class Start(NamedTuple):
+    """A start of the real trainer that accepts all changes; `exact`: losses must be those of an uninterrupted run.
+
+    `unused`: flags that mean nothing with the others, so that no line tells of them.
+    """
+
+    base: str
+    changes: str
+    layout: Layout = SINGLE
+    exact: bool = False
+    unused: tuple[str, ...] = ()
+
+
+ACCEPTED = {
+    "numbers": Start(
+        LEARNED,
+        "--attention-dropout 0 --hidden-dropout 0 --layernorm-epsilon 1e-6 --no-bias-gelu-fusion --init-method-std 0.1 "
+        "--seq-length 16 --global-batch-size 2 --seed 77 --data-parallel-random-init --split 90,10,0 --clip-grad 0.5 "
+        "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-7 --eod-mask-loss --override-opt_param-scheduler",
+    ),
+    "files": Start(
+        LEARNED,
+        "!--data-path !--split --train-data-path {data} --valid-data-path {data} --test-data-path {data} "
+        "--train-doc-idx-path {index}_doc_idx.npy --train-sample-idx-path {index}_sample_idx.npy "
+        "--train-shuffle-idx-path {index}_shuffle_idx.npy !--tokenizer-model --tokenizer-type GPT2BPETokenizer "
+        "--vocab-file {vocab} --merge-file {merges}",
+        unused=("--split",),
+    ),
+    "ramp": Start(LEARNED, "!--train-iters --train-samples 16 --rampup-batch-size 2 2 8 --lr-decay-samples 16"),
+    "fp16": Start(
+        ROTARY,
+        "--rotary-percent 0.5 --rotary-position-embeddings-theta 500000 --initial-loss-scale 64 --min-loss-scale 2 "
+        "--loss-scale-window 7 --hysteresis 3 --accumulate-allreduce-grads-in-fp32 "
+        "--sgd-momentum 0.5 --vocab-size 1001",
+    ),
+    "scale": Start(ROTARY, "--loss-scale 8"),
+    "loop": Start(
+        LEARNED,
+        "--checkpoint-activations --checkpoint-num-layers 2 --deepspeed-activation-checkpointing "
+        "--synchronize-each-layer --profile-backward --distributed-backend gloo --distributed-timeout-minutes 5 "
+        "--warmup-communicators --warmup-kernels --no-pipeline-parallel --zero-stage 0 --log-interval 2 "
+        "--log-level debug --tensorboard-dir {tmp}/tb --tensorboard-log-interval 2 --tensorboard-queue-size 5 "
+        "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard "
+        "--no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
+        "--log-world-size-to-tensorboard --log-params-norm --log-num-zeros-in-grad "
+        "--log-optimizer-states-to-tensorboard --profile pt --profile_steps 1,1 --profile-ranks 0 --exit-interval 9 "
+        "--exit-duration-in-mins 99 --eval-interval 3 --eval-iters 1 --train-tokens 99999 --exit-signal-handler "
+        "--exit-signal SIGUSR1 --allow-injected-faults --data-impl mmap --data-cache-path {tmp}/cache --num-workers 1 "
+        "--local-rank 0 --deepspeed_config {deepspeed} --restart-trace-probes off --restart-trace-nvtx off "
+        "--load-timeout 99 --load-tag global_step2 --exit-on-missing-checkpoint --allow-start-over "
+        "--checkpoint-verify size --prefetch-on-start --prefetch-limit 0.1 --use-checkpoint-opt_param-scheduler",
+        exact=True,
+    ),
+    "saves": Start(
+        LEARNED,
+        "--save {tmp}/save --save-interval 1 --keep-last 1 --no-save-optim --no-save-rng --checkpoint-engine lazy "
+        "--checkpoint-durability none --host-cache-size 0.1 --io-threads 1 --io-block-size 4 --direct-io off "
+        "--checksum none --verify-restored-state --take-over --allow-other-checkpoints --start-over again "
+        "--recompute-activations --restart-trace-probes-interval 0.5",
+        exact=True,
+    ),
+    "memory": Start(
+        LEARNED,
+        "--save {tmp}/memory --save-interval 1 --checkpoint-engine memory --persist-interval 2 --peer-timeout 5 "
+        "--failure-domain {domains} --replication-traffic interleave --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 2",
+        exact=True,
+    ),
+    "replicas": Start(
+        LEARNED,
+        "--save {tmp}/replicas --save-interval 1 --checkpoint-engine memory --replicas 1 --no-load-optim --no-load-rng "
+        "--no-load-lr-state",
+    ),
+    "reset": Start(LEARNED, "--reset-iteration --train-iters 5 --override-opt_param-scheduler"),
+    "finetune": Start(LEARNED, "--finetune --layernorm-epsilon 1e-6 --clip-grad 0.5"),
+    "tensors": Start(
+        LEARNED,
+        "--tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "
+        "--partition-activations --contigious-checkpointing --checkpoint-in-cpu --universal-checkpoint "
+        "--redistribute universal",
+        Layout(tp=2, pp=1, dp=1),
+    ),
+    "stages": Start(
+        LEARNED,
+        "--pipeline-model-parallel-size 2 --micro-batch-size 2 --deterministic on --restart-trace off",
+        Layout(tp=1, pp=2, dp=1),
+    ),
+    "sequence": Start(LEARNED, "--tensor-model-parallel-size 2 --sequence-parallel", Layout(tp=2, pp=1, dp=1)),
+}
+# What the starts above cannot have: the test that has it.
+ELSEWHERE = {
+    "--load": "every start here",
+    "--restart-trace-dir": "every start here",
+    "--storage-cache": "tests/dist/test_object_storage.py",
+    "--storage-deadline": "tests/dist/test_object_storage.py",
+}
+
+
+def command(given: Mapping[str, object], *texts: str) -> list[str]:
+    """The words of the first text, changed by those that follow: "!--flag" drops one. Names in braces are `given`."""
+    values: dict[str, list[str]] = {}
+    for text in texts:
+        flag = ""
+        for word in shlex.split(text.format(**given)):
+            if word.startswith("!"):
+                del values[word[1:]]
+            elif word.startswith("--"):
+                flag = word
+                values[flag] = []
+            else:
+                values[flag].append(word)
+    return [word for flag, words in values.items() for word in (flag, *words)]
+
+
+def changed_flags(changes: str) -> list[str]:
+    return re.findall(r"--[\w-]+", changes)
+
+
+class Saved(NamedTuple):
+    """Checkpoints after 2 of 4 iterations of the two runs, an uninterrupted run's losses, and the files of starts."""
+
+    launcher: Launcher
+    given: dict[str, object]
+    load: dict[str, Path]
+    losses: dict[int, float]
+
+    def words(self, *texts: str, **more: object) -> list[str]:
+        return command(self.given | more, *texts)
+
+
+def losses_in(trace: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in records(trace, rank=0) if r["type"] == "iteration"}
+
+
+@pytest.fixture(scope="module")
+def saved(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    tmp = tmp_path_factory.mktemp("table")
+    named = dict(zip(dataset[::2], dataset[1::2], strict=True))
+    launcher = Launcher(zygote, (), tmp)
+    given: dict[str, object] = {
+        "data": named["--data-path"], "tokenizer": named["--tokenizer-model"], "tmp": tmp,
+        "vocab": tmp / "vocab.json", "merges": tmp / "merges.txt", "domains": tmp / "domains",
+        "deepspeed": tmp / "ds.json", "index": tmp / "index",
+    }  # fmt: skip
+    load = {LEARNED: tmp / "learned", ROTARY: tmp / "rotary"}
+    for base, save in load.items():
+        flags = ["--save", save, "--save-interval", "2", "--verify-restored-state", "--checkpoint-durability", "none"]
+        launcher.train(SINGLE, *command(given, base), *flags)
+    losses = losses_in(load[LEARNED] / "restart_trace")
+    for save in load.values():  # what the run saved at its end is not wanted, and its trace tells of it
+        shutil.rmtree(save / "global_step4")
+        shutil.rmtree(save / "restart_trace")
+        (save / "latest").write_text("global_step2")
+        (save / "latest_checkpointed_iteration.txt").write_text("2")
+    _write_given(given, Path(named["--data-path"]))
+    return Saved(launcher, given, load, losses)
+
+
+def _write_given(given: Mapping[str, object], data: Path) -> None:
+    tmp = Path(str(given["tmp"]))
+    (tmp / "domains").write_text("\n".join(f"{host} rack" for host in (socket.gethostname(), "other")))
+    (tmp / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    vocabulary = [*"abcdefghijklmnopqrstuvwxyz", "<|endoftext|>"]
+    vocabulary += [f"{first}{second}{third}" for first in "abcdefghij" for second in "abcdefghij" for third in "abcd"]
+    (tmp / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
+    (tmp / "merges.txt").write_text("#version: 0.2\na b\n")
+    for kind in ("doc_idx", "sample_idx", "shuffle_idx"):
+        (found, *_) = sorted(data.parent.rglob(f"*{kind}*.npy"))
+        shutil.copy(found, f"{tmp}/index_{kind}.npy")
+
+
+def test_every_row_is_run() -> None:
+    """A new flag of the table needs a start here; a row about directories needs a case below."""
+    refused = {flag for flag, row in OF_FLAG.items() if row.happens.startswith("refused")}
+    tried = {flag for changes in REFUSED for flag in changed_flags(changes)}
+    assert not refused - tried, "flags that are refused, and no light start gives them another value"
+    accepted = {flag for start in ACCEPTED.values() for flag in changed_flags(start.changes)} | ELSEWHERE.keys()
+    assert not OF_FLAG.keys() - refused - accepted, "flags to which no start gives another value"
+    assert OF_DIRECTORIES.keys() == {case.row for case in (*LIGHT, *LOADS)}
+
+
+def test_what_is_refused_is_refused_before_the_imports(saved: Saved) -> None:
+    """Each flag alone, and by the words of its row; with the flag that the row names it is accepted."""
+    load = ["--load", str(saved.load[LEARNED])]
+    starts = light_starts([[*saved.words(LEARNED, changes), *load] for changes in ("", *REFUSED)])
+    assert starts[0].exit_code == IMPORTS, starts[0].output
+    for changes, start in zip(REFUSED, starts[1:], strict=True):
+        rows = [OF_FLAG[flag] for flag in changed_flags(changes) if OF_FLAG[flag].happens.startswith("refused")]
+        assert start.exit_code == 2, f"{changes}: {start}"
+        assert all(row.decided == BEFORE_IMPORTS for row in rows)
+        assert any(all(word in start.output for word in row.words) for row in rows), f"{changes}: {start}"
+        assert start.output.count("error: ") == 1 and "Traceback" not in start.output
+
+
+def test_what_allows_a_refused_change(saved: Saved) -> None:
+    """The flags that the rows name."""
+    allowed = [
+        "--optimizer sgd --no-load-optim", "--lr 2e-3 --override-opt_param-scheduler",
+        "--lr 2e-3 --use-checkpoint-opt_param-scheduler", "--lr 2e-3 --no-load-lr-state",
+        "--make-vocab-size-divisible-by 64",        "--train-iters 1 --lr-decay-iters 4 --reset-iteration",
+    ]  # fmt: skip
+    load = ["--load", str(saved.load[LEARNED])]
+    found = light_starts([[*saved.words(LEARNED, changes), *load] for changes in allowed])
+    longer = [*saved.words(ROTARY, "--max-position-embeddings 64"), "--load", str(saved.load[ROTARY])]
+    found += light_starts([longer])
+    assert [start.exit_code for start in found] == [IMPORTS] * len(found), found
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted_is_logged_as_the_table_says(saved: Saved, name: str) -> None:
+    start = ACCEPTED[name]
+    trace = saved.launcher.directory / f"trace_{name}"
+    words = saved.words(start.base, start.changes)
+    tracing = [] if "--restart-trace off" in start.changes else ["--restart-trace-dir", trace]
+    run = saved.launcher.train(start.layout, *words, "--load", saved.load[start.base], *tracing)
+    assert "Traceback" not in run.output
+    lines = {line.split()[0]: line for line in told(run.log(0))}
+    logged = [flag for flag in changed_flags(start.changes) if is_logged(flag, start)]
+    assert sorted(lines) == sorted(logged), run.log(0)
+    for flag, line in lines.items():
+        (expected,) = OF_FLAG[flag].words
+        expected = [expected, re.sub("^unless [^,]*, ", "", expected)]  # without, where the content of files is known
+        assert OF_FLAG[flag].decided == AFTER_READING and any(line.endswith(f": {words}") for words in expected), line
+    if start.exact:
+        resumed = losses_in(trace)
+        assert resumed == {step: saved.losses[step] for step in resumed} and resumed
+
+
+def is_logged(flag: str, start: Start) -> bool:
+    row = OF_FLAG.get(flag)
+    if row is None or "logged" not in row.happens or flag in start.unused:
+        return False
+    return "--finetune" not in start.changes or "also with --finetune" in row.happens
+
+
+class Case(NamedTuple):
+    """Of the row `row`: `prepare` changes a copy of the saved run, `changes` are flags beside --load of the copy.
+
+    `allowed`: flags with which the start goes on.
+    """
+
+    row: str
+    changes: str
+    prepare: Callable[[Path, Saved], object] = lambda run, saved: None
+    allowed: str = ""
+
+
+def _begun_elsewhere(run: Path, saved: Saved) -> None:
+    """As the checkpoint of a run that began with --load of another place."""
+    directory = run / "global_step2"
+    manifest = Manifest.of(directory)
+    place = str(saved.load[LEARNED])
+    begun = dataclasses.replace(manifest, loaded_from=place, first_start=f"--load {place}")
+    write_manifest(directory, begun, fsync=False)
+
+
+def _empty(run: Path, saved: Saved) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+def _traced(run: Path, saved: Saved) -> None:
+    """All checkpoints of a run are gone, and its trace is there."""
+    _empty(run, saved)
+    flags = ["--save", run, "--save-interval", "1", "--checkpoint-durability", "none", "--exit-interval", "1"]
+    saved.launcher.train(SINGLE, *saved.words(LEARNED), *flags)
+    shutil.rmtree(run / "global_step1")
+    for name in ("latest", "latest_checkpointed_iteration.txt"):
+        (run / name).unlink()
+
+
+def _manifest_gone(run: Path, saved: Saved) -> None:
+    _empty(run, saved)
+    (run / "latest").write_text("global_step2")
+
+
+def _without(setting: str) -> Callable[[Path, Saved], None]:
+    def save(run: Path, saved: Saved) -> None:
+        _empty(run, saved)
+        flags = ["--save", run, "--save-interval", "1", setting, "--exit-interval", "1", "--restart-trace", "off"]
+        saved.launcher.train(SINGLE, *saved.words(LEARNED), *flags)
+
+    return save
+
+
+LIGHT = [
+    Case(
+        "`--save` holds checkpoints of another run", "!--load --save {run} --save-interval 1",
+        _begun_elsewhere, "--allow-other-checkpoints",
+    ),
+    Case(
+        "no checkpoint is in `--save`, and the trace of an earlier cycle tells that this run has saved one there",
+        "--save {run} --save-interval 1", _traced, "--allow-start-over",
+    ),
+    Case(
+        "no checkpoint is in `--load`, which is another place than `--save`", "--exit-on-missing-checkpoint",
+        _empty, "!--exit-on-missing-checkpoint",
+    ),
+    Case("no checkpoint is in `--load`, and `--finetune` is given", "--finetune", _empty, "!--finetune"),
+    Case(
+        "one checkpoint is given as `--load` (`DIR/global_step4`) instead of its directory",
+        "--load {run}/global_step2", allowed="--load {run} --load-tag global_step2",
+    ),
+    Case(
+        "`latest` names a checkpoint that is not there, and there is no other", "", _manifest_gone,
+        "--allow-start-over",
+    ),
+    Case(
+        "the checkpoint is without optimizer state (`--no-save-optim`)", "", _without("--no-save-optim"),
+        "--no-load-optim",
+    ),
+    Case("the checkpoint is without random state (`--no-save-rng`)", "", _without("--no-save-rng"), "--no-load-rng"),
+    Case(
+        "`--train-iters` is before the iteration of the checkpoint", "--train-iters 1 --lr-decay-iters 4",
+        allowed="--reset-iteration",
+    ),
+]  # fmt: skip
+
+
+def test_what_directories_hold_is_refused_before_the_imports(saved: Saved, tmp_path: Path) -> None:
+    """With the words of the row; and what allows it is accepted, with these words where the row is logged."""
+    command_lines = []
+    for number, case in enumerate(LIGHT):
+        run = tmp_path / str(number)
+        shutil.copytree(saved.load[LEARNED], run)
+        case.prepare(run, saved)
+        texts = LEARNED, "--load {run}", case.changes
+        command_lines += [saved.words(*texts, run=run), saved.words(*texts, case.allowed, run=run)]
+    found = iter(light_starts(command_lines))
+    for case in LIGHT:
+        row = OF_DIRECTORIES[case.row]
+        refused, allowed = next(found), next(found)
+        told_by = refused if row.happens == "refused" else allowed
+        assert (refused.exit_code, allowed.exit_code) == (2, IMPORTS), (case.row, refused, allowed)
+        assert row.decided == BEFORE_IMPORTS and all(word in told_by.output for word in row.words), (case.row, told_by)
+
+
+def _damage(*tags: str, cut: bool = False) -> Callable[[Path, Saved], None]:
+    """Flip a byte of a file of these checkpoints, or cut it off."""
+
+    def damage(run: Path, saved: Saved) -> None:
+        for tag in tags:
+            (path, *_) = sorted((run / tag).glob("*optim_states.pt"))
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content[:-1] if cut else content)
+
+    return damage
+
+
+def _without_schedule(run: Path, saved: Saved) -> None:
+    directory = run / "global_step2"
+    manifest, name = Manifest.of(directory), "mp_rank_00_model_states.pt"
+    state = load_file(directory / name)
+    torch.save(state | {"lr_scheduler": None}, directory / name)
+    file = dataclasses.replace(manifest.files[name], num_bytes=(directory / name).stat().st_size)
+    write_manifest(directory, dataclasses.replace(manifest, files=manifest.files | {name: file}), fsync=False)
+
+
+def _second(run: Path, saved: Saved) -> None:
+    """A copy of the checkpoint that was committed after it, under the name of a later step."""
+    shutil.copytree(run / "global_step2", run / "global_step3")
+    manifest = Manifest.of(run / "global_step2")
+    newer = dataclasses.replace(manifest, tag="global_step3", step=3, sequence=manifest.sequence + 1)
+    write_manifest(run / "global_step3", newer, fsync=False)
+
+
+def _newest_damaged(run: Path, saved: Saved) -> None:
+    _second(run, saved)
+    _damage("global_step3")(run, saved)
+
+
+def _another_corpus(run: Path, saved: Saved) -> None:
+    """The corpus of a checkpoint that was saved with another one at the same path."""
+    for ending in (".bin", ".idx"):
+        shutil.copy(str(saved.given["data"]) + ending, f"{run}/corpus{ending}")
+    flags = ["--save", run / "save", "--save-interval", "1", "--exit-interval", "1", "--restart-trace", "off"]
+    saved.launcher.train(SINGLE, *saved.words(LEARNED, "--data-path {run}/corpus", run=run), *flags)
+    content = bytearray((run / "corpus.bin").read_bytes())
+    content[:64] = content[64:128]  # other tokens of the same lengths
+    (run / "corpus.bin").write_bytes(content)
+
+
+LOADS = [
+    Case(
+        "`--save` holds checkpoints of this run, and flags of its first start are given",
+        "--load {learned} --save {run} --save-interval 9", _begun_elsewhere,
+    ),
+    Case(
+        "`latest` or `latest_checkpointed_iteration.txt` names an older checkpoint than the one committed last", "",
+        _second,
+    ),
+    Case("in every checkpoint a file is missing or has another size", "", _damage("global_step2", cut=True)),
+    Case("in every checkpoint the content of a file is damaged", "", _damage("global_step2")),
+    Case("the newest checkpoint is damaged, and an older one is whole", "", _newest_damaged),
+    Case("the checkpoint is without the state of the schedule", "--checkpoint-verify size", _without_schedule),
+    Case("`--train-iters` is the iteration of the checkpoint", "--train-iters 2 --lr-decay-iters 4"),
+    Case(
+        "a dataset, vocabulary or tokenizer file was made again at the same path",
+        "--load {run}/save --data-path {run}/corpus", _another_corpus,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOADS, ids=lambda case: case.row.replace("`", "")[:40])
+def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Path, case: Case) -> None:
+    """With the words of the row; what the row refuses before reading has read nothing by then."""
+    row, run, trace = OF_DIRECTORIES[case.row], tmp_path / "run", tmp_path / "trace"
+    shutil.copytree(saved.load[LEARNED], run)
+    case.prepare(run, saved)
+    given = {"run": run, "learned": saved.load[LEARNED]}
+    words = saved.words(LEARNED, "--load {run}", case.changes, **given)
+    finished = saved.launcher.run(SINGLE, *words, "--restart-trace-dir", trace)
+    assert finished.exit_codes == [2 if row.happens == "refused" else 0], finished.output
+    assert all(word in finished.output for word in row.words) and "Traceback" not in finished.output
+    if row.happens == "refused":
+        reads = [
+            r for r in records(trace) if r["type"] == "span" and r["phase"] == "load" and r.get("detail") == "read"
+        ]
+        assert bool(reads) == (row.decided == AFTER_READING)
