@@ -40,3 +40,23 @@ def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list
     )
     assert not any(result["lost"] or result["leaked"] or result["wrong"] for result in results)
     assert again.returncode == 0 and again.stdout == done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "saves"), [((), True), (("--shutdown-timeout", "0"), False)], ids=["", "a launcher that does not wait"]
+)
+def test_a_stop_saves_or_is_reported(tmp_path: Path, dataset: list[str], options: tuple[str, ...], saves: bool) -> None:
+    """Of a job with data workers, while it evaluates. .ci/nightly draws many."""
+    out = tmp_path / "soak"
+    stop = "launcher=restart-launch,workers=4,engine=lazy,signal=SIGUSR1,target=all,moment=evaluation"
+    command = [*FORK[:-1], *options, FORK[-1], *dataset, *TRAINING]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.restart_drill.soak", "--out", str(out), "--stops", "1", "--stop", stop,
+         "--time-limit", str(HANGS_S), "--", *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=5 * HANGS_S,
+    )  # fmt: skip
+    assert done.returncode == (0 if saves else 1), done.stdout + done.stderr[-3000:]
+    (result,) = json.loads((out / "stops.json").read_text())["stops"]
+    assert (result["saved"] is not None) == saves and (result["wrong"] == []) == saves, result
+    assert saves or result["wrong"][0] == "the ranks did not save at the stop" and f"--stop {stop}" in done.stdout

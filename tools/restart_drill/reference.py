@@ -22,7 +22,7 @@ DIRECTORY = "reference"  # below --out
 _TRAINING = "training.json"  # the command of the run; written once the run has ended with 0
 # Flags of the other groups, of checkpoints and of the trace, cannot change a loss.
 _GROUPS = ("model", "parallel", "training", "optimizer", "data")
-_MAY_DIFFER = ("exit_signal_handler",)
+_MAY_DIFFER = ("exit_signal_handler", "exit_signal")
 
 
 @dataclass(frozen=True)

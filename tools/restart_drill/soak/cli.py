@@ -7,7 +7,9 @@ import json
 import os
 import shlex
 import shutil
+import time
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from ..rounds import SMALL
 from .engine_soak import EngineSoak, SoakOptions
 from .result import EngineResult, Goal, markdown
 from .schedule import possible_faults
+from .stop_soak import StopSoak
+from .stop_tables import stop_tables
+from .stops import Stop, drawn, parse_stop
 
 ENGINES = ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async")
 ON_NODES = ("torch", "lazy", "memory")
 LEFT_OUT = {"datastates": "it needs a CUDA device", "none": "it writes nothing"}
+_NOT_WITH_STOPS = ("saves", "restarts", "engines", "faults", "checkpoints", "nodes_command", "hang_limit")
 _PRESET = "tiny_tp2_pp2_dp2"
 _HEARTBEAT_TIMEOUT = "5"  # seconds: a node whose processors are busy must not count as lost
 _HANG_LIMIT_S, _HANG_LIMIT_ON_NODES_S = 3.0, 15.0  # the second one is also the deadline of a rendezvous
@@ -38,10 +44,24 @@ _EXAMPLE = """examples:
   DP=1 python -m tests.cluster run --nodes 2 --spares 3 -- bash -c '%(prog)s --out runs/soak_on_nodes \\
       --nodes-command "$NODES_COMMAND" --spares 3 --restarts 30'
 
+  %(prog)s --out runs/stops --stops 200 --minutes 90
+
 If an earlier call with the same options wrote --out, the soak continues with the engines that are not finished.
+Stops begin anew in a new --out.
 
 exit status: 0 nothing was lost or leaked, 1 something was, 2 could not be carried out
 """
+
+
+def _add_stops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stops", type=int, metavar="N",
+        help="instead of faults: N stops by SIGTERM, SIGUSR1 and SIGKILL, under every launcher that runs on one host",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stop", type=_stop, metavar="STOP",
+        help="with --stops: this one each time, as a line of the result shows it (default: drawn with --seed)",
+    )  # fmt: skip
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -51,7 +71,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         epilog=_EXAMPLE,
     )
     parser.add_argument("--out", type=Path, required=True, help="directory for logs, traces and results")
-    parser.add_argument("--minutes", type=float, help="approximate duration, over all engines")
+    parser.add_argument(
+        "--minutes", type=float, help="approximate duration, over all engines; with --stops: no stop begins later"
+    )
+    _add_stops(parser)
     parser.add_argument("--saves", type=int, help="minimum over all engines (default without --minutes: 200)")
     parser.add_argument("--restarts", type=int, help="over all engines (default without --minutes: 50)")
     parser.add_argument("--seed", type=int, default=1, help="decides the order of faults and their injection points")
@@ -85,6 +108,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-limit", type=float, default=32.0, metavar="MIB", help="allowed growth of a process")
     parser.add_argument("command", nargs="*", help="after --: the training by megatron.launch (default: a tiny model)")
     args = parser.parse_args(argv)
+    wrong = _refusal_of_stops(args)
+    if wrong is not None:
+        parser.error(wrong)
     on_nodes = args.nodes_command is not None
     args.engines = (args.engines or ",".join(ON_NODES if on_nodes else ENGINES)).split(",")
     args.hang_limit = args.hang_limit or (_HANG_LIMIT_ON_NODES_S if on_nodes else _HANG_LIMIT_S)
@@ -96,11 +122,33 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _stop(text: str) -> Stop:
+    """Raises argparse.ArgumentTypeError."""
+    try:
+        return parse_stop(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _refusal_of_stops(args: argparse.Namespace) -> str | None:
+    if args.stops is None:
+        return None if args.stop is None else f"--stop {args.stop}: give --stops N, how often"
+    if args.stops <= 0:
+        return f"--stops {args.stops}: must be more than 0"
+    for name in _NOT_WITH_STOPS:
+        value = getattr(args, name)
+        if value is not None:
+            return f"--{name.replace('_', '-')} {value}: has no meaning for --stops; remove one of the two"
+    return None
+
+
 def _refusal(args: argparse.Namespace, possible: tuple[str, ...]) -> str | None:
     """An error message for invalid options; None if they are valid."""
+    if args.minutes is not None and args.minutes <= 0:
+        return f"--minutes {args.minutes:g}: must be more than 0"
     if args.minutes is not None and (args.saves is not None or args.restarts is not None):
         return f"--minutes {args.minutes:g}: sets the duration; remove it, or --saves and --restarts"
-    for name in ("minutes", "saves", "restarts"):
+    for name in ("saves", "restarts"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             return f"--{name} {value:g}: must be more than 0"
@@ -208,6 +256,18 @@ def _soak(options: SoakOptions, engine: str, goal: Goal) -> EngineResult:
     return result
 
 
+def _stops(args: argparse.Namespace, own_shm: bool) -> int:
+    """Carry out --stops. Returns the exit status."""
+    begin = time.monotonic()
+    soak = StopSoak(_training(args.command, False), args.out.absolute(), args.seed, args.time_limit, own_shm=own_shm)
+    until = float("inf") if args.minutes is None else begin + 60 * args.minutes
+    soak.run(drawn(args.seed) if args.stop is None else repeat(args.stop), args.stops, until)
+    text = stop_tables(soak.results, soak.wrong, soak.compared, seed=args.seed, elapsed_s=time.monotonic() - begin)
+    (args.out / "soak.md").write_text(text)
+    print(text)
+    return VERIFIED if soak.passed else NOT_VERIFIED
+
+
 def main(argv: list[str] | None = None, *, own_shm: bool = False) -> int:
     """`own_shm`: this process has a private /dev/shm."""
     args = parse_arguments(argv)
@@ -216,6 +276,8 @@ def main(argv: list[str] | None = None, *, own_shm: bool = False) -> int:
     try:
         # --nodes-command may differ: that of tests/cluster has the address of the cluster.
         _claim(args.out, {name: value for name, value in vars(args).items() if name not in ("out", "nodes_command")})
+        if args.stops is not None:
+            return _stops(args, own_shm)
         options = _options(args, own_shm)
         for engine, goal in zip(args.engines, goals(args), strict=True):
             results.append(_soak(options, engine, goal))

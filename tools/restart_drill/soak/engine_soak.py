@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import signal
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from ..supervisors import AgentsOnNodes, LauncherAgain
 from ..verify import check_losses, judge, with_last_resume_source
 from .hosts import Hosts
 from .leftovers import left_files
+from .private_tmpdir import private_tmpdir
 from .result import EngineResult, Goal
 from .samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
 from .schedule import in_order, random_injection_point
@@ -88,7 +86,7 @@ class EngineSoak:
         if DISK_FULL in self._options.faults:
             check_disk(self._checkpoints.directory, self._plan.trace_dir, self._options.disk_bytes)
         with ExitStack() as stack:
-            temporary = stack.enter_context(_private_tmpdir())
+            temporary = stack.enter_context(private_tmpdir())
             on_nodes = AgentsOnNodes(self._plan) if self._plan.on_nodes else None
             self._supervisor = stack.enter_context(on_nodes or LauncherAgain(self._plan))
             nodes = None if on_nodes is None else on_nodes.nodes
@@ -278,19 +276,3 @@ def _plan(options: SoakOptions, engine: str) -> tuple[Plan, Path]:
         nodes_command=options.nodes_command, **saves(command, on_nodes),
     )  # fmt: skip
     return plan, checkpoints
-
-
-@contextmanager
-def _private_tmpdir() -> Iterator[Path]:
-    """A TMPDIR for the launch alone, with the same path on all nodes."""
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "EXPORT")}
-    temporary = Path(tempfile.mkdtemp(prefix="soak-"))
-    os.environ |= {"TMPDIR": str(temporary), "EXPORT": f"{before['EXPORT'] or ''} TMPDIR"}
-    try:
-        yield temporary
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        shutil.rmtree(temporary, ignore_errors=True)  # nodes that share /tmp with this host have removed it

@@ -1,0 +1,119 @@
+"""The stops that a soak draws, the commands of its launchers, and what its result shows."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tools.restart_drill import command as commands
+from tools.restart_drill.launch import DrillError
+from tools.restart_drill.soak.cli import main, parse_arguments
+from tools.restart_drill.soak.launchers import LAUNCHERS, split
+from tools.restart_drill.soak.stop_soak import StopResult
+from tools.restart_drill.soak.stop_tables import stop_tables
+from tools.restart_drill.soak.stops import ENGINES, MOMENTS, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
+
+FORK = [
+    "env", "DS_ACCELERATOR=cpu", sys.executable, "-m", "megatron.launch", "--max-restarts", "0",
+    "--shutdown-timeout", "40", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "2",
+]  # fmt: skip
+HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save"
+ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation"
+
+
+def test_all_kinds_of_stops_come_before_one_comes_again() -> None:
+    kinds = [(stop.signal, stop.target, stop.moment) for stop in islice(drawn(3), 200)]
+    number = len(set(kinds))
+    assert len(set(kinds[:number])) == number and set(kinds[number : 2 * number]) == set(kinds)
+    assert {signal for signal, _, _ in kinds} == set(SIGNALS) and {target for _, target, _ in kinds} == set(TARGETS)
+    assert {moment for _, _, moment in kinds} == set(MOMENTS)
+
+
+def test_the_seed_draws_every_launcher_engine_and_number_of_workers() -> None:
+    stops = list(islice(drawn(1), 200))
+    assert stops == list(islice(drawn(1), 200)) != list(islice(drawn(2), 200))
+    assert {stop.launcher for stop in stops} == set(LAUNCHERS)
+    assert {stop.workers for stop in stops} == set(WORKERS) and {stop.engine for stop in stops} == set(ENGINES)
+    assert all(stop.refusal() is None and parse_stop(str(stop)) == stop for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("workers=3", "workers=3 is none of 0, 2, 4"),
+        ("launcher=mpirun", "launcher=mpirun is none of restart-launch, "),
+        ("workers=0", "target=helper is a data worker"),
+        ("moment=load", "target=helper is a data worker"),
+        ("signal=SIGTERM", "target=helper ignores the signals that ask a job to end"),
+        ("launcher=by-hand,target=launcher", "launcher=by-hand has no launcher"),
+        ("launcher=by-hand,target=rank,moment=start-up", "they wait for its deadline"),
+        ("workers=few", "give launcher=...,workers=...,engine=...,signal=...,target=...,moment=..."),
+        ("node=1", "give launcher=..."),
+    ],
+)
+def test_what_is_no_stop_is_refused(changed: str, message: str) -> None:
+    parts = dict(part.split("=") for part in f"{HELPER},{changed}".split(","))
+    with pytest.raises(ValueError, match="^launcher=") as refused:
+        parse_stop(",".join(f"{name}={value}" for name, value in parts.items()))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stop", HELPER], f"--stop {HELPER}: give --stops N, how often"),
+        (["--stops", "0"], "--stops 0: must be more than 0"),
+        (["--stops", "3", "--minutes", "0"], "--minutes 0: must be more than 0"),
+        (["--stops", "3", "--engines", "lazy"], "--engines lazy: has no meaning for --stops; remove one of the two"),
+        (["--stops", "3", "--stop", "signal=SIGHUP"], "signal=SIGHUP: give launcher=..."),
+    ],
+)
+def test_options_that_do_not_fit_stops_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--out", "x", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_every_launcher_starts_the_same_training() -> None:
+    training = split(FORK)
+    for name, launcher in LAUNCHERS.items():
+        command = launcher.command(training)
+        assert command[:2] == FORK[:2] and command[-3:] == FORK[-3:], name
+        assert "2" in command or "WORLD_SIZE=2" in command, name
+    in_place = LAUNCHERS["restart-launch-in-place"].command(training)
+    assert commands.option(in_place, ("--max-restarts",)) == "9"
+    assert commands.option(in_place, ("--shutdown-timeout",)) == "40"
+
+
+def test_a_command_of_another_launcher_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DrillError, match="^--stops: give a command that starts pretrain_gpt.py by megatron.launch"):
+        split([sys.executable, "pretrain_gpt.py", "--num-layers", "2"])
+    out = tmp_path / "out"
+    assert main(["--out", str(out), "--stops", "1", "--", "torchrun", "pretrain_gpt.py"]) == 2
+    assert "not torchrun ..." in capsys.readouterr().err
+
+
+def test_the_result_shows_what_was_stopped_and_how_to_do_it_again() -> None:
+    results = [
+        StopResult(HELPER, "000.log", restarted=True),
+        StopResult(ASKED, "001.log", saved=5, cut_short=True),
+        StopResult(ASKED, "002.log", wrong=["the ranks did not save at the stop"]),
+    ]
+    text = stop_tables(results, [], 40, seed=7, elapsed_s=120.0)
+    assert "| SIGUSR1 of all | 0 | 0 | 0 | 2 | 0 |" in text and "| SIGKILL of helper | 0 | 0 | 0 | 0 | 1 |" in text
+    assert "| deepspeed | 2 | 0 | 0 | 2 | 1 | 1 |" in text and "SIGTERM" not in text
+    assert "3 stops with seed 7 in 2.0 minutes: 1 ended with a save at the stop" in text
+    assert "NOT VERIFIED: the ranks did not save at the stop: 002.log\n    python -m tools.restart_drill.soak" in text
+    assert f"--stop {ASKED}\n" in text and "verified" not in text.split("NOT VERIFIED")[0]
+    assert stop_tables(results[:2], [], 40, seed=7, elapsed_s=1.0).endswith("\nverified\n")
+    assert "NOT VERIFIED: cycle 3" in stop_tables(results[:2], ["cycle 3: another loss"], 40, seed=7, elapsed_s=1.0)
+
+
+def test_a_stop_promises_a_save_only_while_its_job_trains() -> None:
+    assert parse_stop(ASKED).saves and not parse_stop(HELPER).saves
+    assert not Stop("torchrun", 0, "lazy", "SIGTERM", "all", "load").saves

@@ -1,0 +1,258 @@
+"""Stops one job again and again, each time started by a launcher that goes on from what the stop before has left."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron.checkpointing.commit import discover
+from restart_trace.cycles import newest_cycle
+
+from .. import command as commands
+from ..facts import facts_of
+from ..injection_points import TraceTail, parse_injection_point, stage_begun_by, wait_for
+from ..launch import GRACE_S, DrillError, Launch, launched
+from ..plan import say
+from ..reference import DIRECTORY, reference_of
+from .hosts import Hosts
+from .launchers import LAUNCHERS, Training, split
+from .private_tmpdir import private_tmpdir
+from .stops import Stop
+
+RESULTS = "stops.json"
+_KEPT = 3  # checkpoints
+_SAVE_INTERVAL, _EVAL_INTERVAL, _EVAL_BATCHES = 2, 5, 20
+_FLAGS = [
+    "--save-interval", str(_SAVE_INTERVAL), "--eval-interval", str(_EVAL_INTERVAL), "--eval-iters", str(_EVAL_BATCHES),
+    "--split", "900,100,0", "--distributed-timeout-minutes", "2",
+]  # fmt: skip
+_ASKED = ["--exit-signal-handler", "--exit-signal", "SIGTERM", "SIGUSR1", "--keep-last", str(_KEPT)]
+_START_S = 8.0  # a start-up is stopped within this time
+_WAITS_S = 90.0  # for the end of a stopped job: twice the launchers' 30 s, and a busy machine
+_UNDISTURBED = 20  # iterations after which a job has survived a SIGKILL of a helper
+_STAGES = ("mid-save-write", "mid-save-before-commit", "mid-save-commit")
+_STOPPED = re.compile(r"stopping after iteration (\d+): (SIG\w+) was received")
+_EVALUATED = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+_CUT_SHORT = "the validation after iteration"
+_POLL_S = 0.02
+
+
+@dataclass
+class StopResult:
+    """`saved`: the iteration at which the ranks stopped and saved; None if they were ended otherwise.
+
+    `cut_short`: an evaluation ended early because of the stop.
+    """
+
+    stop: str
+    log: str
+    exit_code: int | None = None
+    restarted: bool = False  # in place, before it was asked to end
+    saved: int | None = None
+    cut_short: bool = False
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class StopSoak:
+    def __init__(self, training: list[str], out: Path, seed: int, limit_s: float, *, own_shm: bool) -> None:
+        """`limit_s`: of each wait for a moment. Raises DrillError if the command is not one of megatron.launch."""
+        self._training = [*training, *_FLAGS]
+        self._out, self._limit_s, self._own_shm = out, limit_s, own_shm
+        self._save, self._trace = out / "checkpoints", out / "trace"
+        self._rng = random.Random(seed)
+        self._split: dict[str, Training] = {}
+        self._reported: set[str] = set()
+        self.results: list[StopResult] = []
+        self.compared = 0  # losses
+        self.wrong: list[str] = []  # what concerns no single stop
+
+    def run(self, stops: Iterator[Stop], number: int, until: float) -> None:
+        """Carry out `number` stops, or as many as there are before `until` (monotonic, s); then compare the losses."""
+        (self._out / "logs").mkdir(parents=True)
+        self._trace.mkdir()
+        self._save.mkdir()
+        with ExitStack() as stack:
+            self._hosts = Hosts(stack.enter_context(private_tmpdir()), own_shm=self._own_shm)
+            while len(self.results) < number and time.monotonic() < until:
+                self._carry_out(next(stops))
+                (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
+        self._compare_losses()
+        (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and not any(result.wrong for result in self.results)
+
+    def _as_dict(self) -> dict[str, Any]:
+        return {"stops": [asdict(result) for result in self.results], "compared": self.compared, "wrong": self.wrong}
+
+    # One stop
+
+    def _carry_out(self, stop: Stop) -> None:
+        log = self._out / "logs" / f"{len(self.results):03d}.log"
+        result = StopResult(str(stop), str(log))
+        begin, cycle = time.monotonic(), self._next_cycle()
+        before = self._newest()
+        with launched(self._command(stop), log, echo=False) as launch:
+            try:
+                self._reach(stop, launch, cycle)
+                targets = self._targets(stop, launch)
+                if not targets:
+                    raise DrillError("there is no process that the signal could reach")
+                launch.send(stop.number, targets)
+                self._await_end(stop, launch, cycle, result)
+                launch.wait_until_gone(GRACE_S)
+            except DrillError as error:
+                result.wrong.append(str(error))
+            result.exit_code = launch.exit_code
+            if not result.wrong:
+                left = self._hosts.left_over(launch.id, GRACE_S)
+                result.wrong += self._new([line for line in left if "in TMPDIR" not in line])
+        self._check(stop, result, max(before, self._committed_since(cycle)))
+        result.seconds = time.monotonic() - begin
+        self.results.append(result)
+        outcome = "; ".join(result.wrong) or ("saved" if result.saved is not None else "ended")
+        say(f"stop {len(self.results)}: {stop}: {outcome} ({result.seconds:.0f} s)")
+
+    def _command(self, stop: Stop) -> list[str]:
+        if stop.engine not in self._split:
+            words = commands.completed(self._training, self._save, self._trace, stop.engine)
+            self._split[stop.engine] = split([*words, *_ASKED])
+        training = self._split[stop.engine]
+        command = LAUNCHERS[stop.launcher].command(training)
+        return [*command, "--num-workers", str(stop.workers)]
+
+    def _reach(self, stop: Stop, launch: Launch, cycle: int) -> None:
+        """Wait for the moment of the stop. Raises DrillError if it does not come."""
+        if stop.moment == "start-up" and stop.target != "rank":
+            until = time.monotonic() + self._rng.uniform(0.0, _START_S)
+            while time.monotonic() < until and launch.exit_code is None:
+                time.sleep(_POLL_S)
+            return
+        newest = self._newest()
+        text = {
+            "start-up": "mid-startup",
+            "load": "mid-load",
+            "training": f"iteration:{newest + self._rng.randint(1, 2 * _SAVE_INTERVAL)}",
+            "evaluation": f"iteration:{(newest // _EVAL_INTERVAL + 1) * _EVAL_INTERVAL}",
+            "save": self._rng.choice(_STAGES),
+        }[stop.moment]
+        wait_for(parse_injection_point(text), launch, self._trace, cycle, 0, self._limit_s)
+        launch.find_ranks(self._trace, cycle)
+        time.sleep(self._rng.uniform(0.0, 0.2 if stop.moment == "evaluation" else 0.02))
+
+    def _targets(self, stop: Stop, launch: Launch) -> list[psutil.Process]:
+        if stop.target == "launcher":
+            return launch.launcher()
+        if stop.target == "all":
+            everything = launch.everything()
+            return self._rng.sample(everything, len(everything))
+        ranks = launch.ranks()
+        if stop.target == "helper":
+            ranks = [process for process in launch.of_ranks() if process not in ranks]
+        return self._rng.sample(ranks, min(1, len(ranks)))
+
+    def _await_end(self, stop: Stop, launch: Launch, cycle: int, result: StopResult) -> None:
+        """Wait until the launcher has ended. One that restarts the ranks is asked to end once they train again."""
+        this, following = TraceTail(self._trace, cycle), TraceTail(self._trace, cycle + 1)
+        trained = len(_iterations(this))
+        asked, went_on = False, 0
+        deadline = time.monotonic() + _WAITS_S
+        while launch.exit_code is None:
+            went_on += len(_iterations(this))
+            result.restarted = result.restarted or bool(_iterations(following))
+            may_go_on = result.restarted or (stop.target == "helper" and went_on > _UNDISTURBED)
+            if may_go_on and not asked and not stop.saves:
+                asked, deadline = True, time.monotonic() + _WAITS_S
+                launch.send(signal.SIGTERM, launch.launcher())
+            if time.monotonic() > deadline:
+                raise DrillError(
+                    f"the job had not ended {_WAITS_S:g} s after the stop, at {trained + went_on} iterations"
+                )
+            time.sleep(_POLL_S)
+
+    # Checks
+
+    def _check(self, stop: Stop, result: StopResult, committed: int) -> None:
+        told = Path(result.log).read_text(errors="replace")
+        found, problems = discover(self._save, None)
+        newest = max((one.step for one in found), default=0)
+        if newest < committed:
+            result.wrong.append(f"iteration {committed} was committed, and the newest checkpoint is {newest}")
+        result.wrong += self._new(problems)
+        result.cut_short = _CUT_SHORT in told
+        stopped = _STOPPED.search(told)
+        if stopped is not None:
+            result.saved = int(stopped[1])
+            if newest != result.saved:
+                result.wrong.append(f"it stopped after iteration {result.saved}, and the newest checkpoint is {newest}")
+        if stop.saves:
+            result.wrong += self._broken_promises(stop, result, told)
+
+    def _broken_promises(self, stop: Stop, result: StopResult, told: str) -> list[str]:
+        found = [] if result.saved is not None else ["the ranks did not save at the stop"]
+        if LAUNCHERS[stop.launcher].ends_well and result.exit_code != 0:
+            found.append(f"exit code {result.exit_code} after a save at the stop")
+        if "Traceback" in told and "torch" not in stop.launcher:  # torchrun shows one for each signal it gets
+            found.append("it shows a traceback")
+        return found
+
+    def _new(self, lines: list[str]) -> list[str]:
+        """Those not reported before: what is left stays."""
+        new = [line for line in lines if line not in self._reported]
+        self._reported.update(new)
+        return new
+
+    def _next_cycle(self) -> int:
+        newest = newest_cycle(self._trace)
+        return 0 if newest is None else newest[0] + 1
+
+    def _committed_since(self, first: int) -> int:
+        """The newest iteration that rank 0 has recorded as committed from this cycle on; 0 if there is none."""
+        records = (record for cycle in range(first, self._next_cycle()) for record in _records(self._trace, cycle))
+        return max((record["step"] for record in records if stage_begun_by(record) == "after-commit"), default=0)
+
+    def _newest(self) -> int:
+        """The iteration of the newest complete checkpoint; 0 if there is none."""
+        return max((one.step for one in discover(self._save, None)[0]), default=0)
+
+    def _compare_losses(self) -> None:
+        """With those of a run that nothing stopped, in training and in evaluations, to the last digit."""
+        cycles = facts_of(self._trace)
+        steps = max((step for facts in cycles.values() for step in facts.losses), default=0)
+        if steps == 0:
+            self.wrong.append("no stop came after an iteration: there is no loss to compare")
+            return
+        say(f"a run without stops, to iteration {steps}")
+        expected = reference_of(self._training, self._out, steps, self._limit_s)
+        for cycle, facts in cycles.items():
+            self.compared += len(facts.losses)
+            different = [step for step, loss in facts.losses.items() if expected.facts.losses.get(step) != loss]
+            self.wrong += [f"cycle {cycle}: another loss at iteration {step}" for step in different[:1]]
+        evaluated = dict(_EVALUATED.findall((self._out / DIRECTORY / "launch.log").read_text(errors="replace")))
+        for result in self.results:
+            for step, loss in _EVALUATED.findall(Path(result.log).read_text(errors="replace")):
+                self.compared += 1
+                if evaluated.get(step) != loss:
+                    result.wrong.append(
+                        f"another validation loss at iteration {step}: {loss}, not {evaluated.get(step)}"
+                    )
+
+
+def _records(trace: Path, cycle: int) -> list[dict[str, Any]]:
+    return TraceTail(trace, cycle).new_records()
+
+
+def _iterations(tail: TraceTail) -> list[int]:
+    return [record["step"] for record in tail.new_records() if record["type"] == "iteration"]
