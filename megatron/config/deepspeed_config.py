@@ -172,6 +172,17 @@ def check_engine_stanza(config: Config) -> None:
         )
 
 
+def immediate_grad_update(config: Config) -> bool:
+    """Whether DeepSpeed adds each bf16 gradient to its fp32 buffer when it is there, and frees it at once.
+
+    So it is by default; false in the --deepspeed_config file keeps all of them until the end of the backward pass. The
+    sums have the same bits. False for fp16 and fp32, whose gradients have no second buffer.
+    """
+    path = config.parallel.deepspeed_config
+    given = get(load_deepspeed_file(path), "bf16.immediate_grad_update") if path is not None else None
+    return config.model.bf16 and given is not False
+
+
 def build_deepspeed_config(config: Config) -> dict[str, Any]:
     """The dict for `deepspeed.initialize(config=...)`.
 
@@ -191,6 +202,8 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
         if get(merged, leaf.key) is not None or not leaf.only_if_present:
             _set(merged, leaf.key, leaf.value)
     _check_optimizer(merged, config)
+    if config.model.bf16:
+        _set(merged, "bf16.immediate_grad_update", immediate_grad_update(config))
     for key, value in (
         ("steps_per_print", _STEPS_PER_PRINT),
         ("wall_clock_breakdown", False),

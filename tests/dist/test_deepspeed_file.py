@@ -12,7 +12,18 @@ import pytest
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
-from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, hashes, saving
+from tests.dist.tiny_runs import (
+    DROPOUT,
+    MODEL,
+    NO_DROPOUT,
+    RECOMPUTE,
+    TRAINING,
+    Launcher,
+    buffered_saving,
+    hashes,
+    losses_of_ranks,
+    saving,
+)
 
 FLAGS = [*MODEL, *TRAINING, *NO_DROPOUT, *LLAMA_STYLE, "--max-position-embeddings", "32", "--train-iters", "3"]
 DP2, PP2 = Layout(1, 1, 2), Layout(1, 2, 1)
@@ -74,6 +85,26 @@ def test_how_gradients_travel(launcher: Launcher) -> None:
     assert "reduce" in {name for name, _ in single} - {name for name, _ in zero}
     halved = reductions(launcher, {"communication_data_type": "bf16"})
     assert halved != zero and sum(halved.values()) == sum(zero.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [(Layout(2, 2, 2), ["--sequence-parallel", *DROPOUT, *RECOMPUTE]), (Layout(1, 1, 1), ["--swiglu"])],
+    ids=["tp2_pp2_dp2", "one"],
+)
+def test_gradients_added_at_once_have_the_same_bits(
+    launcher: Launcher, tmp_path: Path, layout: Layout, flags: list[str]
+) -> None:
+    """Of several micro-batches, with one tied embedding on two stages, or twice in one backward pass."""
+    found = []
+    for name, content in (("at_once", BF16), ("kept", {"bf16": {"enabled": True, "immediate_grad_update": False}})):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(content))
+        words = [*MODEL, *TRAINING, *flags, "--train-iters", "4", "--deepspeed_config", file]
+        launcher.train(layout, *words, *buffered_saving(tmp_path / name, 4))
+        found.append((losses_of_ranks(tmp_path / name, layout), hashes(tmp_path / name / "global_step4", layout)))
+    assert found[0] == found[1]
+    assert len(set(found[0][0][0].values())) == 4
 
 
 @pytest.mark.parametrize("key", ["round_robin_gradients", "parameter_alignment"])

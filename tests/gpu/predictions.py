@@ -71,13 +71,13 @@ def _test(part: str, name: str) -> Callable[[Path], float | None]:
 
 
 PREDICTIONS = (
-    Prediction("`step-time`: an iteration", "s", 0.170, _STEP, lambda out: iteration_s(out, "step-time")),
-    Prediction("`step-time`: MFU, 1 micro-batch", "%", 36.7, _STEP, _mfu("step-time")),
+    Prediction("`step-time`: an iteration", "s", 0.167, _STEP, lambda out: iteration_s(out, "step-time")),
+    Prediction("`step-time`: MFU, 1 micro-batch", "%", 37.5, _STEP, _mfu("step-time")),
     Prediction("`step-time`: attention's kernels", "s", 0.0207, _ATTENTION, _attention_s("step-time")),
-    Prediction("`step-time-4`: an iteration", "s", 0.604, _STEP, lambda out: iteration_s(out, "step-time-4")),
-    Prediction("`step-time-4`: MFU, 4 micro-batches", "%", 41.3, _STEP, _mfu("step-time-4")),
+    Prediction("`step-time-4`: an iteration", "s", 0.590, _STEP, lambda out: iteration_s(out, "step-time-4")),
+    Prediction("`step-time-4`: MFU, 4 micro-batches", "%", 42.3, _STEP, _mfu("step-time-4")),
     Prediction("`step-time-4`: attention's kernels", "s", 0.083, _ATTENTION, _attention_s("step-time-4")),
-    Prediction("`step-time`: device peak", "GB", 35.3, _STEP, _peak_gb),
+    Prediction("`step-time`: device peak", "GB", 32.9, _STEP, _peak_gb),
     Prediction(
         "`copies`: a save's copies to pinned memory", "GB/s", 50,
         "PCIe 5.0 x16 carries 63 GB/s each way; large copies reach about 80 % of that",

@@ -120,7 +120,7 @@ def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "expected", "reason"),
     [
-        ({}, "selective", "with none, 56.1 GB with selective; 80% of 80 GB may be used"),
+        ({}, "selective", "with none, 53.7 GB with selective; 80% of 80 GB may be used"),
         ({"MICRO_BATCH": "8"}, "none", "with none; 80% of 80 GB may be used"),
         ({"DEVICE_GB": "48"}, "full", "with full; 80% of 48 GB may be used"),
         ({"DEVICE_GB": "24"}, "full", "with full: more than 80% of 24 GB even so; lower the micro batch"),

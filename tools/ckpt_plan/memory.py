@@ -3,14 +3,15 @@
 Device, by the arithmetic of DeepSpeed 0.19's ZeRO-1 optimizers:
 
     weights         parameters of the stage in the training type
-    gradients       bf16: one flat fp32 buffer of all parameters, and the parameters' own .grad in bf16 (their peak, at
-                    the end of the backward pass); fp16 and fp32: .grad in the training type
+    gradients       bf16: one flat fp32 buffer of all parameters, and without bf16.immediate_grad_update the parameters'
+                    own .grad in bf16 (their peak, at the end of the backward pass); fp16 and fp32: .grad in the
+                    training type
     master_weights  fp32 partition of this DP rank
     moments         of the same size, two with Adam
     activations     of the micro batches in flight (tools/ckpt_plan/activations.py)
 
-This is a lower bound: communication buckets, workspaces of kernels and fragmentation of the allocator are not counted,
-since they depend on the libraries.
+This is a lower bound: the .grad that exists at a time with immediate_grad_update, communication buckets, workspaces of
+kernels and fragmentation of the allocator are not counted.
 
 Host: what the engine holds in addition to the state while it saves, also an estimate; HOST_NOTES describes it.
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpointing.disk_space import slot_bytes
 from megatron.config import Config
+from megatron.config.deepspeed_config import immediate_grad_update
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 
 from .activations import ELEMENT_SIZE, activation_bytes
@@ -35,6 +37,7 @@ if TYPE_CHECKING:  # both need torch
 # Nominal memory sizes of devices, bytes. They report some gigabytes more, which CUDA, NCCL and the allocator use.
 DEVICE_SIZES = (80 * 10**9, 40 * 10**9)
 _MIB = 1 << 20
+_FP32_BUFFER = 4  # of a bf16 gradient
 _FAST_WRITER_BYTES = 64 * _MIB  # page-locked buffers of DeepSpeed's FastFileWriter
 
 HOST_NOTES = {
@@ -61,11 +64,19 @@ def device_bytes(
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
     return {
         "weights": parameters * element_size,
-        "gradients": parameters * (element_size + (4 if model.bf16 else 0)),
+        "gradients": parameters * _gradient_bytes(config),
         MASTER_WEIGHTS: master,
         MOMENTS: kinds[MOMENTS] or moments * master,
         "activations": activation_bytes(config, padded_vocab_size, num_blocks, pp),
     }
+
+
+def _gradient_bytes(config: Config) -> int:
+    """Of one parameter."""
+    element_size = ELEMENT_SIZE[config.model.params_dtype]
+    if not config.model.bf16:
+        return element_size
+    return _FP32_BUFFER if immediate_grad_update(config) else _FP32_BUFFER + element_size
 
 
 def host_bytes(engine: str, config: Config, files: Sequence[FileState], stage: StageOnMeta) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.config import OptimizerConfig
 
-# Of each parameter of the stage, in each micro batch; DeepSpeed's bf16.immediate_grad_update adds each gradient to the
+# Of each parameter of the stage, in each micro batch; by bf16.immediate_grad_update DeepSpeed adds each gradient to the
 # buffer when it is there, and frees it. Without, all are kept, and added to those of the micro batch before.
 _ACCUMULATION = {"widens the gradient": 6, "adds it to the fp32 buffer": 12}
 _KEPT = {"zeroes .grad": 2, "autograd adds the gradient to .grad": 6}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
-from megatron.config.deepspeed_config import build_deepspeed_config
+from megatron.config.deepspeed_config import immediate_grad_update
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.topology import Layout
 
@@ -160,8 +160,8 @@ def _stage(
             found["recomputation"] += count * again.device
             launches += count * again.launches
     parameters = _parameters(planned, stage)
-    immediate = build_deepspeed_config(config)["bf16"].get("immediate_grad_update", False)
-    found["gradient_accumulation"] = _over_memory(parameters * each_micro_batch_bytes(immediate), device)
+    each_batch = parameters * each_micro_batch_bytes(immediate_grad_update(config))
+    found["gradient_accumulation"] = _over_memory(each_batch, device)
     found["launches"] = max(launches - sum(found.values()), 0.0)
     found["pipeline_sends"] = _sends(planned, stage, device, ranks_per_host)
     return found, tuple(sorted(timed.values(), key=lambda each: -each.seconds))

@@ -66,7 +66,7 @@ def test_golden_bf16() -> None:
         "steps_per_print": 2147483647,
         "wall_clock_breakdown": False,
         "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "immediate_grad_update": True},
         "gradient_clipping": 1.0,
         "data_types": {"grad_accum_dtype": "fp32"},
         "checkpoint": {"tag_validation": "Fail"},
@@ -170,7 +170,14 @@ def test_sections_of_no_flag_pass_through(tmp_path: Path) -> None:
     assert built["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 1}
     assert (built["checkpoint"], built["wall_clock_breakdown"]) == ({"tag_validation": "Fail"}, True)
     built = build_deepspeed_config(with_file(tmp_path, {"bfloat16": {"enabled": True}}))
-    assert built["bf16"] == {"enabled": True} and "bfloat16" not in built
+    assert built["bf16"] == {"enabled": True, "immediate_grad_update": True} and "bfloat16" not in built
+
+
+@pytest.mark.parametrize("given", [True, False, None])
+def test_gradients_are_added_at_once_unless_the_file_says_otherwise(tmp_path: Path, given: bool | None) -> None:
+    content = {"bf16": {"enabled": True, "immediate_grad_update": given}}
+    built = build_deepspeed_config(with_file(tmp_path, content))
+    assert built["bf16"]["immediate_grad_update"] is (given is not False)
 
 
 CONFLICTS = [

@@ -329,9 +329,17 @@ def test_bytes_by_kind_follow_from_the_number_of_parameters(capsys: pytest.Captu
     assert kinds["moments"] == 8 * parameters
     assert kinds["metadata"] < 1e-4 * found["total_bytes"]
     first = found["per_rank"][0]["device_bytes_by_use"]
-    assert first["gradients"] == 3 * first["weights"]
+    assert first["gradients"] == 2 * first["weights"]  # in fp32
     assert first["moments"] == 2 * first["master_weights"] == 4 * first["weights"]
     assert sum(first.values()) == found["per_rank"][0]["device_bytes_estimate"] > first["activations"] > 0
+
+
+def test_gradients_that_are_kept_take_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bf16": {"immediate_grad_update": False}}))
+    found = plan_json(capsys, "--model", "1b", "--tp", "1", "--pp", "1", "--", "--deepspeed_config", str(path))
+    used = found["per_rank"][0]["device_bytes_by_use"]
+    assert used["gradients"] == 3 * used["weights"]  # in fp32, and each parameter's own in bf16
 
 
 def test_replicas_share_the_optimizer_and_write_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
