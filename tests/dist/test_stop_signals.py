@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,13 @@ import psutil
 import pytest
 
 from megatron.checkpointing.commit import discover
+from megatron.processes.free_port import free_port
 from megatron.processes.standby import WAITS
 from tests.dist.harness import records, wait_for
-from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, TORCHRUN, Job, job, more_commits
+from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, PROGRAM, TORCHRUN, Job, job, more_commits
 from tests.dist.tiny_runs import load_file
+
+ON_A_NODE = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "1"]
 
 
 def without_workers_of_its_own(dataset: list[str]) -> list[str]:
@@ -76,6 +80,21 @@ def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(
     assert code == 0 and "SIGUSR1 was received and passed on to the ranks" in told, told[-4000:]
     stopped = re.search(r"stopping after iteration (\d+): SIGUSR1 was received", told)
     assert stopped is not None and discover(save, None)[0][0].step == int(stopped[1]), told[-4000:]
+
+
+def test_a_stop_during_the_start_ends_it_at_once(tmp_path: Path, dataset: list[str]) -> None:
+    """There is nothing new to save. The other node never comes, so that this start does not end by itself."""
+    save, node = tmp_path / "save", ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    with job(save, dataset, [*ON_A_NODE, *node, PROGRAM], "--exit-signal-handler") as started:
+        trace = save / "restart_trace"
+        wait_for(lambda: trace.is_dir() and any(r.get("phase") == "imports" for r in records(trace)), "the imports")
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        wait_for(lambda: started.processes() == [], "the end of all processes")
+        told = started.log.read_text()
+    assert "SIGTERM was received and passed on to the ranks" in told
+    assert "Traceback" not in told and "killed after" not in told, told[-4000:]
+    assert discover(save, None) == ([], [])
 
 
 def test_a_stop_that_takes_longer_than_the_launcher_waits_is_told_of(tmp_path: Path, dataset: list[str]) -> None:

@@ -33,7 +33,10 @@ from .stops import Stop, drawn, parse_stop
 ENGINES = ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async")
 ON_NODES = ("torch", "lazy", "memory")
 LEFT_OUT = {"datastates": "it needs a CUDA device", "none": "it writes nothing"}
-_NOT_WITH_STOPS = ("saves", "restarts", "engines", "faults", "checkpoints", "nodes_command", "hang_limit")
+_NOT_WITH_STOPS = (
+    "saves", "restarts", "engines", "faults", "checkpoints", "disk_limit", "nodes_command", "spares", "hang_limit",
+    "memory_limit",
+)  # fmt: skip
 _PRESET = "tiny_tp2_pp2_dp2"
 _HEARTBEAT_TIMEOUT = "5"  # seconds: a node whose processors are busy must not count as lost
 _HANG_LIMIT_S, _HANG_LIMIT_ON_NODES_S = 3.0, 15.0  # the second one is also the deadline of a rendezvous
@@ -108,7 +111,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-limit", type=float, default=32.0, metavar="MIB", help="allowed growth of a process")
     parser.add_argument("command", nargs="*", help="after --: the training by megatron.launch (default: a tiny model)")
     args = parser.parse_args(argv)
-    wrong = _refusal_of_stops(args)
+    wrong = _refusal_of_stops(args, parser)
     if wrong is not None:
         parser.error(wrong)
     on_nodes = args.nodes_command is not None
@@ -130,14 +133,14 @@ def _stop(text: str) -> Stop:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _refusal_of_stops(args: argparse.Namespace) -> str | None:
+def _refusal_of_stops(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
     if args.stops is None:
         return None if args.stop is None else f"--stop {args.stop}: give --stops N, how often"
     if args.stops <= 0:
         return f"--stops {args.stops}: must be more than 0"
     for name in _NOT_WITH_STOPS:
         value = getattr(args, name)
-        if value is not None:
+        if value != parser.get_default(name):
             return f"--{name.replace('_', '-')} {value}: has no meaning for --stops; remove one of the two"
     return None
 

@@ -39,6 +39,7 @@ _FLAGS = [
 _ASKED = ["--exit-signal-handler", "--exit-signal", "SIGTERM", "SIGUSR1", "--keep-last", str(_KEPT)]
 _START_S = 8.0  # a start-up is stopped within this time
 _WAITS_S = 90.0  # for the end of a stopped job: twice the launchers' 30 s, and a busy machine
+_DELAYS_S = {"training": 0.02, "evaluation": 0.2, "save": 0.02}  # longest, from the record by which a moment is seen
 _UNDISTURBED = 20  # iterations after which a job has survived a SIGKILL of a helper
 _STAGES = ("mid-save-write", "mid-save-before-commit", "mid-save-commit")
 _STOPPED = re.compile(r"stopping after iteration (\d+): (SIG\w+) was received")
@@ -150,7 +151,7 @@ class StopSoak:
         }[stop.moment]
         wait_for(parse_injection_point(text), launch, self._trace, cycle, 0, self._limit_s)
         launch.find_ranks(self._trace, cycle)
-        time.sleep(self._rng.uniform(0.0, 0.2 if stop.moment == "evaluation" else 0.02))
+        time.sleep(self._rng.uniform(0.0, _DELAYS_S.get(stop.moment, 0.0)))
 
     def _targets(self, stop: Stop, launch: Launch) -> list[psutil.Process]:
         if stop.target == "launcher":

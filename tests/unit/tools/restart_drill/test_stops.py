@@ -68,6 +68,7 @@ def test_what_is_no_stop_is_refused(changed: str, message: str) -> None:
         (["--stops", "0"], "--stops 0: must be more than 0"),
         (["--stops", "3", "--minutes", "0"], "--minutes 0: must be more than 0"),
         (["--stops", "3", "--engines", "lazy"], "--engines lazy: has no meaning for --stops; remove one of the two"),
+        (["--stops", "3", "--memory-limit", "1"], "--memory-limit 1.0: has no meaning for --stops"),
         (["--stops", "3", "--stop", "signal=SIGHUP"], "signal=SIGHUP: give launcher=..."),
     ],
 )
