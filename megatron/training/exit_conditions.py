@@ -7,6 +7,7 @@ import signal
 from types import FrameType
 
 from megatron.config import Config
+from megatron.config.training import EXIT_SIGNALS
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.stop_time import StopTime
 from restart_trace.clock import now_ns
@@ -32,6 +33,7 @@ class ExitConditions:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = signal.Signals(signum).name
+        _ignore_further_signals()
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after `iteration`, the same on all ranks; None to continue."""
@@ -45,6 +47,7 @@ class ExitConditions:
         if self._training.exit_signal_handler:
             received = self._control.agree(self._signalled)
             if received:
+                _ignore_further_signals()  # that one may have reached another rank alone
                 return f"{received[0][1]} was received (--exit-signal-handler)"
         minutes = self._training.exit_duration_in_mins
         if minutes is not None and self._control.agree("yes" if self._over(minutes) else None):
@@ -53,3 +56,9 @@ class ExitConditions:
 
     def _over(self, minutes: float) -> bool:
         return now_ns() - self._begun_ns > 60e9 * minutes
+
+
+def _ignore_further_signals() -> None:
+    """A scheduler or launcher asks more than once, at last by SIGTERM: it must not end the rank before it has saved."""
+    for name in EXIT_SIGNALS:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)

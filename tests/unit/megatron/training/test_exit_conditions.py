@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.training import EXIT_SIGNALS
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.exit_conditions import ExitConditions
 
@@ -29,21 +30,22 @@ class CountingControl(ControlPlane):
 
 
 @pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
-    """Put the handler back that was there."""
-    before = signal.getsignal(signal.SIGTERM)
+def handlers() -> Iterator[None]:
+    """Put the handlers back that were there."""
+    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in EXIT_SIGNALS}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def conditions(**training: Any) -> tuple[ExitConditions, CountingControl]:
+def conditions(control: CountingControl | None = None, **training: Any) -> tuple[ExitConditions, CountingControl]:
+    control = control or CountingControl()
     config = Config(
         model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
         parallel=ParallelConfig(),
         training=TrainingConfig(micro_batch_size=1, train_iters=10, **training),
         optimizer=OptimizerConfig(lr=1e-3),
     )
-    control = CountingControl()
     exits = ExitConditions(config, control, BEGUN_NS)
     exits.start()
     return exits, control
@@ -75,16 +77,29 @@ def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_other_signals_by_name(name: str) -> None:
-    number = signal.Signals[name]
-    before, terminated = signal.getsignal(number), signal.getsignal(signal.SIGTERM)
-    try:
-        exits, _ = conditions(exit_signal_handler=True, exit_signal=("SIGUSR2", name))
-        assert signal.getsignal(signal.SIGTERM) == terminated
-        os.kill(os.getpid(), number)
-        assert exits.reason(1) == exits.reason_at_once() == f"{name} was received (--exit-signal-handler)"
-    finally:
-        signal.signal(number, before)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    terminated = signal.getsignal(signal.SIGTERM)
+    exits, _ = conditions(exit_signal_handler=True, exit_signal=("SIGUSR2", name))
+    assert signal.getsignal(signal.SIGTERM) == terminated
+    os.kill(os.getpid(), signal.Signals[name])
+    assert exits.reason(1) == exits.reason_at_once() == f"{name} was received (--exit-signal-handler)"
+
+
+class OtherRankSignalled(CountingControl):
+    def agree(self, error: str | None) -> list[tuple[int, str]]:
+        return [(1, "SIGUSR1")]
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["", "another rank got the first one"])
+def test_a_second_signal_does_not_end_a_rank_that_saves(here: bool) -> None:
+    """As SIGTERM at the time limit of a job, to which Slurm has sent SIGUSR1 before, or of DeepSpeed's launcher."""
+    control = CountingControl() if here else OtherRankSignalled()
+    exits, _ = conditions(control, exit_signal_handler=True, exit_signal=("SIGUSR1",))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if here:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert exits.reason_at_once() == "SIGUSR1 was received (--exit-signal-handler)"
+    for name in EXIT_SIGNALS:
+        os.kill(os.getpid(), signal.Signals[name])  # the process lives
 
 
 @pytest.mark.parametrize(
