@@ -51,8 +51,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     parser = CommandParser(
         prog="python -m benchmarks.reshard",
-        description="Time loads onto another TP x PP x DP layout: --redistribute direct and universal, and plain "
-        "loads of the same state.",
+        description="Time loads onto another TP x PP x DP layout, directly and through DeepSpeed's universal "
+        "checkpoint, and plain loads of the same state.",
         epilog=_EPILOG,
     )
     parser.add_argument(

@@ -56,12 +56,12 @@ def _page_cache(measurement: Measurement) -> str:
     return states.pop() if len(states) == 1 else "partly warm"
 
 
-def _read_per_byte(measurement: Measurement, variant: str) -> float | None:
-    """Bytes that all ranks read, over those of the checkpoint; None for DeepSpeed's, which counts none."""
+def _read_per_byte(measurement: Measurement, variant: str) -> float:
+    """Bytes that all ranks read, over those of the checkpoint; what DeepSpeed's conversion reads is not counted."""
     way, engine = VARIANTS[variant]
     sizes = measurement.facts["own_bytes" if way == PLAIN else "source_bytes"]
     read = sum(rank["bytes_read"] for rank in measurement.samples[variant][0])
-    return read / sizes[engine] if read else None
+    return read / sizes[engine]
 
 
 def _phases(measurement: Measurement, variant: str) -> dict[str, float]:
@@ -86,7 +86,7 @@ def render(results: list[dict[str, Any]]) -> str:
             read = result["read_per_byte"][variant]
             lines.append(
                 f"  {variant:<16} median {result['median_s'][variant]:7.3f} s   IQR {result['iqr_s'][variant]:6.3f} s"
-                + ("" if read is None else f"   read {read:.2f} x the checkpoint")
+                + f"   read {read:.2f} x the checkpoint"
             )
         lines += [_shown(ratio) for ratio in result["ratios"]]
     return "\n".join([*lines, "", *_EXPLANATION, ""])
@@ -102,7 +102,7 @@ def _shown(found: dict[str, Any]) -> str:
 
 
 _EXPLANATION = [
-    "plain: the same state, saved on the layout that loads it. direct, universal: --redistribute, of the same state,",
-    "saved on the other one; universal is DeepSpeed's conversion and load, without verification or the imports",
-    "of the process that converts. Ratios are of medians; [95 % bootstrap interval over rounds].",
+    "plain: the same state, saved on the layout that loads it. direct, universal: the same state, saved on the other",
+    "one; universal is DeepSpeed's ds_to_universal, without the imports of its process, and then a load with",
+    "--universal-checkpoint. Ratios are of medians; [95 % bootstrap interval over rounds].",
 ]

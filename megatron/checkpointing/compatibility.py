@@ -29,6 +29,7 @@ from megatron.checkpointing.engines.registry import (
 )
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
 from megatron.checkpointing.manifest import read_latest
+from megatron.checkpointing.universal_directory import inspect
 from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import namespace_from_config
 from megatron.config.flags import flag_name
@@ -50,7 +51,6 @@ _NOT_SAVED = {
     "no_save_rng": ("no_load_rng", "no random state, and dropout would repeat its masks"),
 }
 _LARGEST_TP = 128
-_FILES_OF_TORCH = ("torch", "fastpersist", "fastpersist-decoupled")  # engines whose files DeepSpeed can read
 
 
 def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
@@ -77,20 +77,21 @@ def check_candidate(
 ) -> bool:
     """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
-    So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
-    naming every difference of shape, another optimizer or schedule, a difference of layout unless the engine that saved
-    it is `redistributable` (None: not known yet), and a --train-iters before its iteration. A checkpoint without
-    manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them (`foreign`, where they are
-    known); if they are ours, its manifest is gone: CheckpointDamagedError.
+    So are a universal one, and one of upstream's whose shards are cut otherwise on the same layout. Raises
+    CheckpointMismatchError naming every difference of shape, another optimizer or schedule, a difference of layout
+    unless the engine that saved it is `redistributable` (None: not known yet), and a --train-iters before its
+    iteration. A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them
+    (`foreign`, where they are known); if they are ours, its manifest is gone: CheckpointDamagedError.
     """
     mine = model_identity(config, padded_vocab_size)
     if candidate.manifest is not None:
-        engine, theirs = candidate.manifest.engine, candidate.manifest.model
+        theirs = candidate.manifest.model
         their_layout = Layout(**candidate.manifest.layout)
     else:
         foreign = foreign or _described(candidate, config)
-        engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
-    other_layout = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
+        theirs, their_layout = foreign.model, foreign.layout
+    universal = config.checkpoint.universal_checkpoint
+    other_layout = universal or their_layout != layout or (foreign is not None and foreign.needs_rearranging)
     if other_layout:
         del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
     different = [
@@ -114,13 +115,6 @@ def check_candidate(
             f"--checkpoint-engine {', '.join(others)} or {last} can be loaded onto another layout: start with "
             f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
             f"{their_layout.world_size} ranks"
-        )
-    universal = config.checkpoint.redistribute == "universal"
-    if other_layout and universal and engine not in _FILES_OF_TORCH:
-        *others, last = _FILES_OF_TORCH
-        raise CheckpointMismatchError(
-            f"--redistribute universal: DeepSpeed converts files of torch.save, and {candidate.place} was saved "
-            f"with --checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
         )
     return other_layout
 
@@ -200,6 +194,8 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     grow with the ranks. All else is left to the load. Raises OSError if --load cannot be listed.
     """
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
+    if config.checkpoint.universal_checkpoint:
+        return _padded_as(inspect(config.checkpoint, vocab_size).candidate, None, config, layout, vocab_size, padded)
     found, foreign = _named_without_manifest(config)
     if found is None:
         with contextlib.suppress(CheckpointError):
@@ -266,7 +262,7 @@ def newest_with_manifest(config: Config, read: Callable[[Path], Manifest] = Mani
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
 
         return open_checkpoints("--load", options.load, options).newest_manifest(options.load_tag)
-    if options.load is None or not Path(options.load).is_dir():
+    if options.load is None or options.universal_checkpoint or not Path(options.load).is_dir():
         return None
     tags = [options.load_tag] if options.load_tag else _tags_newest_first(Path(options.load))
     for tag in tags:

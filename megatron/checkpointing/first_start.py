@@ -21,11 +21,19 @@ from megatron.config.uris import is_uri
 from restart_trace.cycles import is_restart_in_place
 
 # Besides a --load of another place: what describes how a run begins. Each would change a later start of the same run.
-FLAGS = ("load_tag", "finetune", "reset_iteration", "no_load_optim", "no_load_rng", "no_load_lr_state")
+FLAGS = (
+    "load_tag",
+    "universal_checkpoint",
+    "finetune",
+    "reset_iteration",
+    "no_load_optim",
+    "no_load_rng",
+    "no_load_lr_state",
+)
 # A later start keeps the first of each pair if the second is given: its own checkpoints lack that state, too.
 _OF_WHAT_IS_NOT_SAVED = {"no_load_optim": "no_save_optim", "no_load_rng": "no_save_rng"}
 # What only a --load in a file system takes: not of a start that goes on from object storage.
-_OF_FILES = ("prefetch_on_start", "prefetch_limit", "universal_checkpoint", "redistribute")
+_OF_FILES = ("prefetch_on_start", "prefetch_limit")
 
 
 class FirstStart(NamedTuple):

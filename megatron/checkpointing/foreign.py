@@ -83,9 +83,10 @@ class ForeignCheckpoint:
         return [names.optimizer_file(self.layout, at, self.model["params_dtype"]) for at in places]
 
 
-def describe(directory: Path, state: Any) -> ForeignCheckpoint:
+def describe(directory: Path, state: Any, *, universal: bool = False) -> ForeignCheckpoint:
     """What `state`, the content of mp_rank_00, says of the checkpoint in `directory`.
 
+    `universal`: ds_to_universal has copied the file there, of a checkpoint of upstream's or of this program's.
     Raises CheckpointMismatchError, saying why and what to do, if this program cannot resume from it, and
     CheckpointDamagedError if it is one of this program's own whose manifest is gone.
     """
@@ -97,7 +98,8 @@ def describe(directory: Path, state: Any) -> ForeignCheckpoint:
             "script does not say which model and which layout it is of; resume it with that script, or give another "
             "--load"
         )
-    if hasattr(args, "indexed_samples"):  # upstream has no such argument
+    own = hasattr(args, "indexed_samples")  # upstream has no such argument
+    if own and not universal:
         raise CheckpointDamagedError(f"{directory / names.MANIFEST}: missing, so {directory.name} may be incomplete")
     known = getattr(args, "__dict__", {})
     lacking = [name for name in _NEEDED_ARGS if name not in known]
@@ -121,11 +123,21 @@ def describe(directory: Path, state: Any) -> ForeignCheckpoint:
         layout,
         state["iteration"],
         info.get("original_vocab_size"),
-        heads_interleaved=_SINCE_BLOCKS not in known,
-        spare_positions=layout.pp > 1
+        heads_interleaved=not own and _SINCE_BLOCKS not in known,
+        spare_positions=not own
+        and layout.pp > 1
         and model["add_position_embedding"]
         and not model["untie_embeddings_and_output_weights"],
     )
+
+
+def check_vocabulary(directory: Path, found: ForeignCheckpoint, vocab_size: int) -> None:
+    """Raises CheckpointMismatchError if the checkpoint is of a tokenizer that has not `vocab_size` tokens."""
+    if found.vocab_size not in (None, vocab_size):
+        raise CheckpointMismatchError(
+            f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "
+            "tokenizer, or the --vocab-size, of the run that saved it"
+        )
 
 
 def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any]) -> None:

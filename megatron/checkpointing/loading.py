@@ -35,8 +35,9 @@ from megatron.checkpointing.engines.errors import (
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
 from megatron.checkpointing.memory_saves import MemoryCandidate, OtherLayout, SameLayout, forget, in_turn
-from megatron.checkpointing.reshard.loading import load_on_other_layout
+from megatron.checkpointing.reshard.loading import load_on_other_layout, load_universal
 from megatron.checkpointing.state import Progress, live_state, restore_progress, restore_state, restore_tied_weights
+from megatron.checkpointing.universal_directory import UniversalCheckpoint, inspect
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
 from megatron.fileio.store_errors import ObjectStoreError
@@ -67,6 +68,8 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
     CheckpointDamagedError if none is loadable and one was found out only when some of it had been applied.
     """
     options = ctx.config.checkpoint
+    if options.universal_checkpoint:
+        return _load_universal(ctx, engine)
     stored = None
     if is_uri(options.load):
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
@@ -86,6 +89,47 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
                         raise none.error from None
             if ctx.control.rank == 0:
                 logger.warning("--load %s: other checkpoints were saved there meanwhile; trying these", options.load)
+
+
+def _load_universal(ctx: RunContext, engine: Any) -> Progress:
+    """Restore the universal checkpoint of --load into `engine`; collective. There is no other to fall back on.
+
+    Raises CheckpointDamagedError or CheckpointMismatchError.
+    """
+    with ctx.recorder.operation("load", contiguous=True) as op:
+
+        def find() -> UniversalCheckpoint | None:
+            if ctx.control.rank != 0:
+                return None
+            with op.span("discover"):
+                found = inspect(ctx.config.checkpoint, ctx.vocab_size)
+                check_candidate(found.candidate, ctx.config, ctx.place.layout, ctx.padded_vocab_size)
+                return found
+
+        try:
+            found = run_on_all_ranks(ctx.control, op, find, lambda by_rank: by_rank[0])
+            candidate = found.candidate
+            op.label(tag=candidate.tag, step=candidate.step)
+            if ctx.ahead is not None:
+                ctx.ahead.forget()
+            if ctx.prefetch is not None:
+                ctx.prefetch.hand_over(op, candidate.directory)
+            reader = _reader_of(ctx, candidate, op)
+            op.label(engine=type(reader).__name__)
+            if ctx.checkpoint_engine.keeps_in_memory:
+                op.label(tier=STORAGE)
+            try:
+                progress = load_universal(ctx, reader, engine, found, op)
+            finally:
+                if reader is not ctx.checkpoint_engine:
+                    reader.close()
+                reader.end_loads()
+        except CheckpointRejectedError as rejected:
+            raise CheckpointDamagedError(
+                f"--universal-checkpoint: {rejected}; restore the file, or convert the checkpoint again"
+            ) from rejected
+        ctx.checkpoint_engine.keep(None)
+        return progress
 
 
 def load_from_memory(ctx: RunContext, engine: Any) -> Progress | None:

@@ -114,12 +114,12 @@ def read_beginning(directory: Path) -> dict[str, Any] | None:
     return content
 
 
-def read_latest(directory: Path) -> str | None:
-    """The tag that `latest` in `directory` names; None without such a file. Whether that is there is not looked at.
+def read_latest(directory: Path, pointer: str = names.LATEST) -> str | None:
+    """The tag that the file `pointer` in `directory` names; None without such a file. The tag need not be there.
 
     Raises ValueError naming the file and saying why it names none.
     """
-    path = directory / names.LATEST
+    path = directory / pointer
     try:
         content = read_regular(path, 2 * _MAX_NAME)
         tag = content.decode().strip()

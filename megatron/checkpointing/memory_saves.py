@@ -360,9 +360,7 @@ def _found_at(ctx: RunContext, peer: Peer | None, mine: dict[str, dict[str, Any]
         return _Found(mine, [], peer, [])
     records = [record for record in answer["kept"] if record.get("directory") == _directory(ctx)]
     held = [record for record in records if _is_ours(ctx, record)]
-    # Of another layout: only --redistribute direct reads parts of files.
-    reads_others = ctx.config.checkpoint.redistribute == "direct"
-    others = [record for record in records if reads_others and not _is_ours(ctx, record) and "file" in record]
+    others = [record for record in records if not _is_ours(ctx, record) and "file" in record]
     return _Found(mine, held, peer, others)
 
 

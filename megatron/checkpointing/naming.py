@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from megatron.parallel.topology import Coordinates, Layout
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed's ds_to_universal
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".incomplete_"
@@ -30,7 +31,7 @@ REMOVED_PREFIX = f"{TEMPORARY_PREFIX}removed_"
 REPLACED_SUFFIX = ".replaced"
 KEPT_PREFIX = ".kept_"
 GENERATIONS = ".generations"
-_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?:global_step\d+|universal_.+)_g(\d+)_\d+")
+_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_g(\d+)_\d+")
 _REMOVED = re.compile(
     rf"{re.escape(REMOVED_PREFIX)}(incomplete_.+|global_step\d+(?:{re.escape(REPLACED_SUFFIX)})?)_[0-9a-f]{{16}}"
 )

@@ -96,6 +96,9 @@ class Prefetch:
     def _run(self) -> None:
         """A problem, of whatever kind damage makes, is the load's to tell: here it ends the reading ahead."""
         try:
+            if self._config.checkpoint.universal_checkpoint:
+                self._note = "of a universal checkpoint, which --universal-checkpoint loads, nothing is read ahead"
+                return
             found = newest_with_manifest(self._config)
             if found is None or found.manifest is None:
                 self._note = "there is none with a manifest"

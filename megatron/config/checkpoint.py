@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron.config.errors import ConfigError, refuse
-from megatron.config.flags import FlagGroup, flag, flag_name
+from megatron.config.flags import FlagGroup, flag
 from megatron.config.uris import ObjectUri, is_uri, location_of
 
 # Those whose saves, loads and restarts are tested with object storage.
@@ -158,14 +158,8 @@ class CheckpointConfig(FlagGroup):
     )
     universal_checkpoint: bool = flag(
         False,
-        "the same as --redistribute universal: the checkpoint in --load is converted first, not by hand",
+        "load what DeepSpeed's ds_to_universal has written to --load: what `latest_universal` or --load-tag names",
         needs="load",
-    )
-    redistribute: str = flag(
-        "direct",
-        "how a checkpoint of another TP x PP x DP layout is loaded; direct: each rank reads its share; universal: "
-        "DeepSpeed's universal checkpoint, converted first",
-        choices=("direct", "universal"),
     )
     verify_restored_state: bool = flag(
         False, "record a hash of every tensor when saving, and compare them after loading"
@@ -189,10 +183,6 @@ class CheckpointConfig(FlagGroup):
                 "them, or use --direct-io auto"
             )
         self._check_memory()
-        if self.universal_checkpoint:
-            object.__setattr__(self, "redistribute", "universal")
-        if self.redistribute == "universal":
-            self._check_universal()
         if self.start_over is not None:
             self._check_start_over(self.start_over)
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
@@ -201,7 +191,8 @@ class CheckpointConfig(FlagGroup):
     def _check_start_over(self, label: str) -> None:
         if not label or not label.isprintable() or " " in label:
             self.refuse("start_over", "must be one printable word, such as second")
-        if self.load == self.save and not (self.load_tag or self.finetune or self.reset_iteration):
+        another = self.load_tag or self.universal_checkpoint or self.finetune or self.reset_iteration
+        if self.load == self.save and not another:
             self.refuse(
                 "start_over",
                 f"--load {self.load} is the directory of --save, so the run would go on from its newest checkpoint; "
@@ -230,16 +221,6 @@ class CheckpointConfig(FlagGroup):
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
 
-    def _check_universal(self) -> None:
-        if self.load is None:
-            raise ConfigError("--redistribute universal: does nothing without --load DIR: add it or drop the flag")
-        for name in ("no_load_optim", "finetune"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"--redistribute universal restores the optimizer's state, too, and {flag_name(name)} is given; "
-                    "drop one of the two (--redistribute direct can load weights alone)"
-                )
-
     @property
     def in_object_storage(self) -> bool:
         """Whether checkpoints are saved to or loaded from object storage."""
@@ -265,8 +246,8 @@ class CheckpointConfig(FlagGroup):
             )
         if is_uri(self.load) and self.prefetch_on_start:
             raise ConfigError(f"--prefetch-on-start reads files ahead, and --load {self.load} has none; drop the flag")
-        if is_uri(self.load) and (self.universal_checkpoint or self.redistribute == "universal"):
+        if is_uri(self.load) and self.universal_checkpoint:
             raise ConfigError(
-                f"--redistribute universal converts files in --load, and --load {self.load} has none; use "
-                "--redistribute direct"
+                f"--universal-checkpoint loads from a directory, and --load {self.load} is object storage: copy the "
+                "universal checkpoint to a directory"
             )

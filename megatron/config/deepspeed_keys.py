@@ -198,7 +198,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "tag_validation": Inert("Fail", "the ranks agree on each checkpoint, its name included, before its commit"),
         "use_node_local_storage": Inert(False, _OWN_SAVE),
         "parallel_write": Section(),
-        "load_universal": Refused("another layout needs no conversion; --redistribute universal makes one"),
+        "load_universal": Refused("give --universal-checkpoint"),
     },
     "checkpoint.parallel_write": {"pipeline_stage": Inert(False, _OWN_SAVE)},
     "checkpoint.writer": {
@@ -228,7 +228,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "overlap_comm": Inert(False, "pipelines reduce gradients after their last backward pass"),
         "compute_grad_norm": Inert(True, "the training log and --clip-grad need the norm"),
         "load_from_fp32_weights": Inert(True, "a checkpoint restores its fp32 master weights"),
-        "elastic_checkpoint": Inert(False, "a checkpoint loads onto another DP as it is; see --redistribute"),
+        "elastic_checkpoint": Inert(False, "a checkpoint loads onto another DP as it is"),
         "ignore_unused_parameters": Inert(True, _STAGE_2),
         "legacy_stage1": Inert(False, "DeepSpeed has dropped it"),
         "offload_param": _off(_NO_OFFLOAD, _OFFLOAD_KEYS + "buffer_size max_in_cpu", _DEVICE_NONE),

@@ -92,8 +92,9 @@ def read_ranges(
     threads: int | None,
     label: Label,
     op: Operation,
+    names: Mapping[Path, str] | None = None,
 ) -> Read:
-    """Fill `targets`. `threads`: --io-threads.
+    """Fill `targets`. `threads`: --io-threads. `names`: of the files in the CRC-32s; None for those of their paths.
 
     Records what reading, verifying and copying took, in each thread, and `deserialize` for the rest. Raises
     DamagedFileError if a file is shorter than it was, or OSError; then the targets may hold anything.
@@ -101,7 +102,7 @@ def read_ranges(
     queued: Any = None
     if targets.device.type != "cpu":  # what is still to be done to them, such as filling them
         queued = torch.get_device_module(targets.device).current_stream(targets.device).record_event()
-    return _Pool(extents, files, targets, queued).run(threads, label, op)
+    return _Pool(extents, files, targets, queued, names or {path: path.name for path in files}).run(threads, label, op)
 
 
 def open_all(
@@ -130,8 +131,14 @@ class _Pool:
     """
 
     def __init__(
-        self, extents: Sequence[Extent], files: Mapping[Path, RangedFile], targets: Targets, queued: Any
+        self,
+        extents: Sequence[Extent],
+        files: Mapping[Path, RangedFile],
+        targets: Targets,
+        queued: Any,
+        names: Mapping[Path, str],
     ) -> None:
+        self._names = names
         self._mapped: list[Extent] = []
         self._others: list[Extent] = []
         for extent in extents:
@@ -150,7 +157,7 @@ class _Pool:
         count = min(count, len(self._mapped) + len(self._others)) or 1
         staging_bytes = max((file.block for file in self._files.values()), default=BLOCK)
         stagings = [Staging(staging_bytes, self._targets.device, self._queued) for _ in range(count)]
-        readers = [_ReadingThread(self._files, self._targets, staging) for staging in stagings]
+        readers = [_ReadingThread(self._files, self._names, self._targets, staging) for staging in stagings]
         started: list[threading.Thread] = []
         try:
             for i, reader in enumerate(readers):
@@ -196,10 +203,13 @@ class _Pool:
 
 
 class _ReadingThread:
-    def __init__(self, files: Mapping[Path, RangedFile], targets: Targets, staging: Staging) -> None:
+    def __init__(
+        self, files: Mapping[Path, RangedFile], names: Mapping[Path, str], targets: Targets, staging: Staging
+    ) -> None:
         self.checksums: list[RangeChecksum] = []
         self.num_bytes = 0
         self._files = files
+        self._names = names
         self._targets = targets
         self._staging = staging
         self._ahead = ReadAhead()
@@ -259,7 +269,7 @@ class _ReadingThread:
         read = self._took("read", began)
         for at, length in extent.checks:
             part = view[at - start : at - start + length]
-            self.checksums.append(range_checksum(extent.path.name, at, part))
+            self.checksums.append(range_checksum(self._names[extent.path], at, part))
         return self._took("verify", read) if extent.checks else read
 
     def _copy(

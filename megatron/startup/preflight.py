@@ -404,15 +404,20 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     Without one the run starts from iteration 0, with a logged warning if `warn` and --save is elsewhere, or stops if
     --exit-on-missing-checkpoint is given. It also stops if `latest` names a missing one: a checkpoint was lost, and
     only --allow-start-over starts again. A missing --load-tag is always an error. Whether a checkpoint is complete is
-    checked on load.
+    checked on load. With --universal-checkpoint a universal checkpoint must be there, without it other ones.
 
     Raises: ConfigError naming flag, directory and fix.
     """
+    from megatron.checkpointing.universal_directory import check_no_universal, is_universal, universal_directory
+
     load = checkpoint.load
     if load is None or is_uri(load):
         return
     if os.path.exists(load) and not os.path.isdir(load):
         raise ConfigError(f"--load {load}: is not a directory; give the directory that --save wrote to")
+    if checkpoint.universal_checkpoint:
+        universal_directory(checkpoint)
+        return
     tags = _tags(load)
     if checkpoint.load_tag is not None:
         # A save that was killed while it published leaves the older checkpoint of its tag under this name.
@@ -420,15 +425,19 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
         if not any(os.path.isdir(os.path.join(load, name)) for name in there_as):
             there = ", ".join(tags) or "none"
             raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {load}; there are: {there}")
+        check_no_universal(checkpoint, alone=False)
         return
     if any(os.path.lexists(os.path.join(load, tag, "manifest.json")) for tag in tags):
         return
     if os.path.lexists(os.path.join(load, "latest")):
+        check_no_universal(checkpoint, alone=False)
         _check_latest(checkpoint, load)
         return
+    check_no_universal(checkpoint, alone=True)
     if any(os.path.isfile(os.path.join(load, name)) for name in ("manifest.json", "mp_rank_00_model_states.pt")):
         parent, tag = os.path.split(os.path.abspath(load))
-        raise ConfigError(f"--load {load}: is one checkpoint itself: give --load {parent} --load-tag {tag}")
+        flag = " --universal-checkpoint" if is_universal(Path(load)) else ""
+        raise ConfigError(f"--load {load}: is one checkpoint itself: give --load {parent} --load-tag {tag}{flag}")
     if checkpoint.finetune:
         raise ConfigError(f"--finetune takes the weights of --load {load}, where no checkpoint is; correct the path")
     if checkpoint.exit_on_missing_checkpoint:

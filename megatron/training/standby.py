@@ -73,6 +73,8 @@ def of_a_restart(options: CheckpointConfig) -> CheckpointConfig:
 
 def why_not_ahead(options: CheckpointConfig) -> str | None:
     """Why no checkpoint can be loaded ahead; None if it can."""
+    from megatron.checkpointing.first_start import FLAGS
+
     options = of_a_restart(options)
     if options.load is None:
         return "without --load nothing is loaded"
@@ -80,8 +82,7 @@ def why_not_ahead(options: CheckpointConfig) -> str | None:
         return f"--load {options.load} is object storage"
     if options.checkpoint_engine == "memory":
         return "--checkpoint-engine memory loads from memory"
-    flags = ("load_tag", "finetune", "no_load_optim", "no_load_rng", "no_load_lr_state", "reset_iteration")
-    given = next((name for name in flags if getattr(options, name)), None)
+    given = next((name for name in FLAGS if getattr(options, name)), None)
     return None if given is None else f"--{given.replace('_', '-')} is given"
 
 

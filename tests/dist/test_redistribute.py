@@ -65,7 +65,7 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
 
-    From TP2 PP2 DP2: test_redistribute_universal.py.
+    From TP2 PP2 DP2: test_universal_checkpoint.py.
     """
     same = assembled(model.moved(old, old, "torch"))
     assert_same(assembled(model.moved(old, new, "torch")), same)

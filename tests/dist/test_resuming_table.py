@@ -173,8 +173,7 @@ ACCEPTED = {
     "tensors": Start(
         LEARNED,
         "--tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "
-        "--partition-activations --contigious-checkpointing --checkpoint-in-cpu --universal-checkpoint "
-        "--redistribute universal",
+        "--partition-activations --contigious-checkpointing --checkpoint-in-cpu",
         Layout(tp=2, pp=1, dp=1),
     ),
     "stages": Start(
@@ -188,6 +187,7 @@ ACCEPTED = {
 ELSEWHERE = {
     "--load": "every start here",
     "--restart-trace-dir": "every start here",
+    "--universal-checkpoint": "tests/dist/test_universal_checkpoint.py",
     "--storage-cache": "tests/dist/test_object_storage.py",
     "--storage-deadline": "tests/dist/test_object_storage.py",
 }
@@ -294,7 +294,7 @@ def test_what_allows_a_refused_change(saved: Saved) -> None:
     allowed = [
         "--optimizer sgd --no-load-optim", "--lr 2e-3 --override-opt_param-scheduler",
         "--lr 2e-3 --use-checkpoint-opt_param-scheduler", "--lr 2e-3 --no-load-lr-state",
-        "--make-vocab-size-divisible-by 64",        "--train-iters 1 --lr-decay-iters 4 --reset-iteration",
+        "--make-vocab-size-divisible-by 64", "--train-iters 1 --lr-decay-iters 4 --reset-iteration",
     ]  # fmt: skip
     load = ["--load", str(saved.load[LEARNED])]
     found = light_starts([[*saved.words(LEARNED, changes), *load] for changes in allowed])
@@ -380,6 +380,20 @@ def _without(setting: str) -> Callable[[Path, Saved], None]:
     return save
 
 
+def _converted(run: Path, saved: Saved) -> None:
+    """As ds_to_universal leaves it, but for the content of parameters, which is not looked at before the imports."""
+    universal = run / "global_step2_universal"
+    parameter = universal / "zero" / "2.mlp.dense_4h_to_h.weight"
+    parameter.mkdir(parents=True)
+    shutil.move(run / "global_step2" / "mp_rank_00_model_states.pt", universal)
+    for path in (parameter / "fp32.pt", parameter / "exp_avg.pt", parameter / "exp_avg_sq.pt"):
+        path.touch()
+    (universal / "zero" / "optimizer_state.pt").touch()
+    shutil.rmtree(run / "global_step2")
+    (run / "latest").unlink()
+    (run / "latest_universal").write_text(universal.name)
+
+
 LIGHT = [
     Case(
         "`--save` holds checkpoints of another run", "!--load --save {run} --save-interval 1",
@@ -397,6 +411,16 @@ LIGHT = [
     Case(
         "one checkpoint is given as `--load` (`DIR/global_step4`) instead of its directory",
         "--load {run}/global_step2", allowed="--load {run} --load-tag global_step2",
+    ),
+    Case(
+        "`--load` holds universal checkpoints alone, or `--load-tag` names one, and `--universal-checkpoint` is not "
+        "given",
+        "", _converted, "--universal-checkpoint",
+    ),
+    Case(
+        "`--universal-checkpoint` is given, and what `latest_universal` or `--load-tag` names is missing, incomplete "
+        "or an ordinary checkpoint",
+        "--universal-checkpoint", allowed="!--universal-checkpoint",
     ),
     Case(
         "`latest` names a checkpoint that is not there, and there is no other", "", _manifest_gone,

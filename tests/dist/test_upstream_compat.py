@@ -291,13 +291,6 @@ def test_a_file_that_is_cut_off_ends_a_load_onto_another_layout(launcher: Launch
     assert "Traceback" not in run.output and not list(save.glob("global_step*"))
 
 
-def test_universal_checkpoint_converts_on_the_way(launcher: Launcher) -> None:
-    """Upstream's flag wants a checkpoint that was converted before; here it is converted by the same program."""
-    universal = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, "--universal-checkpoint")
-    assert universal.exit_codes == [0], universal.output[-3000:]
-    assert "resumed from iteration 5" in universal.output
-
-
 def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: Path) -> None:
     found = []
     for layout in (LAYOUT, SINGLE):

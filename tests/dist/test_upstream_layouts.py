@@ -29,10 +29,6 @@ from tests.dist.tiny_runs import Launcher, buffered_saving
 from tests.placement_reader import bits
 from tests.upstream_files import GOLDEN, SINCE_BLOCKS, assembled, interleaved, load_known
 
-# The conversion drops the 12 rows of no token, which take part in the softmax: the loss moves by far less than
-# their share (12/512) as upstream has trained them down; seen: 2e-4.
-UNIVERSAL_TOLERANCE = 1e-3
-
 
 @pytest.fixture
 def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
@@ -65,12 +61,6 @@ def test_a_rank_that_alone_cannot_read_it_ends_all(launcher: Launcher) -> None:
     run = launcher.run(Layout(2, 1, 1), *argv, script=script, env=env)
     assert run.exit_codes == [2, 2], run.output[-6000:]
     assert "no checkpoint there is whole: rank 1: of rank 1 alone." in run.log(0)
-
-
-def test_goes_on_through_deepspeeds_conversion(launcher: Launcher) -> None:
-    found, log = resumed(launcher, Layout(1, 1, 1), UPSTREAM, "--redistribute", "universal")
-    assert found == pytest.approx(UPSTREAM_LOSSES, abs=UNIVERSAL_TOLERANCE)
-    assert "continues with L2" in log
 
 
 def lay_by_heads(checkpoint: Path) -> None:

@@ -69,6 +69,7 @@ def known_classes() -> AbstractContextManager[None]:
     """Within it, torch.load(weights_only=True) accepts the classes of checkpoints, and only those."""
     import numpy as np
     import torch
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -82,6 +83,7 @@ def known_classes() -> AbstractContextManager[None]:
         collections.OrderedDict,
         DynamicLossScaler,
         LossScaler,
+        SubparamShape,
         fragment_address,
         (_member_of(ZeroStageEnum), f"{ZeroStageEnum.__module__}.{ZeroStageEnum.__qualname__}"),
         (_member_of(ModelType), "megatron.core.enums.ModelType"),

@@ -1,4 +1,4 @@
-"""--redistribute direct: every rank reads just its share of a checkpoint of another layout, and nothing is converted.
+"""Every rank reads just its share of a checkpoint of another layout, and nothing is converted.
 
 Masters and moments are read out of the files of all ranks that saved them, wherever the bytes lie that belong to this
 rank's ZeRO-1 partition. So no two DP replicas read the same bytes. The weights are the masters, rounded and gathered
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ class DirectLoad(LayoutLoad):
         super().__init__(*args)
         options = self._ctx.config.checkpoint
         self._with_optimizer = not (options.no_load_optim or options.finetune)
+        self._from_masters = self._with_optimizer  # else the weights are read, and masters are made of them
         self._shard: dict[str, Any] = {}
         self._weights: list[Target] = []
 
@@ -118,7 +120,7 @@ class DirectLoad(LayoutLoad):
 
         control = self._ctx.control
         values = run_on_all_ranks(control, self._op, self._values, lambda by_rank: by_rank[0])
-        if self._reader.wants_placements:
+        if self._surveys_parameters:
             surveyed = run_and_scatter(control, self._op, self._survey, surveys_of_each)
         else:
             surveyed = run_on_all_ranks(control, self._op, self._survey, _joined)
@@ -127,6 +129,11 @@ class DirectLoad(LayoutLoad):
             for name, number in others.items():
                 self._copies.use(name, number)
         return self._apply()
+
+    @property
+    def _surveys_parameters(self) -> bool:
+        """Whether what a survey finds names the parameter that it is of, so that a rank needs but some of it."""
+        return self._reader.wants_placements
 
     @property
     def _copies(self) -> FileCopies:
@@ -180,19 +187,19 @@ class DirectLoad(LayoutLoad):
         with self._op.span("discover"), reading(self._directory):
             if self._reader.wants_placements:
                 files = self._manifest.files
-                mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
+                mine = {name: files[name] for name in share_of(sorted(files), rank, world_size)}
                 tensors = self._reader.placed_tensors(replace(self._checkpoint, files=mine), self._op)
                 found.tensors = [it for it in tensors if (kind_of(it) == WEIGHT) != self._with_optimizer]
                 found.needed = self._names_held()
             elif self._with_optimizer:
-                ranks = _share(range(old.world_size), rank, world_size)
+                ranks = share_of(range(old.world_size), rank, world_size)
                 shards = self._torch_shards()
                 found.tensors = shards.flat_groups(ranks, self._place.params_dtype)
         return found
 
     def _names_held(self) -> set[str]:
         """The parameters of which this rank holds a part that is to be filled."""
-        if not self._with_optimizer:
+        if not self._from_masters:
             return {it.placement["name"] for it in self._live_weights()}
         partitions = flat_partitions(self._engine, self._place.at.dp)
         return {part["name"] for each in partitions for part in fragments(each, self._ctx.vocab_size)}
@@ -200,11 +207,13 @@ class DirectLoad(LayoutLoad):
     def _plan(self, values: list[Any], surveyed: Survey) -> Reading:
         """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
         with self._op.span("discover"), reading(self._directory):
-            index = SourceIndex(self._placed_tensors(surveyed.tensors))
+            placed = self._placed_tensors(surveyed.tensors)
+            sizes = self._file_sizes(placed)
+            index = SourceIndex(placed)
         kinds = surveyed.kinds or index.kinds()
         self._common = values[0]
         self._check_optimizer()
-        if self._with_optimizer:
+        if self._from_masters:
             with reading(self._directory):
                 saved = values[1]["optimizer_state_dict"]
             targets = self._optimizer(saved, kinds)
@@ -217,9 +226,15 @@ class DirectLoad(LayoutLoad):
             direct_io, bring = options.direct_io, None
             if isinstance(files, MemoryFiles):
                 direct_io, bring = "off", files.copies.bring  # they are memory already
-            sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             ranged = self._checkpoint.ranged
-            return Reading(plan(targets, index), sizes, direct_io, options.io_threads, bring=bring, ranged=ranged)
+            return Reading(
+                plan(targets, index), {path: size for path, (_, size) in sizes.items()}, direct_io, options.io_threads,
+                bring=bring, ranged=ranged, names={path: name for path, (name, _) in sizes.items()},
+            )  # fmt: skip
+
+    def _file_sizes(self, placed: Sequence[PlacedTensor]) -> dict[Path, tuple[str, int]]:
+        """Of the files that may be read: the name in the directory of the checkpoint, and the size in bytes."""
+        return {self._directory / name: (name, file.num_bytes) for name, file in self._manifest.files.items()}
 
     def _read(self, reading: Reading, shares: Shares) -> _Read:
         with UnderWay(READING, f"the reading of {self._directory}"):
@@ -245,15 +260,15 @@ class DirectLoad(LayoutLoad):
     def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
         engine = self._engine
-        if not self._with_optimizer:
+        if not self._from_masters:
             self._share_weights()
         with self._op.span("load", "host_to_device"):
             if self._with_optimizer:
                 restore_optimizer(engine, self._place, self._shard)
-            else:
+            elif not self._from_masters:
                 engine.optimizer._restore_from_bit16_weights()
             progress = restore_progress(engine, self._common, self._ctx.config)
-        if self._with_optimizer:
+        if self._from_masters:
             update_weights(engine.optimizer, self._op)
         else:
             with self._op.span("redistribute", "broadcast"):
@@ -318,7 +333,7 @@ class DirectLoad(LayoutLoad):
         return targets
 
 
-def _share(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+def share_of(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
     """The part of `items` that `rank` takes: those of all ranks, in their order, are `items` in order."""
     return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
 

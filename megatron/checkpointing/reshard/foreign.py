@@ -20,7 +20,7 @@ from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe
+from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe
 from megatron.fileio.zip_records import directory_checksum
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
@@ -52,11 +52,7 @@ def with_manifest(
             return None
         with op.span("discover"):
             found = describe(directory, reader.load_values(FIRST_FILE, SavedCheckpoint(directory), op))
-            if found.vocab_size not in (None, vocab_size):
-                raise CheckpointMismatchError(
-                    f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "
-                    "tokenizer, or the --vocab-size, of the run that saved it"
-                )
+            check_vocabulary(directory, found, vocab_size)
             return found, files_to_read(directory, found, with_optimizer)
 
     def inspect() -> dict[str, SavedFile]:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto another layout, as --redistribute says."""
+"""Loading a checkpoint onto another layout, or a universal one onto any."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Any
 from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
-from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.foreign import tell, with_manifest
 from megatron.checkpointing.reshard.universal import UniversalLoad
 from megatron.checkpointing.state import Progress
+from megatron.checkpointing.universal_directory import UniversalCheckpoint
 from megatron.parallel.random import seed_everything
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
-
-_METHODS: dict[str, type[LayoutLoad]] = {"direct": DirectLoad, "universal": UniversalLoad}
 
 
 def load_on_other_layout(
@@ -39,7 +37,7 @@ def load_on_other_layout(
     if candidate.manifest is None:
         with_optimizer = not (options.no_load_optim or options.finetune)
         candidate, foreign = with_manifest(candidate, reader, ctx.vocab_size, with_optimizer, ctx.control, op)
-    progress = _METHODS[options.redistribute](ctx, reader, engine, candidate, foreign, op, files).run()
+    progress = DirectLoad(ctx, reader, engine, candidate, foreign, op, files).run()
     if foreign is not None and ctx.control.rank == 0:
         tell(candidate.tag, foreign)
     if options.verify_restored_state and ctx.control.rank == 0:
@@ -49,6 +47,33 @@ def load_on_other_layout(
             why = " was saved on another layout: its hashes, which --verify-restored-state recorded, are of tensors "
             why += "that no rank has here, and are not compared"
         logger.warning("%s%s", candidate.tag, why)
+    _seed(ctx, progress)
+    return progress
+
+
+def load_universal(
+    ctx: RunContext, reader: CheckpointEngine, engine: Any, found: UniversalCheckpoint, op: Operation
+) -> Progress:
+    """Load the universal checkpoint `found`; collective over all ranks. Raises as load_on_other_layout."""
+    candidate, source = found
+    progress = UniversalLoad(ctx, reader, engine, candidate, source, op).run()
+    if ctx.control.rank == 0:
+        logger.info(
+            "%s is a universal checkpoint, converted from one of iteration %d on %s. Random state is seeded anew from "
+            "--seed, since it holds none for these ranks. Padding rows of the vocabulary are zero, since the "
+            "conversion drops them", candidate.place, candidate.step, source.layout,
+        )  # fmt: skip
+        if source.spare_positions:
+            logger.warning(
+                "%s: upstream's last stage holds a second position embedding, which no step uses, and the conversion "
+                "may have taken that one; if the checkpoint that was converted is still there, load it without "
+                "--universal-checkpoint", candidate.place,
+            )  # fmt: skip
+        if ctx.config.checkpoint.verify_restored_state:
+            logger.warning(
+                "%s: a universal checkpoint has no hashes of tensors, so --verify-restored-state compares none",
+                candidate.place,
+            )
     _seed(ctx, progress)
     return progress
 

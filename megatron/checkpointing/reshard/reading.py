@@ -34,10 +34,12 @@ class Reading:
         gap: int = GAP,
         bring: Callable[[str, Sequence[tuple[int, int]]], Path] | None = None,
         ranged: RangedFiles | None = None,
+        names: Mapping[Path, str] | None = None,
     ) -> None:
         """`file_bytes`: size of each file, as it was saved. `direct_io`, `threads` as --direct-io, --io-threads.
 
-        `bring`: as that of FileCopies, for files that are not where their paths say.
+        `bring`: as that of FileCopies, for files that are not where their paths say. `names`: of files in the directory
+        of the checkpoint; None for those of their paths. No two files have one name.
 
         `block`, `gap`: see megatron.fileio.extents; those of `ranged` count, which opens what is no file on this node.
         """
@@ -46,7 +48,8 @@ class Reading:
         self._targets = Targets(targets, {})
         self._ranged = ranged
         self._plans = _by_file(transfers, block, gap, ranged)
-        self._checked = _checked_by_file(transfers)
+        self._names = names or {plan.path: plan.path.name for plan in self._plans}
+        self._checked = self._checked_by_file(transfers)
         self._file_bytes = file_bytes
         self._direct_io = direct_io
         self._threads = threads
@@ -61,7 +64,7 @@ class Reading:
         reads = {}
         for plan in self._plans:
             _, starts, stops = bounds(plan)
-            reads[plan.path.name] = merged([positions(starts, stops)])
+            reads[self._names[plan.path]] = merged([positions(starts, stops)])
         return Share(reads, self._checked)
 
     def run(self, shares: Shares, rank: int, op: Operation) -> list[RangeChecksum]:
@@ -72,7 +75,9 @@ class Reading:
         """
         with op.span("redistribute", "reshard"):
             checks = {name: (found.full, found.length) for name, found in to_verify(shares, rank).items()}
-            parts = [extent for plan in self._plans for extent in extents(with_checks(plan, *checks[plan.path.name]))]
+            parts = [
+                extent for plan in self._plans for extent in extents(with_checks(plan, *checks[self._names[plan.path]]))
+            ]
         with ExitStack() as stack, damaged_files():
             sizes = {plan.path: self._file_bytes[plan.path] for plan in self._plans}
             if self._bring is None:
@@ -81,21 +86,20 @@ class Reading:
                 wanted: dict[Path, list[tuple[int, int]]] = {path: [] for path in sizes}
                 for part in parts:
                     wanted[part.path].append((part.start, part.stop))
-                places = {path: self._bring(path.name, wanted[path]) for path in sizes}
+                places = {path: self._bring(self._names[path], wanted[path]) for path in sizes}
                 opened = open_all({places[path]: size for path, size in sizes.items()}, self._direct_io, stack)
                 files = {path: opened[places[path]] for path in sizes}
-            found = read_ranges(parts, files, self._targets, self._threads, _LABEL, op)
+            found = read_ranges(parts, files, self._targets, self._threads, _LABEL, op, self._names)
         self.bytes_read = found.num_bytes
         return joined(found.checksums, shares)
 
-
-def _checked_by_file(transfers: Sequence[Transfer]) -> dict[str, dict[int, CheckedBytes]]:
-    found: dict[str, dict[int, CheckedBytes]] = {}
-    for transfer in transfers:
-        checked = transfer.source.checked
-        if checked is not None:
-            found.setdefault(transfer.source.path.name, {})[checked.start] = checked
-    return found
+    def _checked_by_file(self, transfers: Sequence[Transfer]) -> dict[str, dict[int, CheckedBytes]]:
+        found: dict[str, dict[int, CheckedBytes]] = {}
+        for transfer in transfers:
+            checked = transfer.source.checked
+            if checked is not None:
+                found.setdefault(self._names[transfer.source.path], {})[checked.start] = checked
+        return found
 
 
 def _by_file(transfers: Sequence[Transfer], block: int, gap: int, ranged: RangedFiles | None) -> list[FilePlan]:

@@ -122,7 +122,7 @@ class TorchShards:
                 records = self._records(path)
                 for key, name in keys.items():
                     _check_weight(path, key, state, self._old_part(name, tp_rank))
-                    found.append(_placed(path, key, state[key], self._placement(name, tp_rank), records))
+                    found.append(placed_tensor(path, key, state[key], self._placement(name, tp_rank), records))
         return found
 
     def _records(self, path: Path) -> Mapping[int, Record]:
@@ -140,7 +140,7 @@ class TorchShards:
             fragments = [(name, address.start, address.numel) for name, address in mapping.items()]
             _check_fragments(path, fragments, master.numel())
             tensors = [
-                _placed(path, kind, tensor, {"numel": tensor.numel()}, records)
+                placed_tensor(path, kind, tensor, {"numel": tensor.numel()}, records)
                 for kind, tensor in [("master", master), *_moments(shard["base_optimizer_state"], group)]
             ]
             # DeepSpeed takes the padding of the last partition off the masters, and leaves that of the moments.
@@ -212,9 +212,14 @@ def _moments(base: Mapping[str, Any], group: int) -> Iterator[tuple[str, torch.T
             yield kind, value
 
 
-def _placed(
+def placed_tensor(
     path: Path, name: str, tensor: torch.Tensor, placement: dict[str, Any], records: Mapping[int, Record]
 ) -> PlacedTensor:
+    """`tensor`, as `read_values` has read it from `path`, to be verified by the one of `records` that it is in.
+
+    Raises CheckpointDamagedError if its elements do not lie in order, or it is in none of the `records` though there
+    are some.
+    """
     if not tensor.is_contiguous():
         raise CheckpointDamagedError(f"{path}: the elements of {name} do not lie in order")
     checked = None

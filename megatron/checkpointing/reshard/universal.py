@@ -1,195 +1,140 @@
-"""--redistribute universal: DeepSpeed's universal checkpoint, the baseline that `direct` is compared with.
+"""--universal-checkpoint: what DeepSpeed's ds_to_universal has written, loaded onto any layout.
 
-Rank 0 has deepspeed.checkpoint.ds_to_universal write each parameter whole, with its master and its moments, to a
-directory of its own beside the checkpoint; every rank then loads its part by DeepSpeed's load_universal, and the
-directory is removed. It has the name of an unfinished checkpoint: no load takes it for one, and the next save removes
-what a killed process left. DeepSpeed's: all of it but the patterns (state.universal_checkpoint_info).
+Each file of a universal checkpoint holds a full parameter, as the master weight or a moment. As of any checkpoint of
+another layout each rank reads just its share (direct.py). There are no weights in the files: also without the optimizer
+(--no-load-optim, --finetune) the masters are read, and the weights are made of them.
 
-Upstream's patterns split fused QKV as one matrix. An upstream checkpoint is converted by ours instead, out of a
-directory of links to its files in which mp_rank_00 has them.
+Fused matrices: with a key `sub_param_shape` or `param_n_sub_params` DeepSpeed has put the parts of the TP ranks
+together matrix by matrix, [Q; K; V]. With `cat_dim` alone the parts of the TP ranks follow each other, [Q; K; V] of
+rank 0 first: so it is with upstream's fused QKV, and each row is looked for where it lies.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.agreement import run_on_all_ranks
-from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError, reading
-from megatron.checkpointing.engines.torch_files import verify_file
-from megatron.checkpointing.engines.unpickling import known_classes
-from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint
-from megatron.checkpointing.ownership import newest_owner
-from megatron.checkpointing.reshard.base import LayoutLoad
-from megatron.checkpointing.state import Progress, preserving_settings, restore_progress, universal_checkpoint_info
-from megatron.parallel.topology import Layout
+from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError, reading
+from megatron.checkpointing.engines.torch_files import tensor_records
+from megatron.checkpointing.foreign import FIRST_FILE
+from megatron.checkpointing.reshard.direct import DirectLoad, Survey, share_of
+from megatron.checkpointing.reshard.torch_shards import interleaved_ranges, placed_tensor
+from megatron.checkpointing.shard_metadata import shard_placement, weight_placement
+from megatron.checkpointing.universal_directory import OPTIMIZER_STATE, PARAMETERS, STATES, STEP, parameter_names
+from megatron.parallel.parameter_slice import ParameterSlice, slice_of
 
-CONVERSION_EVENT = "universal_conversion"  # notice in the trace of rank 0: JSON, seconds of imports and of the rest
-_LAST_WORDS = 2000  # characters
+_MASTER = "master"
 
 
-class UniversalLoad(LayoutLoad):
-    """By DeepSpeed's universal checkpoint, out of files of torch.save."""
+class UniversalLoad(DirectLoad):
+    """Each rank reads its own share of the full parameters."""
 
-    _patterns: dict[str, Any] | None = None  # to convert by, where the checkpoint has others: upstream's
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._from_masters = True
 
-    def run(self) -> Progress:
-        """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `run_on_all_ranks`.
+    @property
+    def _surveys_parameters(self) -> bool:
+        return True
 
-        CheckpointMismatchError, before anything is converted, says that the checkpoint was saved with other patterns.
-        """
-        control = self._ctx.control
-        run_on_all_ranks(control, self._op, self._check)
-        attempt = _attempt_in(self._directory.parent)
-        name = names.temporary_directory(f"universal_{self._directory.name}", attempt)
-        folder = self._directory.with_name(name)
-        try:
-            folders = run_on_all_ranks(control, self._op, lambda: self._convert(folder))
-            run_on_all_ranks(control, self._op, lambda: self._load(folders[0]))
-        finally:
-            if control.rank == 0:
-                with self._op.span("redistribute", "reshard"):
-                    shutil.rmtree(folder, ignore_errors=True)
-        return self._apply()
-
-    def _check(self) -> None:
-        """The patterns are those of this program, and the files (a share of them on each rank) are what was saved."""
-        old = Layout(**self._manifest.layout)
-        files = self._manifest.files
-        first = names.model_states_file(old, old.coordinates(0))
-        with reading(self._directory / first):
-            self._common = self._reader.load_values(first, self._checkpoint, self._op)
-            padded = self._manifest.model["padded_vocab_size"]
-            patterns = universal_checkpoint_info(self._ctx.config.model, old.tp, self._ctx.vocab_size, padded)
-        if self._foreign is not None:
-            self._check_foreign(self._foreign)
-            self._patterns = patterns_for_upstream(patterns)
-        elif self._common.get("universal_checkpoint_info") != patterns:
-            raise CheckpointMismatchError(
-                f"--redistribute universal: {self._directory / first} was saved with other patterns for DeepSpeed's "
-                "conversion than this program would use, which may split its parameters wrongly; drop the flag"
-            )
-        self._check_optimizer()
-        if not self._reader.options.verify_checksums:
-            return
-        states = sorted(name for name in files if name.endswith(".pt"))
-        for name in states[self._ctx.control.rank :: self._ctx.control.world_size]:
-            verify_file(self._directory / name, files[name], self._op)
-
-    def _check_foreign(self, foreign: ForeignCheckpoint) -> None:
-        if foreign.heads_interleaved:
-            raise CheckpointMismatchError(
-                f"--redistribute universal: {self._directory} is of an upstream before December 2024, whose fused QKV "
-                "lies head by head, and DeepSpeed's conversion leaves it so; drop the flag"
-            )
-
-    def _convert(self, folder: Path) -> Path | None:
-        """On rank 0: have `folder` made, with the checkpoint in it; returns where."""
+    def _values(self) -> list[Any]:
+        """On rank 0: the mp_rank state, and what the optimizer keeps of all parameters alike."""
         if self._ctx.control.rank != 0:
-            return None
-        target = folder / self._directory.name
-        source = folder / "source" if self._patterns is not None else self._directory
-        arguments = (os.fspath(source), os.fspath(target), os.getpid())
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from megatron.checkpointing.reshard.universal_convert import main; main{arguments!r}"
-        )
-        with self._op.span("redistribute", "reshard"):
-            try:
-                folder.mkdir()
-                if self._patterns is not None:
-                    make_source(source, self._directory, self._manifest.files, self._patterns)
-            except OSError as exc:
-                raise CheckpointError(self._cannot_convert(target, str(exc))) from exc
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=_environment(),
-                check=False,
-            )
-        if done.returncode != 0:
-            last_words = done.stderr.strip()[-_LAST_WORDS:]
-            raise CheckpointError(
-                self._cannot_convert(target, f"exit code {done.returncode}, after saying\n{last_words}")
-            )
-        self._op.event(CONVERSION_EVENT, json.dumps(json.loads(done.stdout.splitlines()[-1])))
-        return target
+            return []
+        with reading(self._directory):
+            common = self._load_values(FIRST_FILE)
+            kept = self._load_values(OPTIMIZER_STATE)
+            steps = self._steps_of(parameter_names(self._directory)[0])
+            base = {"state": {0: {} if steps is None else {"step": steps}}, "param_groups": kept.pop("param_groups")}
+            return [common, {"optimizer_state_dict": kept | {"base_optimizer_state": base}}]
 
-    def _cannot_convert(self, target: Path, why: str) -> str:
-        return (
-            f"--redistribute universal: DeepSpeed could not convert {self._directory} into {target}; make room or "
-            f"rights there, or drop the flag: {why}"
-        )
+    def _survey(self) -> Survey:
+        """The tensors of some parameters, with placements of the tensor alone; each is looked into by one rank."""
+        found = Survey()
+        with self._op.span("discover"), reading(self._directory):
+            everything = parameter_names(self._directory)
+            first = self._steps_of(everything[0])
+            for name in share_of(everything, self._ctx.control.rank, self._ctx.control.world_size):
+                if self._with_optimizer and (steps := self._steps_of(name)) != first:
+                    raise CheckpointDamagedError(
+                        f"{self._directory / PARAMETERS / name / STEP}: {steps} steps of the optimizer, and {first} in "
+                        f"that of {everything[0]}: two conversions lie in one directory; convert again"
+                    )
+                kinds = STATES if self._with_optimizer else [_MASTER]
+                found.tensors += [self._tensor(name, kind) for kind in kinds]
+            found.needed = self._names_held()
+        return found
 
-    def _load(self, folder: Path) -> None:
-        """DeepSpeed reads, slices and copies parameter by parameter: one span for all of it."""
-        with self._op.span("load", "deserialize"), preserving_settings(self._engine.optimizer):
-            try:
-                self._engine.optimizer.load_state_dict(
-                    state_dict_list=None,
-                    checkpoint_folder=os.fspath(folder),
-                    load_optimizer_states=True,
-                    load_from_fp32_weights=True,
+    def _tensor(self, name: str, kind: str) -> PlacedTensor:
+        file = f"{PARAMETERS}/{name}/{STATES[kind]}"
+        path = self._directory / file
+        state = self._load_values(file)
+        tensor = state.get("param") if isinstance(state, dict) else None
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise CheckpointDamagedError(f"{path}: holds no parameter, so ds_to_universal has not written it")
+        by_rank = "cat_dim" in state and state.get("param_n_sub_params", 1) == 1 and "sub_param_shape" not in state
+        placement = {"name": name, "shape": list(tensor.shape), "rank_by_rank": by_rank}
+        records = tensor_records(path) if self._reader.options.verify_checksums else {}
+        return placed_tensor(path, name, tensor, {"kind": kind, "fragments": [placement]}, records)
+
+    def _placed_tensors(self, surveyed: list[Any]) -> list[PlacedTensor]:
+        parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
+        found = []
+        for tensor in surveyed:
+            (saved,) = tensor.placement["fragments"]
+            name, kind = saved["name"], tensor.placement["kind"]
+            fragment = self._fragment(tensor.path, parts[name], saved)
+            found.append(replace(tensor, placement=shard_placement(kind, [fragment], fragment["numel"])))
+        there = {(tensor.placement["kind"], tensor.name) for tensor in found}
+        for name in sorted(self._names_held()):
+            if (_MASTER, name) not in there:
+                raise CheckpointMismatchError(
+                    f"{self._directory / PARAMETERS / name}: missing, and the model here has this parameter: give the "
+                    "flags of the run that was converted, or another --load"
                 )
-            except OSError as exc:  # of the converted copy: it tells nothing against the checkpoint
-                raise CheckpointError(f"--redistribute universal: {folder} cannot be read: {exc}") from exc
+        return found
 
-    def _apply(self) -> Progress:
-        """Make what was read the state of training; collective over all ranks."""
-        with self._op.span("load", "host_to_device"):
-            progress = restore_progress(self._engine, self._common, self._ctx.config)
-        with self._op.span("redistribute", "all_gather"):
-            self._engine.optimizer.update_lp_params()
-        return progress
+    def _fragment(self, path: Path, part: ParameterSlice, saved: dict[str, Any]) -> dict[str, Any]:
+        """Where in the full parameter the elements of the tensor in `path` lie; `part`: of the live parameter."""
+        shape = tuple(saved["shape"])
+        whole = replace(part, tp_rank=0, tp_size=1)
+        if part.vocabulary:  # DeepSpeed cuts off the rows of no token; with patterns of another program it may not
+            rows = {self._ctx.vocab_size, self._manifest.model["padded_vocab_size"]} & {shape[0]}
+            whole = replace(whole, shape=(*rows, *part.shape[1:]), blocks=tuple(rows)) if rows else whole
+        if shape != whole.shape:
+            raise CheckpointMismatchError(
+                f"{path}: has the shape {shape}, and {whole.shape} belongs there: it is of another model, or it was "
+                "converted with patterns that put its tensor-parallel parts together wrongly; give the flags of the "
+                "run that was converted, or load the checkpoint that was converted, without --universal-checkpoint"
+            )
+        fragment = weight_placement(saved["name"], whole, self._ctx.vocab_size)
+        if saved["rank_by_rank"]:
+            fragment["ranges"] = self._ranges_by_rank(saved["name"], whole)
+        return fragment | {"local_shape": list(shape), "start": 0, "numel": torch.Size(shape).numel(), "offset": 0}
 
+    def _ranges_by_rank(self, name: str, whole: ParameterSlice) -> list[list[int]] | None:
+        """Rows of the full parameter in the order of the TP ranks that were put together."""
+        if whole.dim is None or len(whole.blocks) == 1:
+            return None if whole.ranges is None else [list(pair) for pair in whole.ranges]
+        if self._foreign is not None and self._foreign.heads_interleaved and ".query_key_value." in name:
+            return interleaved_ranges(whole, self._manifest.model["num_key_value_heads"])
+        tp = self._manifest.layout["tp"]
+        parts = [replace(whole, tp_rank=rank, tp_size=tp) for rank in range(tp)]
+        return [list(pair) for part in parts for pair in part.ranges or []]
 
-def patterns_for_upstream(patterns: dict[str, Any]) -> dict[str, Any]:
-    """`patterns`, and where upstream has more on the last stage than this program: a copy of the position embedding."""
-    replicated = patterns["pipeline_replicated_parameter_patterns"]
-    positions = ["tied_modules.embed.position_embeddings.weight"] if replicated else []
-    return patterns | {"pipeline_replicated_parameter_patterns": replicated + positions}
+    def _file_sizes(self, placed: Sequence[PlacedTensor]) -> dict[Path, tuple[str, int]]:
+        paths = [tensor.path for tensor in placed]
+        return {path: (path.relative_to(self._directory).as_posix(), path.stat().st_size) for path in paths}
 
+    def _steps_of(self, name: str) -> Any:
+        """Steps that the optimizer has done, as a number or a tensor without dimensions; None if it keeps none."""
+        file = f"{PARAMETERS}/{name}/{STEP}"
+        return self._load_values(file) if (self._directory / file).is_file() else None
 
-def make_source(source: Path, checkpoint: Path, files: Iterable[str], patterns: dict[str, Any]) -> None:
-    """Make the directory `source` of links to `files` of an upstream checkpoint, with `patterns` in its mp_rank_00."""
-    source.mkdir()
-    for name in files:
-        if name != FIRST_FILE:
-            (source / name).symlink_to(checkpoint.absolute() / name)
-    with known_classes():
-        state = torch.load(checkpoint / FIRST_FILE, map_location="cpu", weights_only=True)
-    del state["args"]  # it has a class of upstream's, and the conversion has no use for it
-    torch.save(state | {"universal_checkpoint_info": patterns}, source / FIRST_FILE)
-
-
-def _environment() -> dict[str, str]:
-    """One thread, no device, and no class unpickled but those of the allow-list, whatever DeepSpeed asks for."""
-    return os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
-    }
-
-
-def _attempt_in(save_dir: Path) -> str:
-    """The name of the attempt: of this launch's generation where it saves there, so that the next one clears it away.
-
-    In the directory of others it is removed by nobody but this launch: they may be saving there.
-    """
-    owner = newest_owner(save_dir)
-    if owner is None or owner.pid != os.getpid():
-        return f"{os.getpid()}_{time.time_ns():x}"
-    return f"{names.attempt_of(owner.generation)}_0"
+    def _load_values(self, file: str) -> Any:
+        return self._reader.load_values(file, SavedCheckpoint(self._directory), self._op)

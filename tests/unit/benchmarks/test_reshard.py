@@ -64,7 +64,7 @@ def test_ratios_are_of_the_slowest_rank_without_imports_against_the_targets() ->
     assert [ratio["met"] for ratio in good["ratios"]] == [True] * 4
     assert good["ratios"][0]["ratio"]["value"] == pytest.approx(10.0)
     assert good["phases_s"]["direct torch"] == {"load/read": 1.2} and good["page_cache"] == "cold"
-    assert good["read_per_byte"]["direct lazy"] == 1.5 and good["read_per_byte"]["universal torch"] is None
+    assert good["read_per_byte"]["direct lazy"] == 1.5
     bad = analyse(measurement(universal_s=13.0, direct_s=1.4))
     assert [ratio["met"] for ratio in bad["ratios"]] == [False] * 4
     text = render([good, bad])

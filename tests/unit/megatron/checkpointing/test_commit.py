@@ -267,13 +267,11 @@ def test_prune_removes_attempts_of_generations_that_are_over_and_no_others(tmp_p
     attempts = ("g1_7", "g2_1", "g3_1", "000_185f3a_2")  # the last one as before there were generations
     for attempt in attempts:
         (tmp_path / temporary_directory("global_step4", attempt)).mkdir()
-    conversion = tmp_path / temporary_directory("universal_global_step4", "4711_185f3a")
-    conversion.mkdir()
     assert prune(tmp_path, None, 3) == []  # without an owner, nobody's generation is over
     removed = {temporary_directory("global_step4", attempt) for attempt in ("g1_7", "000_185f3a_2")}
     assert set(prune(tmp_path, None, 3, owner)) == removed
     left = [temporary_directory("global_step4", attempt) for attempt in ("g2_1", "g3_1")]
-    assert names(tmp_path) == sorted([".generations", *left, conversion.name])
+    assert names(tmp_path) == sorted([".generations", *left])
     owner.release()
 
 

@@ -169,27 +169,6 @@ def test_another_layout(layout: Layout) -> None:
     assert not check_candidate(candidate(config()), config(), HERE, VOCAB, redistributable=True)
 
 
-def test_deepspeed_converts_files_of_torch_only() -> None:
-    options = CheckpointConfig(load="/save", redistribute="universal")
-    universal = dataclasses.replace(config(), checkpoint=options)
-    for engine in ("torch", "fastpersist", "fastpersist-decoupled"):
-        manifest = dataclasses.replace(manifest_of(candidate(config(), Layout(1, 2, 2))), engine=engine)
-        found = Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
-        assert check_candidate(found, universal, HERE, VOCAB, redistributable=True)
-    manifest = dataclasses.replace(manifest, engine="lazy")
-    found = Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
-    with pytest.raises(CheckpointMismatchError, match="--redistribute universal: .* was saved with .*-engine lazy"):
-        check_candidate(found, universal, HERE, VOCAB, redistributable=True)
-    same_layout = dataclasses.replace(manifest, layout=HERE.as_dict())
-    here = Candidate(found.directory, found.tag, found.step, same_layout)
-    assert not check_candidate(here, universal, HERE, VOCAB, redistributable=True)
-
-
-def manifest_of(found: Candidate) -> Manifest:
-    assert found.manifest is not None
-    return found.manifest
-
-
 COUNTERS = {"iteration": 5, "global_steps": 5, "global_samples": 20, "skipped_steps": 0}
 SINCE_BLOCKS = "ds_sequence_parallel_fpdt"  # upstream's fused QKV is [Q; K; V] since it has this argument
 

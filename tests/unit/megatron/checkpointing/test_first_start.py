@@ -24,8 +24,8 @@ from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
 AGAIN = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}]
 EACH = [
-    {"load_tag": "global_step5"}, {"finetune": True}, {"reset_iteration": True}, {"no_load_optim": True},
-    {"no_load_rng": True}, {"no_load_lr_state": True},
+    {"load_tag": "global_step5"}, {"universal_checkpoint": True}, {"finetune": True}, {"reset_iteration": True},
+    {"no_load_optim": True}, {"no_load_rng": True}, {"no_load_lr_state": True},
 ]  # fmt: skip
 
 

@@ -113,11 +113,6 @@ def test_length_and_schedule_in_samples() -> None:
         assert message in str(caught.value)
 
 
-def test_universal_checkpoint_is_redistribute_universal() -> None:
-    assert small("--load /s --universal-checkpoint").checkpoint.redistribute == "universal"
-    assert small("--load /s").checkpoint.redistribute == "direct"
-
-
 def test_samples_of_the_run_decide_the_order_of_the_data() -> None:
     """Upstream indexes --train-samples, more than the whole batches that are read."""
     assert samples_of_run(10, 5, 2, 4) == (40, 24, 8)

@@ -66,7 +66,7 @@ def test_one_spelling_of_a_uri() -> None:
         ({"checkpoint_engine": "memory"}, "memory: does not save to object storage: its restarts in place"),
         ({"checkpoint_engine": "of_a_plugin"}, "of_a_plugin: does not save to object storage: an engine of another"),
         ({"load": "s3://bucket/run", "prefetch_on_start": True}, "--prefetch-on-start reads files ahead"),
-        ({"load": "s3://bucket/run", "redistribute": "universal"}, "use --redistribute direct"),
+        ({"load": "s3://bucket/run", "universal_checkpoint": True}, "--universal-checkpoint loads from a directory"),
     ],
 )
 def test_what_object_storage_does_not_have_is_refused(given: dict[str, Any], why: str) -> None:

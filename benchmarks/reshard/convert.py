@@ -1,10 +1,11 @@
-"""The process that converts a checkpoint by DeepSpeed's ds_to_universal, which prints, forks and unpickles."""
+"""The process that converts a checkpoint by DeepSpeed's ds_to_universal: `convert.py SOURCE TARGET PARENT`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 import time
 
 from megatron.processes.parent_process import end_with_parent
@@ -19,8 +20,6 @@ def main(source: str, target: str, parent: int) -> None:
     end_with_parent(parent)
     from deepspeed.checkpoint import ds_to_universal
 
-    from megatron.checkpointing.engines.unpickling import known_classes
-
     os.register_at_fork(after_in_child=end_with_parent)  # its pools' processes, when this one is killed
     ready = time.monotonic()
     arguments = argparse.Namespace(
@@ -28,10 +27,13 @@ def main(source: str, target: str, parent: int) -> None:
         output_folder=target,
         num_extract_workers=4,  # DeepSpeed's defaults
         num_merge_workers=2,
-        keep_temp_folder=True,  # all of it is removed later
+        keep_temp_folder=False,
         strict=True,
         inject_missing_state=False,
     )
-    with known_classes():
-        ds_to_universal.main(arguments)
+    ds_to_universal.main(arguments)
     print(json.dumps({"imports_s": ready - began, "conversion_s": time.monotonic() - ready}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
