@@ -16,7 +16,7 @@ from megatron.checkpointing.commit import discover
 from megatron.processes.free_port import free_port
 from megatron.processes.standby import WAITS
 from tests.dist.harness import records, wait_for
-from tests.dist.test_save_directory import ALONE, FORK, PATIENCE_S, PROGRAM, TORCHRUN, Job, job, more_commits
+from tests.dist.test_save_directory import ALONE, DEEPSPEED, FORK, PATIENCE_S, PROGRAM, TORCHRUN, Job, job, more_commits
 from tests.dist.tiny_runs import load_file
 
 ON_A_NODE = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "1"]
@@ -41,14 +41,21 @@ def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
 
 @pytest.mark.parametrize(
     ("command", "ask", "exit_code"),
-    [(FORK, to_the_launcher, 0), (FORK, to_all, 0), (ALONE, to_all, 0), (TORCHRUN, to_the_launcher, None)],
-    ids=["megatron.launch", "all of megatron.launch", "all", "torchrun"],
+    [
+        (FORK, to_the_launcher, 0),
+        (FORK, to_all, 0),
+        (ALONE, to_all, 0),
+        (TORCHRUN, to_the_launcher, None),
+        pytest.param(DEEPSPEED, to_all, None, marks=pytest.mark.slow),
+    ],
+    ids=["megatron.launch", "all of megatron.launch", "all", "torchrun", "all of deepspeed"],
 )
 def test_data_workers_do_not_end_before_the_rank_has_saved(
     tmp_path: Path, dataset: list[str], command: list[str], ask: Callable[[Job], None], exit_code: int | None
 ) -> None:
     """With the default number of workers. No process is left afterwards."""
     save = tmp_path / "save"
+    command = [*DEEPSPEED, str(free_port()), PROGRAM] if command is DEEPSPEED else command
     with job(save, without_workers_of_its_own(dataset), command, "--exit-signal-handler") as started:
         more_commits(save, 0)
         ask(started)
