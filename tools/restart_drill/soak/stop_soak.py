@@ -52,13 +52,14 @@ _POLL_S = 0.02
 class StopResult:
     """`saved`: the iteration at which the ranks stopped and saved; None if they were ended otherwise.
 
-    `cut_short`: an evaluation ended early because of the stop.
+    `asked`: a job that went on after the stop was asked to end by SIGTERM. `cut_short`: an evaluation ended early.
     """
 
     stop: str
     log: str
     exit_code: int | None = None
-    restarted: bool = False  # in place, before it was asked to end
+    restarted: bool = False  # in place
+    asked: bool = False
     saved: int | None = None
     cut_short: bool = False
     wrong: list[str] = field(default_factory=list)
@@ -168,14 +169,14 @@ class StopSoak:
         """Wait until the launcher has ended. One that restarts the ranks is asked to end once they train again."""
         this, following = TraceTail(self._trace, cycle), TraceTail(self._trace, cycle + 1)
         trained = len(_iterations(this))
-        asked, went_on = False, 0
+        went_on = 0
         deadline = time.monotonic() + _WAITS_S
         while launch.exit_code is None:
             went_on += len(_iterations(this))
             result.restarted = result.restarted or bool(_iterations(following))
             may_go_on = result.restarted or (stop.target == "helper" and went_on > _UNDISTURBED)
-            if may_go_on and not asked and not stop.saves:
-                asked, deadline = True, time.monotonic() + _WAITS_S
+            if may_go_on and not result.asked and not stop.saves:
+                result.asked, deadline = True, time.monotonic() + _WAITS_S
                 launch.send(signal.SIGTERM, launch.launcher())
             if time.monotonic() > deadline:
                 raise DrillError(
@@ -200,6 +201,8 @@ class StopSoak:
                 result.wrong.append(f"it stopped after iteration {result.saved}, and the newest checkpoint is {newest}")
         if stop.saves:
             result.wrong += self._broken_promises(stop, result, told)
+        elif result.asked and result.saved is None:
+            result.wrong.append("the ranks did not save at the SIGTERM that ended the job")
 
     def _broken_promises(self, stop: Stop, result: StopResult, told: str) -> list[str]:
         found = [] if result.saved is not None else ["the ranks did not save at the stop"]
