@@ -11,6 +11,7 @@ The complete manifest is read, and the files are checked, when its checkpoint is
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ from megatron.checkpointing.manifest import (
     read_manifest_text,
 )
 from megatron.checkpointing.ownership import Ownership
-from megatron.fileio.files import sync_directory, sync_file
+from megatron.fileio.files import is_directory, is_there, sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool, 
         save_dir / name: _write_beside(save_dir / name, text, fsync)
         for name, text in ((names.LATEST, tag), (names.TRACKER, str(step)))
     }
-    moved = _make_way(final, run_id) if os.path.lexists(final) else None
+    moved = _make_way(final, run_id) if is_there(final) else None
     try:
         os.rename(temporary, final)
     except OSError:
@@ -284,7 +285,8 @@ def _point_to(save_dir: Path, pointers: dict[Path, Path], fsync: bool) -> list[s
         try:
             os.replace(written, pointer)
         except OSError as exc:
-            written.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                written.unlink()
             wrong.append(
                 f"{pointer} could not be replaced ({exc.strerror}): remove it, since upstream's programs and DeepSpeed "
                 "read it; this program can load without it"
@@ -307,7 +309,7 @@ def _make_way(path: Path, run_id: str) -> Path:
     """
     replaced = path.with_name(path.name + names.REPLACED_SUFFIX)
     if why_not_own(path, run_id) is None:
-        if os.path.lexists(replaced):
+        if is_there(replaced):
             if why_not_own(replaced, run_id) is None:
                 set_aside(replaced)
             else:
@@ -374,7 +376,7 @@ class Search:
         self._bare: list[Path] = []  # directories of a step without a manifest
         self._newest: Listed | None = None  # the newest that was not rejected
         self._given: Listed | None = None
-        if load_dir.is_dir():
+        if is_directory(load_dir):
             self._list(load_dir, load_tag)
         self.number = len(self._left)
 
@@ -429,7 +431,12 @@ class Search:
             else:
                 self._left += listed
         with_manifest = {one.directory for one in self._left} | {load_dir / tag for tag, _ in problems}
-        self._left += _foreign(load_dir, load_tag or latest)
+        tag = load_tag or latest
+        if tag is not None and load_dir / tag not in with_manifest:
+            try:
+                self._left += _foreign(load_dir, tag)
+            except OSError as exc:
+                problems.append((tag, _cannot_be_used(load_dir / tag, exc)))
         self._bare = [p for p in directories if p not in with_manifest and names.step_of(p.name) is not None]
         if load_tag is not None:
             self._left = [one for one in self._left if one.tag == load_tag]
@@ -519,7 +526,7 @@ def _listed(directory: Path, known: Known) -> list[Listed]:
     if directory in known.complete:
         one = known.complete[directory]
         return [Listed(directory, one.tag, one.step, one.sequence, one.manifest.run_id if one.manifest else "")]
-    if not os.path.lexists(directory / names.MANIFEST):
+    if not is_there(directory / names.MANIFEST):
         return []
     heading = read_heading(directory)
     if heading is None:  # written by another program, or damaged
@@ -596,22 +603,25 @@ def _inspect(directory: Path) -> Candidate | str | None:
 
     Raises OSError or ValueError if the manifest cannot be read.
     """
-    if not os.path.lexists(directory / names.MANIFEST):
+    if not is_there(directory / names.MANIFEST):
         return None
     manifest = Manifest.of(directory)
     return wrong_with(directory, manifest) or Candidate(directory, manifest.tag, manifest.step, manifest)
 
 
-def _foreign(load_dir: Path, tag: str | None) -> list[Listed]:
-    """The checkpoint called `tag`, if upstream or DeepSpeed wrote it."""
-    if tag is None or os.path.lexists(load_dir / tag / names.MANIFEST) or not is_upstreams(load_dir / tag):
+def _foreign(load_dir: Path, tag: str) -> list[Listed]:
+    """The checkpoint called `tag`, if upstream or DeepSpeed wrote it. Raises OSError if storage does not tell."""
+    if is_there(load_dir / tag / names.MANIFEST) or not is_upstreams(load_dir / tag):
         return []
     return [Listed(load_dir / tag, tag, names.step_of(tag) or 0, _NO_MANIFEST)]
 
 
 def is_upstreams(directory: Path) -> bool:
-    """Whether the directory has the files of upstream or DeepSpeed; those of this program have the same names."""
-    return directory.is_dir() and any(directory.glob("mp_rank_*_model_states.pt"))
+    """Whether the directory has the files of upstream or DeepSpeed; those of this program have the same names.
+
+    Raises OSError if storage does not tell.
+    """
+    return is_directory(directory) and bool(fnmatch.filter(os.listdir(directory), "mp_rank_*_model_states.pt"))
 
 
 def discard(temporary: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from megatron.config.arguments import namespace_from_config
 from megatron.config.flags import flag_name
 from megatron.config.schedule import check_same_schedule, schedule_settings
 from megatron.config.uris import is_uri
+from megatron.fileio.files import is_directory, is_there
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
 
@@ -241,7 +241,7 @@ def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCh
     except ValueError:
         return None, None
     directory = Path(options.load) / (tag or "")
-    if tag is None or os.path.lexists(directory / names.MANIFEST):
+    if tag is None or is_there(directory / names.MANIFEST):
         return None, None
     try:
         with reading(directory / FIRST_FILE):
@@ -262,7 +262,7 @@ def newest_with_manifest(config: Config, read: Callable[[Path], Manifest] = Mani
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
 
         return open_checkpoints("--load", options.load, options).newest_manifest(options.load_tag)
-    if options.load is None or options.universal_checkpoint or not Path(options.load).is_dir():
+    if options.load is None or options.universal_checkpoint or not is_directory(options.load):
         return None
     tags = [options.load_tag] if options.load_tag else _tags_newest_first(Path(options.load))
     for tag in tags:

@@ -7,6 +7,7 @@ checkpoints of another: those would be passed over from then on, replaced, and r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.checkpointing.first_start import FirstStart, first_start, newest_m
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.uris import is_uri
+from megatron.fileio.files import is_there
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +73,22 @@ def newest_tag(directory: Path) -> str | None:
     """
     try:
         tags = [entry.name for entry in os.scandir(directory) if _is_checkpoint(entry)]
+        latest = None
+        with contextlib.suppress(ValueError):
+            latest = read_latest(directory)
+        if latest is not None and (latest in tags or is_upstreams(directory / latest)):
+            return latest
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(
             f"--save {directory}: cannot be read: {error.strerror}; correct the path or its rights"
         ) from error
-    try:
-        latest = read_latest(directory)
-    except ValueError:
-        latest = None
-    if latest is not None and (latest in tags or is_upstreams(directory / latest)):
-        return latest
     return max(tags, key=lambda tag: (names.step_of(tag) or 0, tag), default=None)
 
 
 def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and os.path.lexists(os.path.join(entry.path, names.MANIFEST))
+    return not entry.name.startswith(".") and is_there(os.path.join(entry.path, names.MANIFEST))
 
 
 def _first_start_of(directory: Path) -> FirstStart | None:

@@ -432,9 +432,11 @@ def _locked(save_dir: Path) -> Iterator[None]:
                 break
         yield
     finally:
+        # What was done with the lock is done. Nothing was written to its file that a close could fail to store.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # closing it is not enough where a process was forked meanwhile
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _pid_namespace() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,34 @@ def with_name(exc: OSError, path: Path | str) -> OSError:
     if exc.errno is None or exc.filename is not None:
         return exc
     return OSError(exc.errno, exc.strerror, str(path))
+
+
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+
+
+def is_there(path: Path | str) -> bool:
+    """Whether something has this name; a link counts itself.
+
+    A directory that may not be searched has nothing in it for this process. Raises OSError for any other failure, as
+    storage that does not answer (EIO, ESTALE) tells of no absence; os.path.lexists takes it for one.
+    """
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return False
+        raise
+    return True
+
+
+def is_directory(path: Path | str) -> bool:
+    """Whether it is a directory, or a link to one. Raises OSError as `is_there`."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return False
+        raise
 
 
 def sync_file(fd: int) -> None:

@@ -1,0 +1,455 @@
+"""Makes each system call of a save, and of a start, fail in each way, and looks at what the next launch finds.
+
+    python -m tests.faults.sweep --processes 2        every fault at every call, in a directory
+    python -m tests.faults.sweep --stored --every 7   in object storage, one fault at every seventh call
+    python -m tests.faults.sweep --scenario lazy --of save --fault 'EIO at rename 2'
+
+A fault is survived if the save is whole, or told as failed with the checkpoint before it intact; and if a start
+loads the newest checkpoint that is whole and tells which it has passed over, or ends with an error that is one of
+those that the trainer tells by name. Whatever is loaded has the state that was saved, bit for bit.
+
+exit status: 0 all were survived, 1 not
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tests.faults.injection import Fault, Traced, faults_at, run_traced
+from tests.faults.system_calls import KILL, MEMORY
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Ended, Trained
+
+SAVE, START = "save", "start"
+FORMER, NEW = 2, 3  # steps of the newest checkpoint before the save, and of the one that is saved
+# Name -> flags. `memory` keeps saves in slots, of which calls count, too.
+SCENARIOS: dict[str, list[str]] = {
+    "torch": ["--checkpoint-engine", "torch"],
+    "lazy": ["--checkpoint-engine", "lazy"],
+    "lazy-buffered": ["--checkpoint-engine", "lazy", "--direct-io", "off", "--checkpoint-durability", "none"],
+    "memory": ["--checkpoint-engine", "memory"],
+    "fastpersist": ["--checkpoint-engine", "fastpersist"],
+    "fastpersist-decoupled": ["--checkpoint-engine", "fastpersist-decoupled"],
+    "torchsnapshot": ["--checkpoint-engine", "torchsnapshot"],
+    "dcp": ["--checkpoint-engine", "dcp"],
+    "dcp-async": ["--checkpoint-engine", "dcp-async"],
+    "torch-stored": ["--checkpoint-engine", "torch"],
+    "lazy-stored": ["--checkpoint-engine", "lazy"],
+}
+# What a launcher sets for one rank.
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}  # fmt: skip
+_WHOLE = ("torch", "lazy")  # one that is synchronous, and one that is not: all calls on --save count
+STORED = ("torch-stored", "lazy-stored")  # in object storage
+_FILE_OF_ENGINE = re.compile(r"/(?:\.incomplete_)?global_step\d+[^/]*/(?!\.?manifest\.json)")
+_OWNERSHIP = ".generations"
+_SLOTS = f"{MEMORY}megatron_slot"
+
+
+@dataclass
+class Verdict:
+    """What one fault has come to: "whole", "told", or what is wrong."""
+
+    scenario: str
+    of: str
+    fault: Fault
+    hit: str | None
+    outcome: str
+    said: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def survived(self) -> bool:
+        return self.outcome in ("whole", "told")
+
+
+class Place(Protocol):
+    """Where checkpoints are: what is there before each fault can be put back."""
+
+    location: str
+    flags: list[str]
+    has_sockets: bool
+
+    def is_watched(self, path: str) -> bool: ...
+
+    def keep(self) -> None:
+        """What is there now is what `reset` puts back."""
+        ...
+
+    def reset(self) -> None: ...
+
+    def content(self) -> str:
+        """A digest of all that is there; of the owners' files only whether they are whole."""
+        ...
+
+
+class Directory:
+    """A directory of a file system."""
+
+    has_sockets = False
+
+    def __init__(self, root: Path, *, shared_calls: bool) -> None:
+        """`shared_calls`: calls on files that all engines share count, too."""
+        self.flags: list[str] = []
+        self._path = root / "save"
+        self._before = root / "before"
+        self._before.mkdir(parents=True)
+        self._shared_calls = shared_calls
+        self.location = str(self._path)
+
+    def is_watched(self, path: str) -> bool:
+        if path != self.location and not path.startswith(f"{self.location}/"):
+            return False
+        return self._shared_calls or _FILE_OF_ENGINE.search(path) is not None
+
+    def keep(self) -> None:
+        shutil.rmtree(self._before)
+        shutil.copytree(self._path, self._before)
+
+    def reset(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.copytree(self._before, self._path)
+
+    def content(self) -> str:
+        files = {str(path.relative_to(self._path)): path for path in self._path.rglob("*")}
+        return _digest({name: path.read_bytes() if path.is_file() else b"" for name, path in files.items()})
+
+
+class Prefix:
+    """A prefix of the bucket that the server of the environment has; calls on connections to it count."""
+
+    has_sockets = True
+
+    def __init__(self, name: str, root: Path) -> None:
+        from megatron.fileio.object_store import Bucket
+        from tests.object_storage import BUCKET
+
+        self.location = f"s3://{BUCKET}/{name}"
+        self._cache = root / "cache"
+        self._cache.mkdir(parents=True)
+        self.flags = ["--storage-cache", str(self._cache)]
+        self._name = name
+        self._bucket = Bucket(BUCKET)
+        self._before: dict[str, tuple[str, bytes]] = {}  # key -> (ETag, content)
+
+    def is_watched(self, path: str) -> bool:
+        return path.startswith(f"{self._cache}/")
+
+    def _etags(self) -> dict[str, str]:
+        return {info.key: info.etag for info in self._bucket.list(f"{self._name}/")}
+
+    def keep(self) -> None:
+        self._before = {key: (etag, self._bucket.get(key, 1 << 24)[0]) for key, etag in self._etags().items()}
+
+    def reset(self) -> None:
+        there = self._etags()
+        changed = [key for key, (etag, _) in self._before.items() if there.get(key) != etag]
+        self._bucket.delete([key for key in there if key in changed or key not in self._before])
+        for key in changed:
+            self._bucket.create(key, self._before[key][1])
+        shutil.rmtree(self._cache)
+        self._cache.mkdir()
+
+    def content(self) -> str:
+        return _digest({key: b"" if _OWNERSHIP in key else etag.encode() for key, etag in self._etags().items()})
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        if f"/{_OWNERSHIP}/" in f"/{name}":
+            with contextlib.suppress(ValueError):
+                content = b"whole" if json.loads(content) else b""
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+@dataclass
+class Scenario:
+    """One engine that saves to a place of its own, with two checkpoints there before each fault."""
+
+    name: str
+    trained: Trained
+    place: Place
+    hashes: Mapping[int, str]  # step -> hashes of its state
+    known: dict[str, Ended] = field(default_factory=dict)  # what a start makes of what is there, by its content
+    slots: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        place = self.place
+        self.config = self.trained.config(
+            "--save", place.location, "--load", place.location, "--keep-last", "2", "--verify-restored-state",
+            "--save-interval", "1", "--restart-trace", "off", *place.flags, *SCENARIOS[self.name],
+        )  # fmt: skip
+
+    def prepare(self, step: int) -> None:
+        """Save the live state as that of `step`; what is there then is what each fault begins with."""
+        ended = self._result(self._traced(lambda: self.trained.save(self.config, step), None))
+        assert ended.failed is None, ended.failed
+        self.place.keep()
+        self.slots = slot_contents()
+
+    def reset(self) -> None:
+        self.place.reset()
+        restore_slots(self.slots or [b""] * len(slot_contents()))
+
+    def run(self, of: str, fault: Fault | None) -> Traced:
+        self.reset()
+        if of == SAVE:
+            return self._traced(lambda: self.trained.save(self.config, NEW), fault)
+        return self._traced(lambda: self.trained.start(self.config), fault)
+
+    def _traced(self, function: Callable[[], Ended], fault: Fault | None) -> Traced:
+        def is_watched(path: str) -> bool:
+            return path.startswith(_SLOTS) or self.place.is_watched(path)
+
+        return run_traced(function, is_watched, fault, sockets=self.place.has_sockets)
+
+    def _result(self, traced: Traced) -> Ended:
+        assert traced.raised is None and traced.result is not None, traced.raised or f"status {traced.status}"
+        return traced.result
+
+    def faults(self, of: str) -> list[list[Fault]]:
+        """Of each call, in the order of a run without a fault: all that can happen to it."""
+        traced = self.run(of, None)
+        ended = self._result(traced)
+        assert ended.failed is None and ended.warnings == [], ended
+        return faults_at(traced.calls)
+
+    def judge(self, of: str, fault: Fault) -> Verdict:
+        began = time.monotonic()
+        traced = self.run(of, fault)
+        wrong, said = self._wrong_with(of, fault, traced)
+        ended: Ended | None = traced.result
+        outcome = wrong or ("told" if said is not None or ended is None else "whole")
+        return Verdict(self.name, of, fault, traced.hit, outcome, said, time.monotonic() - began)
+
+    def _wrong_with(self, of: str, fault: Fault, traced: Traced) -> tuple[str | None, str | None]:
+        """(what is wrong or None, what was said of a failure or None)."""
+        ended: Ended | None = traced.result
+        if traced.hangs:
+            return "hangs", None
+        if traced.raised is not None:
+            return f"ends with {traced.raised}", None
+        if ended is None and (fault.effect != KILL or traced.hit is None):
+            return f"ended with status {traced.status}", None
+        said = None if ended is None else ended.failed
+        if of == START:
+            return self._wrong_with_start(ended), said or _passed_over(ended)
+        return self._wrong_with_save(ended), said
+
+    def _wrong_with_start(self, ended: Ended | None) -> str | None:
+        if ended is not None and ended.failed is None:
+            if ended.step == 0:
+                return "started from iteration 0"
+            if ended.hashes != self.hashes[ended.step or 0]:
+                return f"loaded another state than that of iteration {ended.step}"
+            if ended.step != FORMER and _passed_over(ended) is None:
+                return f"loaded iteration {ended.step} without a word"
+        return self._wrong_with_next([FORMER])
+
+    def _wrong_with_save(self, ended: Ended | None) -> str | None:
+        if ended is None:  # killed
+            return self._wrong_with_next([FORMER, NEW])
+        expected = [NEW] if ended.failed is None else [FORMER]
+        if self.config.checkpoint.checkpoint_engine != "memory":
+            return self._wrong_with_next(expected)
+        # A save that storage has refused may be whole in memory.
+        wrong = self._wrong_with_next([*expected, NEW])
+        restore_slots([b""] * len(slot_contents()))
+        return wrong or self._wrong_with_next(expected)
+
+    def _wrong_with_next(self, expected: Sequence[int]) -> str | None:
+        """What is wrong with what the next launch loads, without a fault."""
+        content = _digest(
+            {"place": self.place.content().encode()} | {f"slot {n}": c for n, c in enumerate(slot_contents())}
+        )
+        if content not in self.known:
+            traced = self._traced(lambda: self.trained.start(self.config), None)
+            if traced.result is None:
+                return f"then a start ends with {traced.raised or traced.status}"
+            self.known[content] = traced.result
+        ended = self.known[content]
+        if ended.failed is not None:
+            return f"then a start fails: {ended.failed}"
+        if ended.step is None or ended.step not in expected:
+            return f"then a start loads iteration {ended.step}"
+        if ended.hashes != self.hashes[ended.step]:
+            return f"then a start loads another state than that of iteration {ended.step}"
+        return None
+
+
+def _passed_over(ended: Ended | None) -> str | None:
+    lines = [] if ended is None else [line for line in ended.warnings if "passed over" in line]
+    return "; ".join(lines) or None
+
+
+def _slot_files() -> list[int]:
+    from megatron.processes.memory_slots import held_slots
+
+    return [fd for mine in held_slots() or [] for slot in mine for fd in (slot.data, slot.record_file)]
+
+
+def slot_contents() -> list[bytes]:
+    return [os.pread(fd, os.fstat(fd).st_size, 0) for fd in _slot_files()]
+
+
+def restore_slots(contents: Sequence[bytes]) -> None:
+    for fd, content in zip(_slot_files(), contents, strict=True):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, content, 0)
+
+
+@contextlib.contextmanager
+def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
+    """The scenarios, each with checkpoints of two steps; the live state is that of a third."""
+    os.environ |= _ENVIRONMENT
+    from megatron.training.heavy_imports import import_for_forks
+
+    import_for_forks()
+    from megatron.checkpointing.engines.registry import engine_class
+    from megatron.processes.memory_slots import hold_slots
+    from tests.dist import forked_writers
+    from tests.faults import launches
+
+    for name in names:
+        engine_class(SCENARIOS[name][1])  # imported once
+    hold_slots(1)
+    forked_writers.install()
+    trained = launches.Trained(root / "data")
+    hashes: dict[int, str] = {}
+    with contextlib.ExitStack() as held:
+        if any(name in STORED for name in names):
+            from tests.object_storage import environment_of, serving
+
+            held.enter_context(environment_of(held.enter_context(serving()).environment()))
+        scenarios = [Scenario(name, trained, _place(name, root), hashes) for name in names]
+        for step in (1, FORMER, NEW):
+            trained.train()
+            hashes[step] = trained.hashes()
+            for scenario in scenarios if step != NEW else ():
+                scenario.reset()
+                scenario.prepare(step)
+        yield scenarios
+
+
+def _place(name: str, root: Path) -> Place:
+    return Prefix(name, root / name) if name in STORED else Directory(root / name, shared_calls=name in _WHOLE)
+
+
+def chosen(calls: Sequence[Sequence[Fault]], every: int) -> list[Fault]:
+    """All faults; or of every N-th call one, each in its turn, so that a sample has all kinds."""
+    if every == 1:
+        return [fault for faults in calls for fault in faults]
+    return [faults[turn % len(faults)] for turn, faults in enumerate(calls[every - 1 :: every])]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Of each scenario and operation: the faults, how many saves or starts were whole, failed by name, and broke."""
+    rows: dict[tuple[str, str, str], Counter[str]] = {}
+    for verdict in verdicts:
+        key = (verdict.scenario, verdict.of, verdict.fault.operation)
+        rows.setdefault(key, Counter())[verdict.outcome if verdict.survived else "broken"] += 1
+    lines = ["scenario               of     operation   faults  whole   told  broken"]
+    for (name, of, operation), counts in sorted(rows.items()):
+        figures = (sum(counts.values()), counts["whole"], counts["told"], counts["broken"])
+        lines.append(f"{name:22} {of:6} {operation:10} " + "".join(f"{figure:7}" for figure in figures))
+    return "\n".join(lines)
+
+
+def run(names: Sequence[str], options: argparse.Namespace, root: Path, tell: Callable[[Verdict], None]) -> None:
+    """Inject the faults of those scenarios in this process."""
+    with prepared(names, root) as scenarios:
+        for scenario in scenarios:
+            for of in (SAVE, START):
+                if options.of not in (None, of):
+                    continue
+                for fault in chosen(scenario.faults(of), 1 if options.fault else options.every):
+                    if options.fault in (None, str(fault)):
+                        tell(scenario.judge(of, fault))
+
+
+def run_beside(names: Sequence[str], options: argparse.Namespace, root: Path, tell: Callable[[Verdict], None]) -> bool:
+    """The same in so many processes, each with some of the scenarios; False if one of them has ended by itself."""
+    given = ["--every", str(options.every), *(["--of", options.of] if options.of else [])]
+    given += ["--fault", options.fault] if options.fault else []
+    started = []
+    for number in range(min(options.processes, len(names))):
+        out, mine = root / f"{number}.jsonl", names[number :: options.processes]
+        scenarios = [text for name in mine for text in ("--scenario", name)]
+        command = [sys.executable, "-m", "tests.faults.sweep", *given, *scenarios, "--out", str(out)]
+        command += ["--root", str(root / str(number))]
+        started.append((subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
+    codes = [process.wait() for process, _ in started]
+    for _, out in started:
+        for line in out.read_text().splitlines() if out.exists() else ():
+            told = json.loads(line)
+            tell(Verdict(**told | {"fault": Fault(**told["fault"])}))
+    return all(code in (0, 1) for code in codes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one fault at every N-th call (default: all)")
+    parser.add_argument("--scenario", action="append", choices=[*SCENARIOS], help="default: all in a directory")
+    parser.add_argument(
+        "--stored", action="store_true", help="those in object storage, of which each fault takes seconds"
+    )
+    parser.add_argument("--of", choices=[SAVE, START], help="default: both")
+    parser.add_argument("--fault", metavar="TEXT", help="one alone, as the report names it")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="scenarios at a time (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for each fault")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="where to save (default: below /dev/shm)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    names = options.scenario or [name for name in SCENARIOS if (name in STORED) == options.stored]
+    verdicts: list[Verdict] = []
+
+    def tell(verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        if out is not None:
+            print(json.dumps(dataclasses.asdict(verdict)), file=out, flush=True)
+        if not verdict.survived:
+            what = f"{verdict.scenario} {verdict.of}: {verdict.fault} ({verdict.hit}): {verdict.outcome}"
+            print(what if verdict.said is None else f"{what}; it said: {verdict.said}", flush=True)
+
+    with contextlib.ExitStack() as held:
+        out = None if options.out is None else held.enter_context(options.out.open("w"))
+        # In memory: what a disk does with what is written there is not asked, and it would take its time.
+        directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        root = options.root or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="faults_", dir=directory)))
+        ended = True
+        if options.processes > 1:
+            ended = run_beside(names, options, root, tell)
+        else:
+            run(names, options, root, tell)
+    print(table(verdicts))
+    return 0 if ended and all(verdict.survived for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
