@@ -36,9 +36,9 @@ class ParallelConfig(FlagGroup):
     )
     warmup_kernels: bool = flag(
         False,
-        "compute with one layer of each kind before a checkpoint is loaded, as phase warmup of the start-up, and throw "
-        "the result away; otherwise CUDA loads kernels, cuBLAS makes its workspace and torch's allocator grows in the "
-        "first step",
+        "compute with one layer of each kind, and update a small parameter of its own, before a checkpoint is loaded, "
+        "as phase warmup of the start-up, and throw the result away; otherwise CUDA loads kernels, cuBLAS makes its "
+        "workspace and torch's allocator grows in the first step",
     )
     no_pipeline_parallel: bool = flag(
         False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"

@@ -3,7 +3,9 @@
 With --warmup-kernels, one layer of each kind of this stage computes the losses of a micro-batch of zeros, and their
 gradients. The libraries then have loaded the kernels of these shapes (CUDA 12 loads each at its first use) and have
 chosen algorithms, cuBLAS has its handle and its workspace, and torch's allocator has taken from the device what a layer
-needs. Parameters, gradients and random numbers stay as they are.
+needs. Then an optimizer of the same kind updates a parameter of a few elements, which loads the kernels of the
+accumulation of gradients, their norm, clipping and the update. Parameters, gradients, moments and random numbers stay
+as they are.
 """
 
 from __future__ import annotations
@@ -40,6 +42,28 @@ def warm_up_kernels(config: Config, runtime: Runtime, model: Any, batch_fn: Call
     torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
     set_rng_state(state)
     accelerator().synchronize()
+
+
+def warm_up_optimizer(optimizer: Any, dtype: Any, device: Any) -> None:
+    """Accumulate, reduce on one rank, clip and update a parameter of its own, as DeepSpeed does with all of the rank's.
+
+    `optimizer`: the inner one, whose class and options are used; it stays as it is. `dtype`: that of the parameters;
+    their gradients are accumulated in fp32. Not collective.
+    """
+    import torch
+    from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors, is_invalid_grad_norm
+
+    master = torch.nn.Parameter(torch.zeros(16, device=device))
+    master.grad = torch.zeros_like(master)
+    master.grad.add_(torch.ones(16, dtype=dtype, device=device).float())
+    bucket = torch.cat([master.grad, master.grad]).mul_(0.5)
+    master.grad.copy_(bucket[:16])
+    norm = get_global_norm_of_tensors([master.grad])
+    if not is_invalid_grad_norm(norm):
+        clip_tensors_by_global_norm([master.grad], max_norm=0.5 * float(norm), global_norm=norm)
+    type(optimizer)([master], **optimizer.defaults).step()
+    torch.zeros(16, dtype=dtype, device=device).copy_(master.detach())
+    master.grad.zero_()
 
 
 def _from_earlier_stage(config: Config, device: Any, dtype: Any) -> Any:

@@ -446,7 +446,7 @@ def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Prov
 def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callable[[Any], Any]) -> Any:
     """DeepSpeed's engine, with --warmup-communicators and --warmup-kernels ready for its first step."""
     from megatron.startup.engine_setup import build_engine
-    from megatron.startup.kernels import warm_up_kernels
+    from megatron.startup.kernels import warm_up_kernels, warm_up_optimizer
     from megatron.startup.logging_setup import printed_as_debug
 
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
@@ -456,6 +456,7 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
     if config.parallel.warmup_kernels:
         with runtime.communicators.startup.phase("warmup", "kernels"), UnderWay(RANKS, "warm-up of kernels"):
             warm_up_kernels(config, runtime, model, batch_fn)
+            warm_up_optimizer(engine.basic_optimizer, next(model.parameters()).dtype, runtime.device)
     return engine
 
 

@@ -1,8 +1,8 @@
 """Prints, as JSON, the bytes per parameter that DeepSpeed's bf16 optimizer moves through memory on one CPU rank.
 
 `micro_batch`: of a backward pass beside its products; `reduction`: of one replica, without the collective; `step`: of a
-rank that updates all parameters; "immediate": with bf16.immediate_grad_update, "kept": without. The calls are those of
-DeepSpeed's PipelineEngine.
+rank that updates all parameters; `operators`: names of torch's operators of all three. "immediate": with
+bf16.immediate_grad_update, "kept": without. The calls are those of DeepSpeed's PipelineEngine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     print(json.dumps({name: count(name == "immediate") for name in ("immediate", "kept")}))
 
 
-def count(immediate_grad_update: bool) -> dict[str, float]:
+def count(immediate_grad_update: bool) -> dict[str, Any]:
     group = torch.distributed.group.WORLD
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     adam = torch.optim.Adam(layer.parameters(), fused=True, decoupled_weight_decay=True)
@@ -59,13 +59,16 @@ def count(immediate_grad_update: bool) -> dict[str, float]:
         buffers, _ = optimizer.get_grads_for_reduction()
         DeepSpeedEngine.allreduce_no_retain(engine, buffers, dp_group=group, numel_per_bucket=1)
 
-    found = {}
+    found: dict[str, Any] = {}
+    operators: set[str] = set()
     for _ in range(2):  # of the second iteration: in the first, .grad and moments do not exist yet
         for name, call in (("micro_batch", micro_batch), ("reduction", reduction), ("step", optimizer.step)):
             with PassRecorder() as recorder:
                 call()
             moved = sum(each.num_bytes for each in recorder.passes if each.kind == "memory")
             found[name] = moved / layer.weight.numel()
+            operators |= {each.name for each in recorder.passes if each.kind == "memory"}
+    found["operators"] = sorted(operators)
     return found
 
 
