@@ -140,14 +140,15 @@ def _train(directory: Path, hosts: Sequence[str], plan: Plan) -> None:
             started.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output))
 
         sizes = ["--nnodes", str(_NODES), "--nproc-per-node", str(_RANKS), "--heartbeat-timeout", "30"]
+        secret = ["--secret-file", str(directory / "secret")]
         try:
-            start([*launcher, "coordinate", *sizes, "--port-file", str(port_file), *script])
+            start([*launcher, "coordinate", *sizes, *secret, "--port-file", str(port_file), *script])
             while not port_file.exists() and started[0].poll() is None:
                 time.sleep(0.02)
             coordinator = f"{socket.gethostname()}:{port_file.read_text().strip()}"
             for number, host in enumerate(hosts):
                 node = ["--nproc-per-node", str(_RANKS), "--coordinator", coordinator]
-                node += ["--node-rank", str(number), "--address", host]
+                node += ["--node-rank", str(number), "--address", host, *secret]
                 words = ["env", *(f"{name}={value}" for name, value in environment.items()), *launcher, *node, *script]
                 remote = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"
                 start(["ssh", "-tt", "-o", "BatchMode=yes", host, remote])

@@ -9,6 +9,7 @@ is stopped or hangs is killed, and its ranks with it (lease.py).
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import socket
@@ -26,6 +27,8 @@ from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
+from megatron.net.handshake import COORDINATOR, AuthenticationError, connect
+from megatron.net.secret import required_secret
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
 from megatron.processes.source import what_runs
@@ -98,11 +101,13 @@ class _Generation:
 
 
 class Agent:
-    """Runs until the coordinator ends the launch; see the head of the module."""
+    """Runs until the coordinator ends the launch; see the head of the module. Raises SecretError without a secret."""
 
     def __init__(self, plan: Plan, preloaded: Preload) -> None:
         self._plan = plan
         self._preloaded = preloaded
+        self._secret = required_secret()
+        self._instance = secrets.token_hex(8)
         self._lease = Lease()
         self._signals = Signals(stop_signals(plan.arguments))
         self._connection: Connection | None = None
@@ -199,6 +204,8 @@ class Agent:
             say(f"error: --coordinator {error}; etcd must be reached from {host}, or give the coordinator's HOST:PORT")
         elif isinstance(self._plan.coordinator, StoreAddress):
             say(f"error: --coordinator {where}: {host} has found no coordinator in {_REJOIN_S:g} s: {error}; start one")
+        elif isinstance(error, AuthenticationError):
+            say(f"error: --coordinator {where}, from {host}: {error}")
         else:
             say(
                 f"error: --coordinator {where}: cannot be reached from {host}: "
@@ -232,7 +239,7 @@ class Agent:
         # A host whose driver has failed would train on its processors.
         mine = what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}
         moves = isinstance(self._plan.coordinator, StoreAddress)
-        opened = socket.create_connection(self._coordinator(), timeout=_FAILOVER_S if moves else _CONNECT_S)
+        opened = connect(self._coordinator(), self._secret, COORDINATOR, _FAILOVER_S if moves else _CONNECT_S)
         self._connection = Connection(opened)
         self._lease_until = time.monotonic() + (_FAILOVER_S if moves else _WELCOME_S)
         self._timeout_s, self._beats = 0.0, {}
@@ -246,6 +253,7 @@ class Agent:
             versions=mine,
             copies=0 if self._copies is None else self._copies.port,
             place=self._place,
+            instance=self._instance,
         )
 
     def _beat(self, now: float) -> None:
@@ -303,7 +311,8 @@ class Agent:
                 return FAILED
             except OSError as error:
                 moves = isinstance(self._plan.coordinator, StoreAddress)
-                if isinstance(error, ConnectionRefusedError) and not moves:  # nobody listens there any more
+                gone = isinstance(error, (ConnectionRefusedError, AuthenticationError))
+                if gone and not moves:  # nobody of this launch listens there any more
                     return FAILED if self._was_let_in else COULD_NOT_RUN
             stop = self._stopped_within(_REJOIN_POLL_S)
             if stop is not None:

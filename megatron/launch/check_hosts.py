@@ -7,7 +7,8 @@
 
 The launch scripts call it. `meet` uses the port of the rendezvous before a launcher does: host 0 listens there until
 all have connected. A host that was refused earlier connects too and sends the reason, so that no host waits for it. No
-host imports torch for this.
+host imports torch for this. With MEGATRON_LAUNCH_SECRET the hosts prove to each other that they know it; without it,
+any process that reaches the port can take part, and a line says so.
 
 exit status: 0 nothing is wrong; 1 something is, which is printed; 2 wrong command line
 """
@@ -29,13 +30,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.launch.messages import Connection
-from megatron.processes.rendezvous_store import listen_on
+from megatron.net.acceptor import Acceptor
+from megatron.net.handshake import MEETING, connect
+from megatron.net.listening import listen_on
+from megatron.net.secret import VARIABLE, launch_secret
 from megatron.processes.source import difference, what_runs
 from restart_trace.command_line import CommandParser
 
 _POLL_S = 0.1
 _SAY_AFTER_S = 5.0
 _LEAVE_S = 2.0
+_CONNECT_S = 5.0
 # After a refusal, connected hosts are told at once; this is how long to wait for the other hosts in order to tell them.
 _TELL_S = 60.0
 _SHOWN = 8
@@ -102,6 +107,12 @@ def meet(mine: Host, nodes: int, address: str, port: str, at_most_s: float) -> s
     if mine.unknown:
         return what_is_wrong([mine])
     if mine.place == 0:
+        if launch_secret() is None:
+            print(
+                f"{VARIABLE} is not set: any process that reaches port {_value(port)} of this host can end the launch; "
+                "give all nodes the same, such as the output of `openssl rand -hex 32`",
+                file=sys.stderr,
+            )
         try:
             return _Meeting(mine, nodes).hold(port, deadline)
         except OSError as error:
@@ -124,6 +135,11 @@ def refuse(why: str, first: bool, nodes: int | None, address: str, port: str, at
         _Meeting(Host(0, socket.gethostname(), {}), nodes, why).hold(port, deadline)
 
 
+def _secret() -> bytes:
+    """Of the launch; empty without one, which proves nothing."""
+    return (launch_secret() or "").encode()
+
+
 class _Meeting:
     """Host 0's part: it hears from all other hosts, compares them, and tells all. `refusal`: why a host was refused."""
 
@@ -138,12 +154,11 @@ class _Meeting:
     def hold(self, port: str, deadline: float) -> str | None:
         """What is wrong, or None; all have been told. Raises OSError if the port cannot be listened on."""
         began, said = time.monotonic(), False
-        with listen_on("", int(_value(port))) as listening:
+        acceptor = Acceptor(listen_on("", int(_value(port))), _secret(), MEETING)
+        with contextlib.closing(acceptor):
             while not self._all_came() and time.monotonic() < deadline:
-                came = [listening, *self._strangers, *self._waiting]
-                ready, _, _ = select.select(came, [], [], _POLL_S)
-                if listening in ready:
-                    self._strangers.append(Connection(listening.accept()[0]))
+                select.select([acceptor, *self._strangers, *self._waiting], [], [], _POLL_S)
+                self._strangers += [Connection(connected) for connected, _ in acceptor.accepted()]
                 was_refused = self._refusal is not None
                 self._hear()
                 if self._refusal is not None:
@@ -221,7 +236,7 @@ def _ask_first(address: str, port: str, deadline: float, kind: str, content: dic
             told = True
             print(f"waiting for NODE_RANK 0 at {address} {port}: {why}", file=sys.stderr)
         try:
-            opened = socket.create_connection((_value(address), int(_value(port))), timeout=5)
+            opened = connect((_value(address), int(_value(port))), _secret(), MEETING, _CONNECT_S)
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(_POLL_S)

@@ -19,6 +19,8 @@ from megatron.launch.etcd import SCHEME, StoreAddress, parse_address
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
 from megatron.launch.supervise import COULD_NOT_RUN, say, supervise
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
+from megatron.net.secret import SecretError, make_secret, required_secret, take_secret_of
 from restart_trace import clock
 from restart_trace.command_line import CommandParser
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -36,7 +38,8 @@ examples:
       the same, with ranks that wait for a failure, so that a restart has only to load the checkpoint
   %(prog)s coordinate --nnodes 2 --spares 1 --nproc-per-node 8 --port 29400 --max-restarts 3 pretrain_gpt.py ...
   %(prog)s --coordinator login:29400 --node-rank 0 --nproc-per-node 8 pretrain_gpt.py ...
-      and the same on two more nodes with --node-rank 1 and 2: three nodes, the last of which is a hot spare
+      and the same on two more nodes with --node-rank 1 and 2: three nodes, the last of which is a hot spare; all four
+      with the same MEGATRON_LAUNCH_SECRET, such as the output of `openssl rand -hex 32`, or the same --secret-file
   %(prog)s --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
       and the same on the other node with --node-rank 1: no coordinator, and no restarts
 
@@ -47,6 +50,7 @@ signal N
 _COORDINATOR_EPILOG = """\
 Start it where the launch is typed, and `restart-launch --coordinator HOST:PORT --node-rank N ...` with the same script
 and arguments on every node. The nodes of the training have the numbers 0 to --nnodes - 1, spares those that follow.
+All of them need the same MEGATRON_LAUNCH_SECRET, such as the output of `openssl rand -hex 32`, or --secret-file.
 With --membership, start the same command on several hosts, and give the nodes `--coordinator etcd://...` instead.
 SIGUSR1 tells it that the launcher of a node has failed: then the launch ends, unless it has begun to train.
 
@@ -120,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--health-interval", "with --coordinator: seconds between such checks while this host waits as a spare "
         "(default: 60)", type=float, metavar="S")  # fmt: skip
     add("--address", "where other nodes reach this one (default: its host name)", metavar="HOST")
+    add(
+        "--secret-file",
+        "over several nodes: file with the secret of the launch, the same as the coordinator's and accessible to its "
+        f"owner alone (default: the variable {SECRET_VARIABLE})",
+        type=Path,
+        metavar="FILE",
+    )
     _add_script(parser)
     return parser
 
@@ -142,6 +153,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     elif args.nnodes > 1:
         _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
+    if args.secret_file is not None and coordinator is None and args.nnodes == 1:
+        parser.error(f"--secret-file {args.secret_file}: a launch on one host makes its secret itself; leave it out")
     if args.health_interval is not None:
         _check_least(parser, args, (("health_interval", 0.1),))
     if args.standby_load and not args.standby:
@@ -165,6 +178,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
         health_interval_s=args.health_interval or Plan.health_interval_s,
+        secret_file=args.secret_file,
     )
 
 
@@ -256,6 +270,13 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         "commas. NAME is that of this launch alone, such as the number of its job (default: no etcd, one coordinator)",
         metavar="etcd://HOST:PORT/NAME")  # fmt: skip
     add("--address", "with --membership: where the nodes reach this host (default: its host name)", metavar="HOST")
+    add(
+        "--secret-file",
+        "file with the secret of the launch, accessible to its owner alone; it is made if there is none. Give it to "
+        f"the launchers, too (default: the variable {SECRET_VARIABLE})",
+        type=Path,
+        metavar="FILE",
+    )
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")
     _add_script(parser)
@@ -287,6 +308,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         replacement_hook=None if hook is None else hook.absolute(),
         membership=None if args.membership is None else _store_address(parser, "--membership", args.membership),
         address=args.address or socket.gethostname(),
+        secret_file=args.secret_file,
         launch_id=os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12]),
     )
 
@@ -320,7 +342,12 @@ def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
 def _coordinate(argv: Sequence[str]) -> int:
     launch = parse_coordinator_arguments(argv)
     try:
+        if launch.secret_file is not None:
+            take_secret_of(launch.secret_file, create=True)
         coordinator = Coordinator(launch)
+    except SecretError as error:
+        say(f"error: {error}")
+        return COULD_NOT_RUN
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error  # its own text repeats the address
         say(
@@ -331,6 +358,16 @@ def _coordinate(argv: Sequence[str]) -> int:
     return coordinator.run()
 
 
+def settle_secret(plan: Plan) -> None:
+    """Have this process, and the ranks with it, know the secret of the launch. Raises SecretError."""
+    if plan.secret_file is not None:
+        take_secret_of(plan.secret_file, create=False)
+    if plan.coordinator is not None:
+        required_secret()
+    elif plan.nnodes == 1:
+        make_secret()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch and supervise; the exit status. In a rank it does not return, but raises SystemExit."""
     words = sys.argv[1:] if argv is None else list(argv)
@@ -339,8 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_ns = clock.process_start_ns() or clock.now_ns()
     plan = parse_arguments(words)
     try:
+        settle_secret(plan)
         preloaded = preload(plan, started_ns)
-    except PreloadError as error:
+    except (PreloadError, SecretError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
     if plan.standby and os.environ["DS_ACCELERATOR"] != "cpu":

@@ -1,7 +1,8 @@
 """The coordinator of a launch over several nodes: it decides who is in a generation, and starts and ends all of it.
 
 It runs where the launch was typed, which no rank needs: losing a node that trains does not lose it (docs/decisions.md).
-Agents connect to it, tell that they live, and do as it says. It has one thread, which never blocks on an agent. With
+Agents connect to it, prove that they know the secret of the launch, tell that they live, and do as it says. It has one
+thread, which never blocks on an agent, and whose launch no stranger's connection ends (megatron.net.acceptor). With
 etcd, others may be started that take over when it is lost (membership.py, which has a thread of its own).
 
     gathering    agents connect; a generation starts when every node of it has one
@@ -30,11 +31,14 @@ from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, say, stop_signals
+from megatron.net.acceptor import Acceptor
+from megatron.net.handshake import COORDINATOR
+from megatron.net.listening import listen_on
+from megatron.net.secret import required_secret
 from megatron.processes.source import difference
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
-_BACKLOG = 4096
 _POLL_S = 0.1  # at most, between looks at who is silent
 NODE_FAILED_SIGNAL = signal.SIGUSR1  # whoever started the agents saw the command of one end badly
 _EXIT_S = 2.0  # for agents to take their exit status
@@ -59,6 +63,7 @@ class Launch:
     allow_shrink: bool = False
     replacement_hook: Path | None = None
     membership: StoreAddress | None = None  # where the coordinators of this launch elect their leader
+    secret_file: Path | None = None
     address: str = ""  # where agents reach this host
 
 
@@ -78,23 +83,23 @@ class _Agent:
     refused: bool = False  # a rank of this node refused its input
     unfit: str | None = None  # why its host is not to be used again
     expects: int | None = None  # of a spare: whose place it was told to prepare for
+    instance: str = ""  # tells its process from another one that was given the same number
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.address})"
 
 
 class Coordinator:
-    """`run` returns the exit status of the launch. Raises OSError if the port is taken."""
+    """`run` returns the exit status of the launch. Raises OSError if the port is taken, SecretError without one."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._listening = socket.create_server(
-            ("", launch.port), family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
-            backlog=_BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6(),
-        )  # fmt: skip
-        self._listening.setblocking(False)
+        secret = required_secret()
+        listening = listen_on("", launch.port)
+        self._port_number = int(listening.getsockname()[1])
+        self._acceptor = Acceptor(listening, secret, COORDINATOR)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(self._acceptor, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
         self._joined: set[int] = set()  # numbers of the nodes that have ever been there
         self._expected = launch.nodes + launch.spares  # of which more may come for the first time
@@ -131,14 +136,13 @@ class Coordinator:
         self._selector.register(reader, selectors.EVENT_READ)
         signal.signal(NODE_FAILED_SIGNAL, lambda *_: None)
         if self._launch.port_file is not None:  # who reads it may send signals from then on
-            _write_at_once(self._launch.port_file, f"{self._listening.getsockname()[1]}\n")
+            _write_at_once(self._launch.port_file, f"{self._port_number}\n")
         while True:
             for key, _ in self._selector.select(_POLL_S):
-                if key.fileobj is self._listening:
-                    self._accept()
-                elif key.fileobj is reader:
+                if key.fileobj is reader:
                     for signum in set(reader.recv(4096)):
                         self._caught(signum)
+            self._accept()
             code = self._turn()
             if code is not None:
                 self._dismiss(code)
@@ -150,7 +154,7 @@ class Coordinator:
     def _lead(self, membership: StoreAddress) -> int | None:
         """Wait until this coordinator leads, and continue the launch; an exit status if it is not to lead."""
         launch = self._launch
-        me = (launch.address, self._listening.getsockname()[1])
+        me = (launch.address, self._port_number)
         digest = command_digest(launch.script, launch.arguments)
         self._leadership = Leadership(membership, me, launch.heartbeat_timeout_s, launch.launch_id, digest)
         try:
@@ -182,7 +186,10 @@ class Coordinator:
             for message in agent.connection.receive():
                 agent.heard = time.monotonic()
                 self._obey(agent, message)
-            agent.connection.flush()
+                if agent not in self._agents:  # it was lost by what it said, and says nothing more
+                    break
+            else:
+                agent.connection.flush()
         for agent in list(self._agents):
             silent = time.monotonic() - agent.heard > self._launch.heartbeat_timeout_s
             if agent.connection.ended:
@@ -200,20 +207,19 @@ class Coordinator:
     # Agents
 
     def _accept(self) -> None:
-        try:
-            connected, _ = self._listening.accept()
-        except OSError:
-            return
-        agent = _Agent(Connection(connected), time.monotonic())
-        self._agents.append(agent)
-        self._selector.register(agent.connection, selectors.EVENT_READ)
+        for connected, _ in self._acceptor.accepted():
+            agent = _Agent(Connection(connected), time.monotonic())
+            self._agents.append(agent)
+            self._selector.register(agent.connection, selectors.EVENT_READ)
 
     def _obey(self, agent: _Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
-        if kind == "hello" and message["number"] >= 0:
+        if (kind == "hello") != (agent.number < 0):
+            agent.connection.ended = True  # an agent introduces itself first, and once
+        elif kind == "hello" and message["number"] >= 0:
             self._welcome(agent, message)
-        elif agent.number < 0:
-            agent.connection.ended = True  # no agent: it has not introduced itself
+        elif kind == "hello":
+            agent.connection.ended = True
         elif kind == "beat":
             agent.connection.send("ack", number=message["number"])
         elif kind == "signal" and message["signum"] in self._stop_signals:
@@ -257,19 +263,24 @@ class Coordinator:
             )
         elif self._first is not None:
             why = difference([self._first, (hello["host"], hello["versions"])])
+        before = [one for one in self._agents if one.number == hello["number"]]
+        for other in before:
+            if why is None and other.instance != hello["instance"] and not other.connection.ended:
+                why = f"{who}: that number was given to a launcher on {other.host}, too; number the nodes from 0 on"
         if why is not None:
             say(f"error: {why}")
             # Of the same launch id are those that one launch script has started, which shows what all of them print.
             together = hello["launch_id"] == launch.launch_id
             agent.connection.send("refuse", why="" if together else why)
+            agent.connection.ended = True
             if self._generation < 0:
                 self._state = "refused"
             return
-        for other in [one for one in self._agents if one.number == hello["number"]]:
+        for other in before:
             self._lose(other, "its agent has connected again", replace=False)
         self._first = self._first or (hello["host"], hello["versions"])
         agent.number, agent.address, agent.host = hello["number"], hello["address"], hello["host"]
-        agent.copies = hello["copies"]
+        agent.copies, agent.instance = hello["copies"], hello["instance"]
         agent.place = self._place_of(hello)
         if self._took_over and not self._joined:  # until now all may have been connected to the other coordinator
             self._began = self._since = time.monotonic()
@@ -338,10 +349,9 @@ class Coordinator:
         hook = self._launch.replacement_hook
         if hook is None:
             return
-        port = self._listening.getsockname()[1]
         there = sum(other.number >= 0 for other in self._agents)
         told = {
-            "COORDINATOR_PORT": str(port), "NODES_MISSING": str(max(0, self._launch.nodes - there)),
+            "COORDINATOR_PORT": str(self._port_number), "NODES_MISSING": str(max(0, self._launch.nodes - there)),
             LAUNCH_ID_VARIABLE: self._launch.launch_id,
         }  # fmt: skip
         try:

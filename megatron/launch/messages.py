@@ -1,5 +1,6 @@
 """Messages between the coordinator and the agents of a launch: JSON objects, one a line, over one TCP connection each.
-Those of a launch that is started by hand on each node (check_hosts.py) are of the same kind.
+Those of a launch that is started by hand on each node (check_hosts.py) are of the same kind. Both ends have proved
+that they know the secret of the launch before the first message (megatron.net.handshake).
 
 Neither side ever blocks on the other: what cannot be sent at once is kept, and a peer that reads nothing is found by
 its silence (see agent.py and coordinator.py). The kernel is asked to send at once (TCP_NODELAY): messages are small.
@@ -12,7 +13,8 @@ import socket
 from typing import Any
 
 _CHUNK = 1 << 16
-_LONGEST = 1 << 20  # a peer that sends more than this without an end of line speaks something else
+_LONGEST = 1 << 20  # bytes of what has come and was not taken: a peer that sends more at once speaks something else
+_MOST_UNSENT = 16 << 20  # bytes: a peer that has left so much unread reads nothing; of 10,000 hosts all take 1 MiB
 # Of the heartbeat timeout: how often an agent tells that it lives, and for how long after the last beat that was
 # answered it lets its ranks run. The latter must be less than 1: ranks of a node that is cut off have to be gone
 # before the coordinator, which counts from the arrival of that beat, has others take their place. An agent that has not
@@ -29,6 +31,7 @@ _FIELDS: dict[str, dict[str, type]] = {
         "number": int, "address": str, "host": str, "ranks": int, "launch_id": str, "versions": dict,
         "copies": int,  # port of its process that holds copies of saves; 0: it has none
         "place": int,  # the node rank of its ranks until its coordinator was lost; -1: it had none
+        "instance": str,  # of this process of the agent alone: it keeps it when it connects again
     },
     "beat": {"number": int},
     "port": {"generation": int, "port": int},
@@ -95,6 +98,7 @@ class Connection:
             try:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
             except BlockingIOError:
+                self.ended = len(self._unsent) > _MOST_UNSENT
                 return False
             except OSError:
                 self.ended = True

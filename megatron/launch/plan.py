@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.launch.etcd import StoreAddress, host_port
 
@@ -30,6 +31,7 @@ class Plan:
     standby_load: bool = False
     coordinator: tuple[str, int] | StoreAddress | None = None
     address: str = ""
+    secret_file: Path | None = None  # with the secret of the launch; None: the environment has it
     health_directory: str = ""  # on the disk that a health check tries
     health_interval_s: float = 60.0  # between the checks of a host that waits
 

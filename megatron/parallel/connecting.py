@@ -1,17 +1,17 @@
 """How ranks become a tree: each listens, rank 0 tells each its neighbours, each connects to its parent.
 
 They tell each other where they listen through a store (a torch.distributed.Store, or what has its methods): four
-requests of a rank, however many ranks there are. A connection that does not begin with the secret of this start, which
-the store tells too, is closed: the address may be open to a whole network.
+requests of a rank, however many ranks there are. Both ends of a connection prove that they know the secret of the
+launch, and that of this start, which the store tells: without a secret of the launch, whoever reaches the store can
+take part.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hmac
 import json
+import logging
 import os
-import select
 import socket
 import struct
 import time
@@ -19,11 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron.net import handshake
+from megatron.net.acceptor import Acceptor
+from megatron.net.secret import VARIABLE
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, tree_nodes
 
-_HELLO = struct.Struct("!16sBI")  # secret, number of the tree, rank
+logger = logging.getLogger(__name__)
+
+_CLAIM = struct.Struct("!BI")  # number of the tree, rank
 _WHERE, _COUNT, _ALL, _NEIGHBOURS = "tree/where", "tree/count", "tree/all", "tree/neighbours/{}"
 _BACKLOG = 128  # children of all trees, and strangers
+_SECRET = 16  # bytes
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IFNAMSIZ = 16
@@ -58,96 +64,67 @@ class Listener:
         self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self.where = Where(rank, host, address, int(self._socket.getsockname()[1]))
 
-    def connect(self, neighbours: Neighbours, trees: int, timeout_s: float) -> list[Tree]:
+    def connect(self, neighbours: Neighbours, trees: int, timeout_s: float, secret: bytes = b"") -> list[Tree]:
         """As many trees of the same form, each for a thread of its own; nobody is listened to afterwards.
 
-        Raises AgreementLostError if the parent cannot be reached, AgreementTimeoutError if a child does not come.
+        `secret`: of the launch. Raises AgreementLostError if the parent cannot be reached or does not know both
+        secrets, AgreementTimeoutError if a child does not come.
         """
         deadline = time.monotonic() + timeout_s
         found: list[Tree] = []
+        both = secret + bytes.fromhex(neighbours.secret)
+        acceptor = Acceptor(self._socket, both, handshake.AGREEMENT)
         try:
-            parents = [self._to_parent(neighbours, number, deadline) for number in range(trees)]
-            children = self._children(neighbours, trees, deadline)
+            parents = [self._to_parent(neighbours.parent, both, number, deadline) for number in range(trees)]
+            children = self._children(acceptor, neighbours, trees, deadline)
         finally:
-            self._socket.close()
+            acceptor.close()
         for number, parent in enumerate(parents):
             below = [children[number, rank] for rank, _ in neighbours.children]
             found.append(Tree(self.where.rank, self.where.host, parent, below, timeout_s))
         return found
 
-    def _to_parent(self, neighbours: Neighbours, number: int, deadline: float) -> Connection | None:
-        parent = neighbours.parent
+    def _to_parent(self, parent: Where | None, secret: bytes, number: int, deadline: float) -> Connection | None:
         if parent is None:
             return None
+        claim, left = _CLAIM.pack(number, self.where.rank), max(0.001, deadline - time.monotonic())
         try:
-            sock = socket.create_connection((parent.address, parent.port), max(0.001, deadline - time.monotonic()))
+            sock = handshake.connect((parent.address, parent.port), secret, handshake.AGREEMENT, left, claim)
         except OSError as error:
+            known = isinstance(error, handshake.AuthenticationError)
+            helps = f"if that is the wrong network, name the interface of the right one in {_INTERFACE}"
             raise AgreementLostError(
                 f"rank {self.where.rank} on {self.where.host} cannot connect to rank {parent.rank} on {parent.host} at "
-                f"{parent.address}:{parent.port}: {error.strerror or error}; if that is the wrong network, name the "
-                f"interface of the right one in {_INTERFACE}"
+                f"{parent.address}:{parent.port}: {error.strerror or error}{'' if known else '; ' + helps}"
             ) from error
-        sock.sendall(_HELLO.pack(bytes.fromhex(neighbours.secret), number, self.where.rank))
         return Connection(sock, parent.rank, parent.host)
 
-    def _children(self, neighbours: Neighbours, trees: int, deadline: float) -> dict[tuple[int, int], Connection]:
+    def _children(
+        self, acceptor: Acceptor, neighbours: Neighbours, trees: int, deadline: float
+    ) -> dict[tuple[int, int], Connection]:
         """By number of the tree and rank."""
         hosts = dict(neighbours.children)
         missing = {(number, rank) for number in range(trees) for rank in hosts}
         found: dict[tuple[int, int], Connection] = {}
-        greeting: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
         while missing:
-            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
-            if not ready and time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 silent = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted({rank for _, rank in missing}))
                 raise AgreementTimeoutError(f"rank {self.where.rank} on {self.where.host} has waited for {silent}")
-            for descriptor, _ in ready:
-                if descriptor == self._socket.fileno():
-                    sock = self._socket.accept()[0]
-                    sock.setblocking(False)
-                    greeting[sock.fileno()] = sock, bytearray()
-                    poll.register(sock, select.POLLIN)
-                    continue
-                sock, said = greeting[descriptor]
-                if _more_to_come(sock, said):
-                    continue
-                poll.unregister(sock)
-                del greeting[descriptor]
-                key = _child(bytes(said), neighbours.secret)
-                if key in missing:
-                    missing.remove(key)
-                    found[key] = Connection(sock, key[1], hosts[key[1]])
-                else:
+            acceptor.wait(left)
+            for sock, claim in acceptor.accepted():
+                key = _CLAIM.unpack_from(claim)
+                if key not in missing:
                     sock.close()
-        for sock, _ in greeting.values():
-            sock.close()
+                    continue
+                missing.remove(key)
+                found[key] = Connection(sock, key[1], hosts[key[1]])
         return found
-
-
-def _more_to_come(sock: socket.socket, said: bytearray) -> bool:
-    try:
-        part = sock.recv(_HELLO.size - len(said))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    said += part
-    return bool(part) and len(said) < _HELLO.size
-
-
-def _child(said: bytes, secret: str) -> tuple[int, int]:
-    """Tree and rank of one that knows the secret; (-1, -1) for a stranger."""
-    if len(said) != _HELLO.size:
-        return -1, -1
-    theirs, number, rank = _HELLO.unpack(said)
-    return (number, rank) if hmac.compare_digest(theirs, bytes.fromhex(secret)) else (-1, -1)
 
 
 def neighbours_of_all(everybody: Sequence[Where]) -> list[Neighbours]:
     """By rank; `everybody`: by rank."""
-    secret = os.urandom(16).hex()
+    secret = os.urandom(_SECRET).hex()
     return [
         Neighbours(
             None if place.parent is None else everybody[place.parent],
@@ -159,9 +136,11 @@ def neighbours_of_all(everybody: Sequence[Where]) -> list[Neighbours]:
 
 
 def connect_all_ranks(
-    store: Any, rank: int, world_size: int, host: str, address: str, trees: int, timeout_s: float
+    store: Any, rank: int, world_size: int, host: str, address: str, trees: int, timeout_s: float, secret: bytes = b""
 ) -> list[Tree]:
     """As many trees over all ranks, which meet at `store`; collective. `address`: where this rank can be reached.
+
+    `secret`: that of the launch, empty without one.
 
     Raises as Listener, and as the store does if it is gone or a rank does not come in time.
     """
@@ -174,12 +153,22 @@ def connect_all_ranks(
         everybody = sorted(
             (Where(**json.loads(line)) for line in store.get(_WHERE).decode().splitlines()), key=lambda w: w.rank
         )
+        _tell_of_missing_secret(everybody, secret)
         values = [json.dumps(asdict(one)) for one in neighbours_of_all(everybody)]
         store.multi_set([_NEIGHBOURS.format(rank) for rank in range(world_size)], values)
     mine = json.loads(store.get(_NEIGHBOURS.format(rank)))
     parent = None if mine["parent"] is None else Where(**mine["parent"])
     children = tuple((child, name) for child, name in mine["children"])
-    return listener.connect(Neighbours(parent, children, mine["secret"]), trees, timeout_s)
+    return listener.connect(Neighbours(parent, children, mine["secret"]), trees, timeout_s, secret)
+
+
+def _tell_of_missing_secret(everybody: Sequence[Where], secret: bytes) -> None:
+    hosts = len({where.host for where in everybody})
+    if hosts > 1 and not secret:
+        logger.warning(
+            "%s is not set: whoever reaches the rendezvous store can join the agreements of the ranks on these %d "
+            "hosts; give all of them the same, such as the output of `openssl rand -hex 32`", VARIABLE, hosts,
+        )  # fmt: skip
 
 
 def own_address(environment: Mapping[str, str], master: str) -> str:

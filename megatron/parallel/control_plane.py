@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.net.secret import launch_secret
 from megatron.parallel.connecting import connect_all_ranks, own_address
 from megatron.parallel.tree import AgreementLostError, Tree
 from restart_trace.under_way import RANKS, UnderWay
@@ -83,13 +84,14 @@ class ControlPlane:
 def control_planes(store: Any, rank: int, world_size: int, number: int, timeout_s: float) -> list[ControlPlane]:
     """As many as are asked for, each for a thread of its own; collective: the ranks meet at `store`.
 
-    The environment says how other ranks reach this one, as in `own_address`, which raises ValueError if they do not.
-    Raises AgreementLostError as `connect_all_ranks`.
+    The environment says how other ranks reach this one, as in `own_address`, and has the secret of the launch, if it
+    has one; both raise ValueError if they cannot be used. Raises AgreementLostError as `connect_all_ranks`.
     """
     if world_size == 1:
         return [ControlPlane(rank, world_size) for _ in range(number)]
     address = own_address(os.environ, os.environ["MASTER_ADDR"])
-    trees = connect_all_ranks(store, rank, world_size, os.uname().nodename, address, number, timeout_s)
+    secret = (launch_secret() or "").encode()
+    trees = connect_all_ranks(store, rank, world_size, os.uname().nodename, address, number, timeout_s, secret)
     return [ControlPlane(rank, world_size, tree) for tree in trees]
 
 

@@ -23,6 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.fileio.host_memory import available_memory
+from megatron.net.acceptor import Acceptor
+from megatron.net.handshake import COPIES
+from megatron.net.secret import required_secret
 from megatron.peers.ahead import Ahead
 from megatron.peers.client import Peer, ask
 from megatron.peers.rdma import ports_of_nccl
@@ -70,7 +73,7 @@ class _Copies:
 
 
 class Holder:
-    """Answers connections, each on a thread of its own.
+    """Answers connections of this launch, each on a thread of its own.
 
     `own`: the slots of this host's ranks, one after the other. `times`: what each of the ranks tells of its steps.
     """
@@ -88,10 +91,12 @@ class Holder:
         self._lock = threading.Lock()  # of copies, what is wanted, and spare memory
 
     def serve(self, listening: socket.socket) -> None:
-        """For ever."""
+        """For ever. Raises SecretError without a secret."""
+        acceptor = Acceptor(listening, required_secret(), COPIES)
         while True:
-            connected, _ = listening.accept()
-            threading.Thread(target=self._converse, args=(connected,), daemon=True).start()
+            acceptor.wait()
+            for connected, _ in acceptor.accepted():
+                threading.Thread(target=self._converse, args=(connected,), daemon=True).start()
 
     def _converse(self, connected: socket.socket) -> None:
         with Channel(connected, _QUESTION_S) as channel:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megatron.net.listening import listen_on
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, ask, own_peer, tell, tell_of_waiting
 from megatron.peers.holder import run
 from megatron.peers.traffic import share_step_times, step_times
@@ -20,7 +21,6 @@ from megatron.peers.wire import PeerError
 from megatron.processes.memory_slots import held_slots
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
-from megatron.processes.rendezvous_store import listen_on
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 PROCESS_NAME = "memory-copies"  # as ps shows it

@@ -1,8 +1,9 @@
 """How copies of saves travel: JSON messages over TCP, and the bytes of a file in extents, each with a CRC-32.
 
-A message is its length (4 bytes, little endian) and a JSON object. Whoever waits for bytes has a deadline: none at all
-for so long, or too few for the time, and the other end counts as stalled. What is received is worth nothing before the
-checksum of each extent has been compared with the record that the save was sealed with
+A message is its length (4 bytes, little endian) and a JSON object. Nothing is read of a message before both ends have
+proved that they know the secret of the launch (megatron.net.handshake). Whoever waits for bytes has a deadline: none at
+all for so long, or too few for the time, and the other end counts as stalled. What is received is worth nothing before
+the checksum of each extent has been compared with the record that the save was sealed with
 (megatron.processes.memory_slots).
 """
 
@@ -19,6 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.fileio.checksums import crc32
+from megatron.net import handshake
+from megatron.net.secret import SecretError, required_secret
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 256 << 20  # bytes of a message: a record has the names of all tensors
@@ -208,10 +211,12 @@ class Channel:
 
 
 def connect(host: str, port: int, deadline_s: float) -> Channel:
-    """Raises PeerError."""
+    """A connection to the process that holds copies there, which has proved to be of this launch. Raises PeerError."""
     try:
-        return Channel(socket.create_connection((host, port), timeout=min(CONNECT_S, deadline_s)), deadline_s)
+        at_most_s = min(CONNECT_S, deadline_s)
+        opened = handshake.connect((host, port), required_secret(), handshake.COPIES, at_most_s, answer_s=deadline_s)
+        return Channel(opened, deadline_s)
     except TimeoutError as error:
         raise PeerError("does not answer") from error
-    except OSError as error:
-        raise PeerError(f"cannot be reached: {error.strerror or error}") from error
+    except (OSError, SecretError) as error:
+        raise PeerError(f"cannot be reached: {getattr(error, 'strerror', None) or error}") from error

@@ -16,6 +16,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from megatron.net.listening import listen_on
 from megatron.processes.name_lookups import use_names_from_files
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
@@ -23,7 +24,6 @@ from megatron.processes.process_name import name_process
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 PROCESS_NAME = "rendezvous"  # as ps shows it
 _LOOPBACK = "127.0.0.1"
-_BACKLOG = 4096  # the kernel caps it (net.core.somaxconn)
 
 
 class RendezvousStore:
@@ -48,15 +48,6 @@ class RendezvousStore:
         """End the process; the port is free then."""
         os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
         os.waitpid(self._pid, 0)
-
-
-def listen_on(address: str, port: int) -> socket.socket:
-    """A socket for connections to `address`; only one on 127.0.0.1 is closed to other hosts. Raises OSError."""
-    if address == _LOOPBACK:
-        return socket.create_server((address, port), backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _serve(listening: socket.socket, parent: int) -> NoReturn:

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import Job, Preset
 from tests.cluster.probe import why_no_cluster
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
+from tests.unit.trace_helpers import SECRET
 
 pytestmark = pytest.mark.slow
 HELD_AFTER = 5  # iterations of each launch; each is saved to memory, each fourth to storage, too
@@ -40,7 +42,7 @@ def started(preset: Preset, nodes: list[Node], name: str, cycles: int, *flags: s
     """A training on the first two nodes whose ranks wait after HELD_AFTER iterations of each of so many launches."""
     job = preset.job(name, nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="5")
     job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
-    job.settings |= {"ITERS": str(ITERATIONS), "SAVE_INTERVAL": "1"}
+    job.settings |= {"ITERS": str(ITERATIONS), "SAVE_INTERVAL": "1", SECRET_VARIABLE: SECRET}
     job.settings["EXTRA_ARGS"] += " ".join(["", "--persist-interval", "4", *flags])
     job.start(**held_environment(cycles=cycles, after=HELD_AFTER), EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
     return job
@@ -79,7 +81,7 @@ def flip_bits(job: Job, asking: Node, holding: Node, step: int, *options: str) -
     # On the network of `asking`, and with pids as they are seen from outside
     command = ["nsenter", "--target", str(asking.pid), "--net", sys.executable, "-m", "tests.cluster.flips"]
     arguments = [str(holder(holding)), holding.address, str(step), *options]
-    env = os.environ | {"RESTART_TRACE_LAUNCH_ID": launch}
+    env = os.environ | {"RESTART_TRACE_LAUNCH_ID": launch, SECRET_VARIABLE: SECRET}
     done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

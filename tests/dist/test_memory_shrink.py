@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import environment, marked
 from tests.dist.test_restart_drill import TRAINING
+from tests.unit.trace_helpers import SECRET
 
 HELD_AT = 4  # every iteration is saved, and this one to storage, too
 LAST = 7
@@ -58,7 +60,9 @@ class Job:
                     cwd=self.directory,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment(self.directory) | held_environment(cycles=1, after=HELD_AT),
+                    env=environment(self.directory)
+                    | held_environment(cycles=1, after=HELD_AT)
+                    | {SECRET_VARIABLE: SECRET},
                 )  # fmt: skip
             )
         return self.started[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import subprocess
 import sys
@@ -130,9 +131,11 @@ def test_variables_reach_other_nodes_through_ssh(launcher: str, shell: str, tmp_
         assert {name: seen.get(name) for name in mine} == mine
         assert not NOT_SENT.keys() & seen.keys()
         assert seen["PWD"] == str(there) and seen["DS_ACCELERATOR"] == "cpu"
-    # No secret in what `ps` shows, nor in a file that stays.
+    # No secret in what `ps` shows, nor in a file that stays. One is made for each launch.
     shown = (bin_dir / "ssh.seen").read_text()
     assert "nodeA" in shown and "nodeB" in shown
+    (made,) = {seen_by(bin_dir, node)["MEGATRON_LAUNCH_SECRET"] for node in (0, 1)}
+    assert re.fullmatch("[0-9a-f]{64}", made) and made not in shown + done.stdout + done.stderr
     assert not [value for value in SECRETS.values() if value.split("\n")[0] in shown]
     assert "WANDB_API_KEY" not in shown and not (tmp_path / "work" / "launch_secrets").exists()
     assert ssh.exists() and list(there.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from restart_trace.reading import RecordContext
 from restart_trace.schema import check_record
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET = secrets.token_hex(32)  # of the launches of this process
 # The first record of a file, but for its version and type.
 PROCESS = rank_fields(RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1)), {}, run_id="r", cycle=0)
 

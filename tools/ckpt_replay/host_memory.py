@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
+from megatron.net.secret import make_secret
 from megatron.peers.client import VARIABLE as OWN
 from megatron.peers.client import Peer
 from megatron.peers.process import CopyProcess
@@ -27,13 +29,15 @@ class HeldMemory:
 
     def __init__(self, ranks: int) -> None:
         os.environ[LAUNCH_ID_VARIABLE] = f"ckpt_replay_{os.getpid()}"
+        make_secret()
         self._holder = CopyProcess(_LOOPBACK)  # started before the slots exist, so that it inherits none of them
         self._holder.start(lambda: None)
         reached_at = os.environ[OWN]
         hold_slots(ranks)
         self._own = CopyProcess(_LOOPBACK)
         self._own.start(self._holder.close_in_child)
-        self.environment = {name: os.environ[name] for name in (SLOTS, OWN, LAUNCH_ID_VARIABLE)} | {_HOLDER: reached_at}
+        known = (SLOTS, OWN, LAUNCH_ID_VARIABLE, SECRET_VARIABLE)
+        self.environment = {name: os.environ[name] for name in known} | {_HOLDER: reached_at}
 
 
 def holder() -> Peer:

@@ -16,6 +16,7 @@ NODE is the host name that the node's ranks record. The program ends at the end 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import shlex
@@ -27,8 +28,10 @@ from pathlib import Path
 
 import psutil
 
+from megatron.net.secret import make_secret
 from restart_trace.clock import now_ns
 
+from .command import FORK
 from .launch import DrillError, Launch, RankLocation, recorded_ranks
 from .memory_saves import NodeMemorySaves
 
@@ -159,6 +162,8 @@ class LaunchOnNodes(Launch):
         # since super().__init__ starts to read the output.
         self._errors: dict[int, tuple[int, str]] = {}
         self._spares: set[int] = set()  # numbers of the spare nodes that wait to replace a lost node
+        if os.environ.get("LAUNCHER") == FORK:
+            make_secret()  # by which the drill may ask which saves hosts hold; the scripts take it
         super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir

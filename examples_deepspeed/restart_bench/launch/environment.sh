@@ -2,7 +2,7 @@
 #
 # Processes that this script starts here inherit them; processes that ssh or DeepSpeed's launcher starts elsewhere do not.
 
-CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS)_|^(LD_LIBRARY_PATH|PYTHONPATH)$'
+CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS)_|^(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$'
 # Settings of setup_env.sh, which runs on this node only, and variables that describe this container or machine of a cloud.
 NOT_CARRIED='^TORCH_(VARIANT|INDEX_URL)$|^AWS_(CONTAINER_|EXECUTION_ENV$|LAMBDA_)'
 
@@ -38,9 +38,19 @@ show_user_env() {
     done
 }
 
+# Exports a secret by which the parts of this launch on several nodes know each other (docs/security.md), unless one is
+# set. DeepSpeed's launcher would show it in process lists.
+make_launch_secret() {
+    [[ -z ${MEGATRON_LAUNCH_SECRET:-} && -z ${NODE_RANK:-} && $LAUNCHER != deepspeed ]] && ((NNODES + SPARES > 1)) || return 0
+    MEGATRON_LAUNCH_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export MEGATRON_LAUNCH_SECRET
+    USER_ENV+=("MEGATRON_LAUNCH_SECRET=$MEGATRON_LAUNCH_SECRET")
+}
+
 # Sets CARRIED_ENV for commands on other nodes, and SECRETS to a file with variables that must not show in process lists.
 carry_user_env() {
     local variable secrets=()
+    make_launch_secret
     CARRIED_ENV=() SECRETS=
     for variable in "${USER_ENV[@]}"; do
         if is_secret "$variable"; then secrets+=("$variable"); else CARRIED_ENV+=("$variable"); fi

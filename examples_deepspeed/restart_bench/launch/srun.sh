@@ -81,6 +81,7 @@ SRUN_WAIT_S=60 # how long srun waits where the processors of the allocation are 
 die_without_allocation() { die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"; }
 
 srun_launch() {
+    make_launch_secret
     srun_command 0
     exec "${COMMAND[@]}"
 }

@@ -27,6 +27,7 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.memory_saves import OtherLayout, SameLayout, Source, in_turn, merged
 from megatron.checkpointing.naming import RankPlace
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 from megatron.peers.client import VARIABLE as PEER_VARIABLE
@@ -40,6 +41,7 @@ from restart_trace.recorder import untraced_operation, untraced_recorder
 from tests.unit.hostile import HANGS_S
 from tests.unit.megatron.parallel.test_tree import on_all, trees
 from tests.unit.megatron.peers.test_copies import Host, liar, message
+from tests.unit.trace_helpers import SECRET
 
 MODEL = {"hidden_size": 8}
 
@@ -349,6 +351,7 @@ class Held(NamedTuple):
 @pytest.fixture
 def held_twice(job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.delenv(PEER_VARIABLE, raising=False)
     mine = job(1)
     mine.save(6)
@@ -438,6 +441,7 @@ def test_peers_that_stall_or_lie_are_named_and_the_next_holder_is_used(
 ) -> None:
     """Over real connections: one stalls, one lies about the length, one sends too little, one a flipped bit."""
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.delenv(PEER_VARIABLE, raising=False)
     mine = job(1)
     mine.save(6)

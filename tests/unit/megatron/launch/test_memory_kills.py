@@ -20,10 +20,11 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, RANKS, Nodes
-from tests.unit.trace_helpers import ROOT
+from tests.unit.trace_helpers import ROOT, SECRET
 from tools.restart_drill.own_shm import in_own_shm, left_in_shm
 
 ROUNDS = int(os.environ.get("MEMORY_KILL_ROUNDS", "1"))  # more for a longer look
@@ -63,6 +64,7 @@ class MemoryNodes(Nodes):
             "127.0.0.1", "--nproc-per-node", RANKS, "script.py", "--checkpoint-engine", "memory",
         ]  # fmt: skip
         env = os.environ | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory), "DS_ACCELERATOR": "cpu"}
+        env[SECRET_VARIABLE] = SECRET
         for name in (LAUNCH_ID_VARIABLE, "MEGATRON_MEMORY_SLOTS", "MEGATRON_MEMORY_COPIES"):
             env.pop(name, None)
         self._forker = subprocess.Popen(

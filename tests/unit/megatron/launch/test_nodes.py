@@ -5,6 +5,7 @@ All run on this host. What takes hosts of their own is in tests/cluster.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,19 +22,24 @@ import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from megatron.launch.messages import Connection
+from megatron.net.handshake import COORDINATOR, connect
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
+from megatron.processes.source import what_runs
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.megatron.launch.test_launch import HEAD, marked, until
-from tests.unit.trace_helpers import ROOT
+from tests.unit.trace_helpers import ROOT, SECRET
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
 
 # An agent without its imports, which take seconds and are not what is looked at here.
 AGENT = """
 import sys
+from megatron.launch import cli
 from megatron.launch.agent import Agent
-from megatron.launch.cli import parse_arguments
 from restart_trace.startup import Preload
-sys.exit(Agent(parse_arguments(None), Preload(1, 2, 3)).run())
+plan = cli.parse_arguments(None)
+cli.settle_secret(plan)
+sys.exit(Agent(plan, Preload(1, 2, 3)).run())
 """
 NEVER_SILENT = "100"  # seconds: no test takes a node for lost that is merely slow
 RANKS = "2"  # on each node
@@ -75,7 +81,8 @@ class Nodes:
 
     def _start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
         inherited = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
-        environment = inherited | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory)} | variables
+        known = {"PYTHONPATH": str(ROOT), "MARK": str(self.directory), SECRET_VARIABLE: SECRET}
+        environment = inherited | known | variables
         with (self.directory / f"{name}.log").open("ab") as log:
             self.started.append(
                 subprocess.Popen(command, cwd=self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -145,23 +152,81 @@ STRANGERS = (
 )
 
 
+def hello(number: int) -> bytes:
+    """Of an agent that fits."""
+    fields = {
+        "number": number, "address": "a", "host": "h", "ranks": int(RANKS), "launch_id": "", "copies": 0, "place": -1,
+        "versions": what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}, "instance": "other",
+    }  # fmt: skip
+    return json.dumps({"type": "hello"} | fields).encode() + b"\n"
+
+
 def test_what_is_no_agent_is_hung_up_on_and_stops_nothing(nodes: Nodes) -> None:
+    """It does not know the secret; or it does, and says what no agent says."""
     coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
-    port = int((nodes.directory / "port").read_text())
+    address = ("127.0.0.1", int((nodes.directory / "port").read_text()))
 
-    def hung_up_on(line: bytes) -> bool:
-        with socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
-            stranger.sendall(line)
-            return stranger.recv(1) == b""
+    def hung_up_on(line: bytes, *, authenticated: bool) -> bool:
+        with (
+            connect(address, SECRET.encode(), COORDINATOR, 300)
+            if authenticated
+            else (socket.create_connection(address, 300)) as stranger
+        ):
+            stranger.settimeout(300)
+            stranger.sendall(line.ljust(100))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 16):
+                    pass
+            return True
 
-    assert all(map(hung_up_on, STRANGERS))
+    def all_hung_up_on() -> bool:
+        return all(hung_up_on(line, authenticated=known) for line in STRANGERS for known in (False, True))
+
+    assert all_hung_up_on()
     agents = [nodes.agent(number) for number in (0, 1)]
     nodes.ranks(0)
-    assert all(map(hung_up_on, STRANGERS))
+    assert all_hung_up_on()
+    assert hung_up_on(hello(7), authenticated=False), "it is not told the id of the launch"
+    unfit = b'{"type": "unfit", "generation": -1, "why": "w"}\n'
+    assert hung_up_on(hello(8) + unfit + unfit, authenticated=True)
+    assert hung_up_on(hello(9) + hello(9), authenticated=True)
+    assert hung_up_on(hello(1), authenticated=True), "the number of a node that lives"
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
     assert [agent.wait(300) for agent in agents] == [0, 0]
-    assert "lost" not in nodes.said() and "restart" not in nodes.said()
+    assert "restart" not in nodes.said() and "Traceback" not in nodes.said()
+    assert "node 1 (127.0.0.1) is lost" not in nodes.said()
+    assert "that number was given to a launcher on" in nodes.said()
+
+
+def test_an_agent_and_a_coordinator_with_other_secrets_do_not_meet(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "1", "--heartbeat-timeout", NEVER_SILENT)
+    agent = nodes.agent(0, **{SECRET_VARIABLE: "x" * 32})
+    assert agent.wait(300) == 2
+    assert "what listens there does not know the secret of this launch" in nodes.said("agent0")
+    nodes.agent(0)
+    nodes.ranks(0, count=2)
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+
+
+def test_a_secret_in_a_file(nodes: Nodes) -> None:
+    """The coordinator makes it; others may not read it, and nobody is told it."""
+    none = {SECRET_VARIABLE: ""}
+    coordinator = nodes.coordinate("--nnodes", "1", "--heartbeat-timeout", NEVER_SILENT, "--secret-file", "s", **none)
+    assert nodes.agent(0, **none).wait(300) != 0
+    assert f"{SECRET_VARIABLE}: is not set" in nodes.said("agent0")
+    file = nodes.directory / "s"
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    assert nodes.agent(0, "--secret-file", "s", **none).wait(300) != 0
+    assert "--secret-file s: others may access it (mode 640); chmod 600 s" in nodes.said("agent0")
+    file.chmod(0o600)
+    nodes.agent(0, "--secret-file", "s", **none)
+    nodes.ranks(0, count=2)
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert file.read_text().strip() not in nodes.said() + nodes.said("agent0")
 
 
 def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes) -> None:
@@ -432,7 +497,7 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
     """An agent answers a "stop" that arrives too late with an end without failures. Both agents are played here."""
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
     where = ("127.0.0.1", int((nodes.directory / "port").read_text()))
-    agents = [Connection(socket.create_connection(where, timeout=300)) for _ in range(2)]
+    agents = [Connection(connect(where, SECRET.encode(), COORDINATOR, 300)) for _ in range(2)]
     heard: dict[Connection, list[str]] = {agent: [] for agent in agents}
 
     def hears(agent: Connection, kind: str) -> bool:
@@ -440,7 +505,7 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
         return kind in heard[agent]
 
     hello: dict[str, Any] = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}
-    hello |= {"copies": 0, "place": -1}
+    hello |= {"copies": 0, "place": -1, "instance": "one of two"}
     for number, agent in enumerate(agents):
         agent.send("hello", number=number, **hello)
     until(lambda: hears(agents[0], "serve"), "the place of node 0")

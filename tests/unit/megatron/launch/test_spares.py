@@ -11,6 +11,8 @@ import pytest
 
 from megatron.launch.coordinator import Coordinator, Launch, _Agent
 from megatron.launch.messages import Connection
+from megatron.net.secret import VARIABLE
+from tests.unit.trace_helpers import SECRET
 
 TIMEOUT_S = 1e6  # of heartbeats: silent is who a test says is
 MEMBERS, SPARES = 4, 2
@@ -43,7 +45,7 @@ class Running:
     def close(self) -> None:
         for connection in [*self.ends, *(agent.connection for agent in self.agents)]:
             connection.close()
-        self.coordinator._listening.close()
+        self.coordinator._acceptor.close()
         self.coordinator._selector.close()
 
 
@@ -53,7 +55,8 @@ def heard(end: Connection) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def running() -> Iterator[Running]:
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv(VARIABLE, SECRET)
     made = Running()
     yield made
     made.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.net.handshake import MAGIC
 from megatron.parallel.connecting import Listener, neighbours_of_all, own_address
 from megatron.parallel.tree import LEADERS, LOCAL, AgreementLostError, AgreementTimeoutError, Tree, tree_nodes
 
@@ -168,7 +169,8 @@ def test_strangers_are_turned_away() -> None:
     strangers = [socket.create_connection(("127.0.0.1", listeners[0].where.port)) for _ in range(4)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     strangers[2].close()
-    strangers[3].sendall(bytes(16) + b"\0" + (1).to_bytes(4, "big"))  # a secret that is none, tree 0, rank 1
+    child = b"\0" + (1).to_bytes(4, "big") + bytes(11)  # of tree 0, rank 1
+    strangers[3].sendall(MAGIC + bytes(32) + child + bytes(32))  # and no proof
     with ThreadPoolExecutor(2) as pool:
         (root,), (leaf,) = pool.map(lambda rank: listeners[rank].connect(told[rank], 1, AT_MOST_S), range(2))
     results = on_all([root, leaf], lambda rank, tree: tree.up(b"%d" % rank))

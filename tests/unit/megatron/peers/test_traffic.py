@@ -42,7 +42,7 @@ from megatron.peers.traffic import (
 from megatron.peers.wire import Channel, connect
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
-from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, content, fill
+from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, content, fill, let_in
 
 MS = 1_000_000
 RATE = 1e8  # bytes a second: 100 kB a ms
@@ -275,8 +275,7 @@ class Taker:
         self._thread.start()
 
     def _take(self, listening: socket.socket) -> None:
-        connected, _ = listening.accept()
-        with listening, Channel(connected, DEADLINE_S) as channel:
+        with listening, Channel(let_in(listening), DEADLINE_S) as channel:
             channel.hear()
             channel.tell(go=True)
             self.asked.set()

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
+from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.peers.client import MEMBERS_VARIABLE, Peer
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import untraced_operation
@@ -24,6 +25,7 @@ from tests.unit.megatron.peers.test_copies import (
     liar,
     rank_and_holder,
 )
+from tests.unit.trace_helpers import SECRET
 
 KEY = (1, 1, 2, 0, 0, 0)
 OP = untraced_operation()
@@ -32,6 +34,11 @@ OP = untraced_operation()
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
     yield from rank_and_holder(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def in_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""Who is let in at a port of a launch: whoever knows its secret. One thread, which never waits for a stranger.
+
+Until it is authenticated, a connection costs a descriptor and a few hundred bytes, has `_PATIENCE_S`, and there are at
+most `_MOST` of them. Whoever comes when there are as many waits in the kernel's backlog until one is through, or is
+`_SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep nobody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import time
+
+from megatron.net.handshake import ServerSide
+
+_MOST = 256
+_PATIENCE_S = 10.0
+_SURE_S = 1.0
+_POLL_S = 0.1
+
+
+class Acceptor:
+    """Takes `listening` over. `accepted` is to be called when `fileno` can be read, and some times a second, or after
+    `wait`."""
+
+    def __init__(self, listening: socket.socket, secret: bytes, purpose: bytes) -> None:
+        listening.setblocking(False)
+        self._listening = listening
+        self._secret, self._purpose = secret, purpose
+        self._epoll = select.epoll()
+        self._epoll.register(listening, select.EPOLLIN)
+        self._waiting: dict[int, ServerSide] = {}  # by descriptor, the oldest first
+        self._watched = True  # whether a new connection wakes the caller
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def wait(self, at_most_s: float = math.inf) -> None:
+        """Until `accepted` has something to do."""
+        limit = min(at_most_s, _POLL_S if self._waiting or not self._watched else math.inf)
+        self._epoll.poll(None if limit == math.inf else limit)
+
+    def accepted(self) -> list[tuple[socket.socket, bytes]]:
+        """Connections that have been authenticated since the last call, none of which blocks, and their claims."""
+        found: list[tuple[socket.socket, bytes]] = []
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor in self._waiting:
+                self._go_on(self._waiting[descriptor], found)
+        self._drop_before(time.monotonic() - _PATIENCE_S)
+        full = self._accept_all(found)
+        if full == self._watched:  # while nobody is accepted, who waits must not wake the caller
+            self._watched = not full
+            self._epoll.modify(self._listening, select.EPOLLIN if self._watched else 0)
+        return found
+
+    def close(self) -> None:
+        """Nobody is let in any more; those that were stay connected."""
+        for side in list(self._waiting.values()):
+            self._drop(side)
+        self._epoll.close()
+        self._listening.close()
+
+    def _accept_all(self, found: list[tuple[socket.socket, bytes]]) -> bool:
+        """Accept whoever waits; whether some may be left for whom there is no room."""
+        while True:
+            if len(self._waiting) >= _MOST:
+                self._drop_before(time.monotonic() - _SURE_S, at_most=1)
+            if len(self._waiting) >= _MOST:
+                return True
+            try:
+                connected, _ = self._listening.accept()
+            except BlockingIOError:
+                return False
+            except ConnectionAbortedError:  # it has left already
+                continue
+            except OSError:  # no descriptor is left
+                self._drop_before(time.monotonic() - _SURE_S, at_most=1)
+                return True
+            side = ServerSide(connected, self._secret, self._purpose)
+            self._waiting[connected.fileno()] = side
+            self._epoll.register(connected, select.EPOLLIN)
+            self._go_on(side, found)
+
+    def _go_on(self, side: ServerSide, found: list[tuple[socket.socket, bytes]]) -> None:
+        outcome = side.go_on()
+        if outcome is None:
+            return
+        if not outcome:
+            self._drop(side)
+            return
+        del self._waiting[side.connected.fileno()]
+        self._epoll.unregister(side.connected)
+        found.append((side.connected, side.claim))
+
+    def _drop_before(self, began: float, at_most: int = _MOST) -> None:
+        """Close those that have begun before that, the oldest first."""
+        for side in list(self._waiting.values())[:at_most]:
+            if side.began < began:
+                self._drop(side)
+
+    def _drop(self, side: ServerSide) -> None:
+        del self._waiting[side.connected.fileno()]
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(side.connected)
+        side.connected.close()
