@@ -132,7 +132,7 @@ class Agent:
             hold_slots(self._plan.nproc_per_node)
             from megatron.peers.process import CopyProcess  # whose checksums `restart-launch --help` may be without
 
-            self._copies = CopyProcess(self._plan.address)
+            self._copies = CopyProcess(self._plan.address, self._plan.bind, self._plan.towards)
         wrong = self._what_is_wrong()
         if wrong is not None:
             say(f"error: {socket.gethostname()} is not fit for ranks: {wrong}; mend it, or leave the host out")
@@ -362,7 +362,8 @@ class Agent:
         assert self._connection is not None
         self._close_store()
         try:
-            self._store = RendezvousStore(self._plan.address, self._plan.master_port or 0)
+            plan = self._plan
+            self._store = RendezvousStore(plan.address, plan.master_port or 0, plan.bind, plan.towards)
         except OSError as error:
             why = (
                 f"--master-port {self._plan.master_port}: the rendezvous cannot be served there on "
@@ -386,6 +387,8 @@ class Agent:
         )
         if self._store is not None and plan.node_rank != 0:
             self._close_store()
+        if self._store is not None:
+            plan = replace(plan, master_addr=self._store.master_addr)
         if self._copies is not None:
             self._copies.tell_of_waiting(message["waiting"])
         self._trace.before_restart(number)

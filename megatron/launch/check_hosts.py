@@ -32,7 +32,7 @@ from typing import Any
 from megatron.launch.messages import Connection
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import MEETING, connect
-from megatron.net.listening import listen_on
+from megatron.net.listening import EVERYWHERE, listen_for_hosts, listen_on
 from megatron.net.secret import VARIABLE, launch_secret
 from megatron.processes.source import difference, what_runs
 from restart_trace.command_line import CommandParser
@@ -85,7 +85,7 @@ def tell(place: int, address: str | None, port: str | None) -> Host:
             unknown = f"{address}: {getattr(error, 'strerror', None) or error}"
     if port is not None:
         try:
-            listen_on("", int(_value(port))).close()
+            listen_on(EVERYWHERE, int(_value(port))).close()
         except OSError as error:
             taken = f"{port}: {_why_not_listened(error)}"
     return Host(place, socket.gethostname(), what_runs(), unknown, taken)
@@ -114,7 +114,7 @@ def meet(mine: Host, nodes: int, address: str, port: str, at_most_s: float) -> s
                 file=sys.stderr,
             )
         try:
-            return _Meeting(mine, nodes).hold(port, deadline)
+            return _Meeting(mine, nodes, _value(address)).hold(port, deadline)
         except OSError as error:
             return what_is_wrong([replace(mine, taken=f"{port}: {_why_not_listened(error)}")])
     here = {"place": mine.place, "host": mine.name, "runs": mine.runs}
@@ -132,7 +132,7 @@ def refuse(why: str, first: bool, nodes: int | None, address: str, port: str, at
         _ask_first(address, port, deadline, "refused", {"why": why}, socket.gethostname())
         return
     with contextlib.suppress(OSError):
-        _Meeting(Host(0, socket.gethostname(), {}), nodes, why).hold(port, deadline)
+        _Meeting(Host(0, socket.gethostname(), {}), nodes, _value(address), why).hold(port, deadline)
 
 
 def _secret() -> bytes:
@@ -141,10 +141,14 @@ def _secret() -> bytes:
 
 
 class _Meeting:
-    """Host 0's part: it hears from all other hosts, compares them, and tells all. `refusal`: why a host was refused."""
+    """Host 0's part: it hears from all other hosts, compares them, and tells all. `refusal`: why a host was refused.
 
-    def __init__(self, mine: Host, nodes: int | None, refusal: str | None = None) -> None:
+    `address`: by which they reach this host.
+    """
+
+    def __init__(self, mine: Host, nodes: int | None, address: str, refusal: str | None = None) -> None:
         self._mine = mine
+        self._address = address
         self._nodes = nodes
         self._refusal = refusal
         self._strangers: list[Connection] = []
@@ -154,7 +158,7 @@ class _Meeting:
     def hold(self, port: str, deadline: float) -> str | None:
         """What is wrong, or None; all have been told. Raises OSError if the port cannot be listened on."""
         began, said = time.monotonic(), False
-        acceptor = Acceptor(listen_on("", int(_value(port))), _secret(), MEETING)
+        acceptor = Acceptor(listen_for_hosts(self._address, int(_value(port))), _secret(), MEETING)
         with contextlib.closing(acceptor):
             while not self._all_came() and time.monotonic() < deadline:
                 select.select([acceptor, *self._strangers, *self._waiting], [], [], _POLL_S)

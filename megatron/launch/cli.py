@@ -19,6 +19,7 @@ from megatron.launch.etcd import SCHEME, StoreAddress, parse_address
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
 from megatron.launch.supervise import COULD_NOT_RUN, say, supervise
+from megatron.net.listening import listen_on
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.net.secret import SecretError, make_secret, required_secret, take_secret_of
 from restart_trace import clock
@@ -124,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--health-interval", "with --coordinator: seconds between such checks while this host waits as a spare "
         "(default: 60)", type=float, metavar="S")  # fmt: skip
     add("--address", "where other nodes reach this one (default: its host name)", metavar="HOST")
+    add("--bind", "over several nodes: where this host listens, 0.0.0.0 or :: for every interface (default: where "
+        "other nodes reach it, and on the loopback)", metavar="ADDRESS")  # fmt: skip
     add(
         "--secret-file",
         "over several nodes: file with the secret of the launch, the same as the coordinator's and accessible to its "
@@ -153,8 +156,9 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     elif args.nnodes > 1:
         _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
-    if args.secret_file is not None and coordinator is None and args.nnodes == 1:
-        parser.error(f"--secret-file {args.secret_file}: a launch on one host makes its secret itself; leave it out")
+    if coordinator is None and args.nnodes == 1 and (given := _given(args, "secret_file", "bind")) is not None:
+        parser.error(f"{given}: nobody connects to a launch on one host from elsewhere; leave it out")
+    _check_bind(parser, args.bind)
     if args.health_interval is not None:
         _check_least(parser, args, (("health_interval", 0.1),))
     if args.standby_load and not args.standby:
@@ -178,6 +182,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
         health_interval_s=args.health_interval or Plan.health_interval_s,
+        bind=args.bind,
         secret_file=args.secret_file,
     )
 
@@ -269,7 +274,8 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         "others are standbys, and one of them takes over when the leader is lost. Several endpoints are separated by "
         "commas. NAME is that of this launch alone, such as the number of its job (default: no etcd, one coordinator)",
         metavar="etcd://HOST:PORT/NAME")  # fmt: skip
-    add("--address", "with --membership: where the nodes reach this host (default: its host name)", metavar="HOST")
+    add("--address", "where the nodes reach this host, which listens there (default: its host name)", metavar="HOST")
+    add("--bind", "where it listens instead, 0.0.0.0 or :: for every interface", metavar="ADDRESS")
     add(
         "--secret-file",
         "file with the secret of the launch, accessible to its owner alone; it is made if there is none. Give it to "
@@ -290,8 +296,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
     hook = args.replacement_hook
     if hook is not None and not (hook.is_file() and os.access(hook, os.X_OK)):
         parser.error(f"--replacement-hook {hook}: is no program that can be started; give an executable file")
-    if args.address is not None and args.membership is None:
-        parser.error(f"--address {args.address}: nodes look it up in etcd; give --membership, too")
+    _check_bind(parser, args.bind)
     _check_script(parser, args.script)
     return Launch(
         script=args.script,
@@ -308,6 +313,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         replacement_hook=None if hook is None else hook.absolute(),
         membership=None if args.membership is None else _store_address(parser, "--membership", args.membership),
         address=args.address or socket.gethostname(),
+        bind=args.bind,
         secret_file=args.secret_file,
         launch_id=os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12]),
     )
@@ -324,6 +330,16 @@ def _check_least(
 def _check_port(parser: argparse.ArgumentParser, flag: str, port: int | None) -> None:
     if port is not None and not 0 < port < 65536:
         parser.error(f"{flag} {port}: must be from 1 to 65535")
+
+
+def _check_bind(parser: argparse.ArgumentParser, address: str | None) -> None:
+    if address is None:
+        return
+    try:
+        listen_on(address, 0).close()
+    except (OSError, UnicodeError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        parser.error(f"--bind {address}: {why}; give an address of this host, or 0.0.0.0 for every interface")
 
 
 def _check_script(parser: argparse.ArgumentParser, script: str) -> None:

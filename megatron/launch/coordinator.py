@@ -33,7 +33,7 @@ from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, say, stop_signals
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import COORDINATOR
-from megatron.net.listening import listen_on
+from megatron.net.listening import listen_for_hosts
 from megatron.net.secret import required_secret
 from megatron.processes.source import difference
 from restart_trace.clock import now_ns
@@ -65,6 +65,7 @@ class Launch:
     membership: StoreAddress | None = None  # where the coordinators of this launch elect their leader
     secret_file: Path | None = None
     address: str = ""  # where agents reach this host
+    bind: str | None = None  # where it listens; None: at the addresses of this host that `address` stands for
 
 
 @dataclass(eq=False)
@@ -95,8 +96,8 @@ class Coordinator:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         secret = required_secret()
-        listening = listen_on("", launch.port)
-        self._port_number = int(listening.getsockname()[1])
+        listening = listen_for_hosts(launch.address, launch.port, launch.bind)
+        self._port_number = int(listening[0].getsockname()[1])
         self._acceptor = Acceptor(listening, secret, COORDINATOR)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._acceptor, selectors.EVENT_READ)

@@ -31,6 +31,7 @@ class Plan:
     standby_load: bool = False
     coordinator: tuple[str, int] | StoreAddress | None = None
     address: str = ""
+    bind: str | None = None  # where ports that other nodes use listen; None: at the addresses of this host's name
     secret_file: Path | None = None  # with the secret of the launch; None: the environment has it
     health_directory: str = ""  # on the disk that a health check tries
     health_interval_s: float = 60.0  # between the checks of a host that waits
@@ -40,6 +41,12 @@ class Plan:
         """As on the command line."""
         where = self.coordinator
         return host_port(*where) if isinstance(where, tuple) else str(where)
+
+    @property
+    def towards(self) -> str | None:
+        """A host that this one reaches over the network of the launch."""
+        where = self.coordinator
+        return where.endpoints[0][0] if isinstance(where, StoreAddress) else None if where is None else where[0]
 
     @property
     def keeps_saves(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import fork_ranks
@@ -25,8 +26,11 @@ class Start:
         not return, as of fork_ranks. Raises OSError if the port of the rendezvous is taken.
         """
         self.number = number
-        self._store = RendezvousStore(plan.master_addr, plan.master_port or 0) if plan.node_rank == 0 else None
-        port = self._store.port if self._store is not None else plan.master_port or 0
+        self._store: RendezvousStore | None = None
+        port = plan.master_port or 0
+        if plan.node_rank == 0:
+            self._store = RendezvousStore(plan.master_addr, port, plan.bind)
+            port, plan = self._store.port, replace(plan, master_addr=self._store.master_addr)
         pipes = [os.pipe() for _ in range(plan.nproc_per_node)] if waits else []
         self._writers = [writer for _, writer in pipes]
         asks = plan.standby and number < plan.max_restarts

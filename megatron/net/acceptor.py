@@ -1,8 +1,8 @@
 """Who is let in at a port of a launch: whoever knows its secret. One thread, which never waits for a stranger.
 
-Until it is authenticated, a connection costs a descriptor and a few hundred bytes, has `_PATIENCE_S`, and there are at
-most `_MOST` of them. Whoever comes when there are as many waits in the kernel's backlog until one is through, or is
-`_SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep nobody out.
+Until it is authenticated, a connection costs a descriptor and a few hundred bytes, has `PATIENCE_S`, and there are at
+most `MOST` of them. Whoever comes when there are as many waits in the kernel's backlog until one is through, or is
+`SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep nobody out.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import math
 import select
 import socket
 import time
+from collections.abc import Sequence
 
 from megatron.net.handshake import ServerSide
 
-_MOST = 256
-_PATIENCE_S = 10.0
-_SURE_S = 1.0
+MOST = 256
+PATIENCE_S = 10.0
+SURE_S = 1.0
 _POLL_S = 0.1
 
 
 class Acceptor:
-    """Takes `listening` over. `accepted` is to be called when `fileno` can be read, and some times a second, or after
+    """Takes the sockets `listening` over. Call `accepted` when `fileno` can be read, and some times a second, or after
     `wait`."""
 
-    def __init__(self, listening: socket.socket, secret: bytes, purpose: bytes) -> None:
-        listening.setblocking(False)
-        self._listening = listening
+    def __init__(self, listening: Sequence[socket.socket], secret: bytes, purpose: bytes) -> None:
+        self._listening = list(listening)
         self._secret, self._purpose = secret, purpose
         self._epoll = select.epoll()
-        self._epoll.register(listening, select.EPOLLIN)
+        for one in self._listening:
+            one.setblocking(False)
+            self._epoll.register(one, select.EPOLLIN)
         self._waiting: dict[int, ServerSide] = {}  # by descriptor, the oldest first
         self._watched = True  # whether a new connection wakes the caller
 
@@ -48,11 +50,12 @@ class Acceptor:
         for descriptor, _ in self._epoll.poll(0):
             if descriptor in self._waiting:
                 self._go_on(self._waiting[descriptor], found)
-        self._drop_before(time.monotonic() - _PATIENCE_S)
-        full = self._accept_all(found)
+        self._drop_before(time.monotonic() - PATIENCE_S)
+        full = any([self._accept_all(one, found) for one in self._listening])
         if full == self._watched:  # while nobody is accepted, who waits must not wake the caller
             self._watched = not full
-            self._epoll.modify(self._listening, select.EPOLLIN if self._watched else 0)
+            for one in self._listening:
+                self._epoll.modify(one, select.EPOLLIN if self._watched else 0)
         return found
 
     def close(self) -> None:
@@ -60,23 +63,24 @@ class Acceptor:
         for side in list(self._waiting.values()):
             self._drop(side)
         self._epoll.close()
-        self._listening.close()
+        for one in self._listening:
+            one.close()
 
-    def _accept_all(self, found: list[tuple[socket.socket, bytes]]) -> bool:
+    def _accept_all(self, listening: socket.socket, found: list[tuple[socket.socket, bytes]]) -> bool:
         """Accept whoever waits; whether some may be left for whom there is no room."""
         while True:
-            if len(self._waiting) >= _MOST:
-                self._drop_before(time.monotonic() - _SURE_S, at_most=1)
-            if len(self._waiting) >= _MOST:
+            if len(self._waiting) >= MOST:
+                self._drop_before(time.monotonic() - SURE_S, at_most=1)
+            if len(self._waiting) >= MOST:
                 return True
             try:
-                connected, _ = self._listening.accept()
+                connected, _ = listening.accept()
             except BlockingIOError:
                 return False
             except ConnectionAbortedError:  # it has left already
                 continue
             except OSError:  # no descriptor is left
-                self._drop_before(time.monotonic() - _SURE_S, at_most=1)
+                self._drop_before(time.monotonic() - SURE_S, at_most=1)
                 return True
             side = ServerSide(connected, self._secret, self._purpose)
             self._waiting[connected.fileno()] = side
@@ -94,7 +98,7 @@ class Acceptor:
         self._epoll.unregister(side.connected)
         found.append((side.connected, side.claim))
 
-    def _drop_before(self, began: float, at_most: int = _MOST) -> None:
+    def _drop_before(self, began: float, at_most: int = MOST) -> None:
         """Close those that have begun before that, the oldest first."""
         for side in list(self._waiting.values())[:at_most]:
             if side.began < began:

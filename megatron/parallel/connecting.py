@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron.net import handshake
 from megatron.net.acceptor import Acceptor
+from megatron.net.listening import address_towards, is_loopback, own_addresses
 from megatron.net.secret import VARIABLE
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, tree_nodes
 
@@ -33,7 +34,6 @@ _SECRET = 16  # bytes
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IFNAMSIZ = 16
-_OUTSIDE = ("192.0.2.1", 9)  # of no network (RFC 5737); nothing is sent there
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Listener:
         deadline = time.monotonic() + timeout_s
         found: list[Tree] = []
         both = secret + bytes.fromhex(neighbours.secret)
-        acceptor = Acceptor(self._socket, both, handshake.AGREEMENT)
+        acceptor = Acceptor([self._socket], both, handshake.AGREEMENT)
         try:
             parents = [self._to_parent(neighbours.parent, both, number, deadline) for number in range(trees)]
             children = self._children(acceptor, neighbours, trees, deadline)
@@ -187,35 +187,15 @@ def own_address(environment: Mapping[str, str], master: str) -> str:
                 "name one that every host has"
             )
         return found
-    found = _address_towards((master, 9))
-    if found is not None and _is_loopback(found) and not (_is_loopback(master) or master == "localhost"):
-        found = _address_towards(_OUTSIDE) or found
+    found = address_towards((master, 9))
+    if found is not None and is_loopback(found) and not (is_loopback(master) or master == "localhost"):
+        found = next(iter(own_addresses(master)), found)
     if found is None:
         raise ValueError(
             f"host {socket.gethostname()} reaches no other host, not {master} either: correct MASTER_ADDR, or name its "
             f"interface in {_INTERFACE}"
         )
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _address_towards(destination: tuple[str, int]) -> str | None:
-    """The local address of datagrams to `destination`; none is sent."""
-    try:
-        candidates = socket.getaddrinfo(*destination, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in candidates:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return None
 
 
 def _address_of_interface(name: str) -> str | None:

@@ -90,7 +90,7 @@ class Holder:
         self._lack: str | None = None  # why it cannot be
         self._lock = threading.Lock()  # of copies, what is wanted, and spare memory
 
-    def serve(self, listening: socket.socket) -> None:
+    def serve(self, listening: Sequence[socket.socket]) -> None:
         """For ever. Raises SecretError without a secret."""
         acceptor = Acceptor(listening, required_secret(), COPIES)
         while True:
@@ -384,7 +384,7 @@ def _tell_error(channel: Channel, text: str) -> None:
         return
 
 
-def run(listening: socket.socket, own: list[Slot], times: Sequence[StepTimes], launch: str) -> None:
+def run(listening: Sequence[socket.socket], own: list[Slot], times: Sequence[StepTimes], launch: str) -> None:
     """Serve until this process is ended."""
     try:
         Holder(own, times, launch).serve(listening)

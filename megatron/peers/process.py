@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron.net.listening import listen_on
+from megatron.net.listening import listen_for_hosts
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, ask, own_peer, tell, tell_of_waiting
 from megatron.peers.holder import run
 from megatron.peers.traffic import share_step_times, step_times
@@ -30,15 +30,16 @@ _ANSWER_S = 30.0  # to a question of how much memory there is
 class CopyProcess:
     """That process of this host. The caller has one thread, since it forks, and holds the slots of the ranks.
 
-    `address`: where other hosts reach this one. Raises OSError if nothing can be listened on.
+    `address`: where other hosts reach this one; `bind`, `towards`: as of `listen_for_hosts`. Raises OSError if nothing
+    can be listened on.
     """
 
-    def __init__(self, address: str) -> None:
-        self._listening = listen_on(address, 0)
+    def __init__(self, address: str, bind: str | None = None, towards: str | None = None) -> None:
+        self._listening = listen_for_hosts(address, 0, bind, towards)
         self.started = False
         self.step_times_file = share_step_times(len(held_slots() or []))
         self._pid: int | None = None  # while it runs
-        self.port: int = self._listening.getsockname()[1]
+        self.port: int = self._listening[0].getsockname()[1]
         os.environ[VARIABLE] = f"{address}:{self.port}"
 
     def tell_of_waiting(self, others: Sequence[Sequence[Any]]) -> None:
@@ -92,15 +93,19 @@ class CopyProcess:
 
     def close_in_child(self) -> None:
         """In a process that the agent has forked for something else."""
-        self._listening.close()
+        self._close_port()
 
     def close(self) -> None:
         """End the process, and with it the copies."""
         if self._pid is not None:
             os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
             os.waitpid(self._pid, 0)
-        self._listening.close()
+        self._close_port()
         os.close(self.step_times_file)
+
+    def _close_port(self) -> None:
+        for one in self._listening:
+            one.close()
 
     def _serve(self, parent: int, in_child: Callable[[], object]) -> NoReturn:
         try:

@@ -16,32 +16,33 @@ import socket
 import sys
 from typing import NoReturn
 
-from megatron.net.listening import listen_on
+from megatron.net.listening import LOOPBACK, listen_on, name_here, own_addresses
 from megatron.processes.name_lookups import use_names_from_files
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 PROCESS_NAME = "rendezvous"  # as ps shows it
-_LOOPBACK = "127.0.0.1"
 
 
 class RendezvousStore:
     """A store on a port of this host, until `close`. The caller must have one thread, since it forks.
 
-    `address`: where ranks connect; only a store on 127.0.0.1 is closed to other hosts. `port`: 0 for a free one.
-    Raises OSError if the port is taken.
+    `name`: by which ranks reach this host; the store listens at the first of its `own_addresses`, or at `bind`. `port`:
+    0 for a free one. `master_addr`: by what the ranks of this host reach it. Raises OSError if the port is taken.
     """
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, name: str, port: int, bind: str | None = None, towards: str | None = None) -> None:
+        address = bind if bind is not None else [*own_addresses(name, towards), LOOPBACK][0]
         listening = listen_on(address, port)
+        self.master_addr = name_here(name, address)
         self.port = int(listening.getsockname()[1])
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _serve(listening, parent)
+            _serve(listening, address, parent)
         listening.close()
 
     def close(self) -> None:
@@ -50,7 +51,7 @@ class RendezvousStore:
         os.waitpid(self._pid, 0)
 
 
-def _serve(listening: socket.socket, parent: int) -> NoReturn:
+def _serve(listening: socket.socket, address: str, parent: int) -> NoReturn:
     """In the forked process: serve the store until killed, with the parent at the latest."""
     try:
         become_helper(parent)
@@ -61,7 +62,8 @@ def _serve(listening: socket.socket, parent: int) -> NoReturn:
 
         use_names_from_files()  # the thread that serves all ranks would ask for the name of each
         port = listening.getsockname()[1]
-        _store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        own = name_here(LOOPBACK, address)
+        _store = TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         while True:
             signal.pause()
     except BaseException as error:

@@ -47,7 +47,7 @@ fork_coordinate() {
         "$(python_path)" "$ROOT/megatron/launch" coordinate --nnodes "$NNODES" --spares "$SPARES"
         --nproc-per-node "$GPUS_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}"
         --heartbeat-timeout "${HEARTBEAT_TIMEOUT:-2}" ${ALLOW_SHRINK:+--allow-shrink}
-        ${COORDINATOR_PORT:+--port "$COORDINATOR_PORT"} ${PORT_FILE:+--port-file "$PORT_FILE"}
+        --address "$COORDINATOR_ADDR" ${COORDINATOR_PORT:+--port "$COORDINATOR_PORT"} ${PORT_FILE:+--port-file "$PORT_FILE"}
         "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
     )
 }

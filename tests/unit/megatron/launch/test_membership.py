@@ -475,9 +475,3 @@ def test_a_wrong_address_is_refused_by_its_flag(wrong: str, capsys: pytest.Captu
         with pytest.raises(SystemExit):
             parse_arguments(["--coordinator", wrong, script])
         assert f"--coordinator {wrong}: must be etcd://" in capsys.readouterr().err
-
-
-def test_an_address_that_no_node_looks_up_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_coordinator_arguments(["--nnodes", "1", "--address", "a", str(Path(__file__))])
-    assert "--address a: nodes look it up in etcd; give --membership, too" in capsys.readouterr().err

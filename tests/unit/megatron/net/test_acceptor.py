@@ -28,7 +28,7 @@ class Port:
     def __init__(self, secret: bytes = SECRET) -> None:
         listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address: tuple[str, int] = listening.getsockname()
-        self.acceptor = Acceptor(listening, secret, COPIES)
+        self.acceptor = Acceptor([listening], secret, COPIES)
         self.let_in = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -145,8 +145,8 @@ def test_the_servers_own_proof_is_no_clients(port: Port) -> None:
 
 def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for: the oldest give way. They cost a bounded number of descriptors."""
-    monkeypatch.setattr(acceptor, "_MOST", 8)
-    monkeypatch.setattr(acceptor, "_SURE_S", 0.05)
+    monkeypatch.setattr(acceptor, "MOST", 8)
+    monkeypatch.setattr(acceptor, "SURE_S", 0.05)
     with closing(Port()) as port:
         before = len(os.listdir("/proc/self/fd"))
         strangers = [stranger(port, MAGIC[: number % 8]) for number in range(40)]
@@ -157,7 +157,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_that_says_little_by_little_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(acceptor, "PATIENCE_S", 0.2)
     with closing(Port()) as port, stranger(port) as one:
         one.settimeout(0.01)
         until = time.monotonic() + WAIT_S

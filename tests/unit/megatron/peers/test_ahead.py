@@ -42,7 +42,7 @@ class Spare:
         ((*self.slots,),) = held_slots() or [[]]
         listening = socket.create_server(("127.0.0.1", 0))
         self.holder = Holder(self.slots, [], "launch0")
-        threading.Thread(target=self.holder.serve, args=(listening,), daemon=True).start()
+        threading.Thread(target=self.holder.serve, args=([listening],), daemon=True).start()
         self.peer = Peer(os.uname().nodename, *listening.getsockname())
         self.ahead = self.holder._ahead
         self.ahead.wait()

@@ -360,7 +360,7 @@ def free_port() -> int:
 
 def let_in(listening: socket.socket) -> socket.socket:
     """The next connection of this launch; it blocks."""
-    acceptor = Acceptor(listening, SECRET.encode(), COPIES)
+    acceptor = Acceptor([listening], SECRET.encode(), COPIES)
     while not (found := acceptor.accepted()):
         acceptor.wait()
     ((connected, _),) = found
