@@ -78,6 +78,9 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
     Kind.MODEL: {
         "the new value applies, and the model no longer computes the function that the weights were trained for":
             "rotary_percent rope_theta layernorm_epsilon bias_gelu_fusion",
+        f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match: the weights know the old tokenizer's ids":
+            "tokenizer_model vocab_file merge_file",
+        "tokens and weights no longer match: the weights know the old tokenizer's ids": "tokenizer_type vocab_size",
     },
     Kind.DATA: {
         f"samples are cut anew at this length, so {_ORDER}": "seq_length",
@@ -93,9 +96,6 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "valid_data_path test_data_path",
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
         "validation or test": "split",
-        f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match: the weights know the old tokenizer's ids":
-            "tokenizer_model vocab_file merge_file",
-        "tokens and weights no longer match: the weights know the old tokenizer's ids": "tokenizer_type vocab_size",
     },
     Kind.NO_EFFECT: {
         "no effect: all weights come from the checkpoint": "init_method_std",

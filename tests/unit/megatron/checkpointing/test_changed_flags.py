@@ -128,6 +128,14 @@ def test_what_finetuning_must_know() -> None:
     assert line.startswith("--layernorm-epsilon 1e-05 -> 1e-06: ")
 
 
+@pytest.mark.parametrize("flag", ["--finetune", "--reset-iteration"])
+def test_another_tokenizer_is_told_whatever_training_the_weights_go_on_to(flag: str) -> None:
+    """Finetuning means other data, and the weights know the ids of their own tokenizer."""
+    saved = " --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model /t/old.model"
+    (line,) = told(saved, saved.replace("old", "new") + f" --split 1,1 {flag}")
+    assert line.startswith("--tokenizer-model /t/old.model -> /t/new.model: unless this is the same tokenizer")
+
+
 def test_blends() -> None:
     def found(mine: str) -> list[str]:
         return changes(settings(consumed=40), settings(RESUME, data=mine))
