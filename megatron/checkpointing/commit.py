@@ -364,13 +364,15 @@ def why_of_others(name: str, tag: str, saved_by: str, run_id: str) -> str | None
 class Search:
     """The checkpoints of a directory in the order in which a load tries them: newest first.
 
-    `number`: their number; `problems`: problems of others. A directory without a manifest counts only if `latest` (or
+    `number`: their number; `problems`: problems of others. `unanswered`: the error of storage that did not tell of one,
+    which may be the newest; None if there was none. A directory without a manifest counts only if `latest` (or
     `load_tag`) names it: then upstream or DeepSpeed wrote it. A `latest` that names no checkpoint is a problem, too.
     Raises OSError if the directory itself cannot be read.
     """
 
     def __init__(self, load_dir: Path, load_tag: str | None, known: Known | None = None) -> None:
         self.problems: list[str] = []
+        self.unanswered: OSError | None = None
         self._known = known or Known()
         self._left: list[Listed] = []
         self._bare: list[Path] = []  # directories of a step without a manifest
@@ -405,7 +407,7 @@ class Search:
         try:
             manifest = Manifest.of(one.directory)
         except (OSError, ValueError) as exc:
-            return None, self.reject(_cannot_be_used(one.directory, exc))
+            return None, self.reject(self._cannot_be_used(one.directory, exc))
         return Candidate(one.directory, manifest.tag, manifest.step, manifest), []
 
     def reject(self, why: str) -> list[str]:
@@ -427,7 +429,7 @@ class Search:
             try:
                 listed = _listed(directory, self._known)
             except (OSError, ValueError) as exc:
-                problems.append((directory.name, _cannot_be_used(directory, exc)))
+                problems.append((directory.name, self._cannot_be_used(directory, exc)))
             else:
                 self._left += listed
         with_manifest = {one.directory for one in self._left} | {load_dir / tag for tag, _ in problems}
@@ -436,7 +438,7 @@ class Search:
             try:
                 self._left += _foreign(load_dir, tag)
             except OSError as exc:
-                problems.append((tag, _cannot_be_used(load_dir / tag, exc)))
+                problems.append((tag, self._cannot_be_used(load_dir / tag, exc)))
         self._bare = [p for p in directories if p not in with_manifest and names.step_of(p.name) is not None]
         if load_tag is not None:
             self._left = [one for one in self._left if one.tag == load_tag]
@@ -451,6 +453,11 @@ class Search:
         self.problems = [what for _, what in problems + unreadable] + passed_over
         if latest is not None and latest not in known and _read_latest(load_dir)[0] == latest:
             self.problems.append(names_nothing(load_dir, latest))
+
+    def _cannot_be_used(self, directory: Path, error: Exception) -> str:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            self.unanswered = error
+        return _cannot_be_used(directory, error)
 
     def _passed_over(self) -> list[str]:
         """A problem for each directory without a manifest whose step is newer than all that may be loaded, once each.

@@ -98,7 +98,7 @@ def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> boo
 
     False if the flags themselves resume --save: then there is nothing to decide. Without any flag of a first start a
     checkpoint of a run that began from iteration 0 may be anybody's, so the launcher must say, too, that it starts the
-    job again. Raises OSError if --save cannot be listed, ObjectStoreError.
+    job again. Raises as `newest_manifest`.
     """
     if not has_first_start(options) or options.checkpoint_engine == "none":
         return False
@@ -123,8 +123,8 @@ def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
 def began(options: CheckpointConfig) -> FirstStart:
     """How the run of this start began, for the manifests of its checkpoints.
 
-    One that resumes --save by --load goes on with the run whose checkpoint was committed there last. Raises OSError if
-    --save cannot be listed, ObjectStoreError.
+    One that resumes --save by --load goes on with the run whose checkpoint was committed there last. Raises as
+    `newest_manifest`.
     """
     mine = first_start(options)
     if mine.flags or not resumes(options):
@@ -139,7 +139,11 @@ def is_started_again(env: Mapping[str, str]) -> bool:
 
 
 def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
-    """That of the checkpoint in --save that was committed last, of those whose manifest can be read."""
+    """That of the checkpoint in --save that was committed last, of those whose manifest can be read.
+
+    Raises OSError if --save cannot be listed, or if there is none and storage did not answer for one: whether this run
+    has saved it is then not known. Raises ObjectStoreError.
+    """
     if options.save is None:
         return None
     if is_uri(options.save):
@@ -152,6 +156,8 @@ def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
         candidate, _ = search.next()
         if candidate is not None and candidate.manifest is not None:
             return candidate.manifest
+    if search.unanswered is not None:
+        raise search.unanswered
     return None
 
 

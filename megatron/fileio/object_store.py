@@ -122,7 +122,7 @@ class Bucket:
             known.ConnectionError,
             known.IncompleteReadError,
             _TruncatedError,
-            _parser_error(),  # of an answer that was cut or altered
+            *_errors_in_answers(),
             OSError,
         )
 
@@ -524,10 +524,12 @@ class _TruncatedError(RuntimeError):
     """Fewer bytes came than the store had announced."""
 
 
-def _parser_error() -> type[Exception]:
+def _errors_in_answers() -> tuple[type[Exception], ...]:
+    """Of an answer that was cut or altered, and of a connection that is lost in the midst of one."""
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError  # a body is read from urllib3's stream: botocore wraps none of these there
 
-    return ResponseParserError
+    return ResponseParserError, HTTPError
 
 
 def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from megatron.checkpointing.first_start import (
     passed_over,
 )
 from megatron.config import CheckpointConfig, ConfigError
+from tests.faults.injection import Fault, Traced, faults_at, run_traced
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
 AGAIN = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}]
@@ -188,3 +189,28 @@ def test_links_to_one_place_are_one_place(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("pretrained")
     saved_by(options(tmp_path / "run", tmp_path / "pretrained"))
     assert goes_on(options(tmp_path / "run", tmp_path / "link"))
+
+
+def test_storage_that_does_not_answer_makes_no_first_start(tmp_path: Path) -> None:
+    """The run would begin again over its own checkpoints, or save others under another beginning."""
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    pretrained.mkdir()
+    mine = options(save, pretrained, finetune=True)
+    resumed = options(save, save)
+    saved_by(mine)
+    assert goes_on(mine) and began(resumed) == first_start(mine)
+
+    def work() -> tuple[bool, FirstStart] | str:
+        try:
+            return goes_on(mine), began(resumed)
+        except OSError as error:
+            return str(error)
+
+    def run(fault: Fault | None) -> Traced:
+        return run_traced(work, lambda path: f"{path}/".startswith(f"{save}/"), fault)
+
+    for faults in faults_at(run(None).calls):
+        for fault in (fault for fault in faults if fault.effect == "EIO"):
+            found = run(fault)
+            told = isinstance(found.result, str) and "Input/output error" in found.result
+            assert told or found.result == (True, first_start(mine)), f"{fault} ({found.hit}): {found.raised}"

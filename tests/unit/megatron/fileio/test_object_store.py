@@ -19,6 +19,7 @@ from megatron.fileio.files import DamagedFileError
 from megatron.fileio.object_parts import MIB, download_requests, range_bytes, range_requests, upload_requests
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
+from tests.faults.injection import Fault, Traced, run_traced
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 from tools.restart_drill.storage_proxy import BUCKET_REGION
 
@@ -58,6 +59,30 @@ def once(method: str, part: str, what: str, times: int = 1) -> Callable[[Request
         return None
 
     return fault
+
+
+@pytest.mark.parametrize("effect", ["ECONNRESET", "ETIMEDOUT", "short"])
+def test_a_connection_that_is_lost_within_an_answer_is_another_attempt(server: Server, effect: str) -> None:
+    content = LARGE[:MIB]
+    with environment_of(server.environment()):
+        Bucket(BUCKET).create("lost/one", content)
+        unused = Bucket(BUCKET)  # its connections are made by those that are forked
+
+    def get() -> tuple[bool, int]:
+        return unused.get("lost/one", MIB)[0] == content, unused.traffic.retries
+
+    def run(fault: Fault | None) -> Traced:
+        return run_traced(get, lambda path: False, fault, sockets=True)
+
+    received = run(None).calls.count("receive")
+    assert received > 3
+    retried = 0
+    for number in range(1, received + 1):
+        found = run(Fault("receive", number, effect))
+        assert found.raised is None, f"{number}, {found.hit}: {found.raised}"
+        assert found.result[0]
+        retried += found.result[1]
+    assert (retried > 0) == (effect != "short")
 
 
 def test_conditional_writes(bucket: Bucket) -> None:
