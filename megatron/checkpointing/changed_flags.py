@@ -143,8 +143,8 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "storage_cache storage_deadline allow_other_checkpoints library_options",
         "it says what this launch loads, and how":
             "override_opt_param_scheduler use_checkpoint_opt_param_scheduler load load_tag no_load_optim no_load_rng "
-            "no_load_lr_state finetune exit_on_missing_checkpoint allow_start_over start_over load_timeout "
-            "prefetch_on_start prefetch_limit verify_checkpoint universal_checkpoint reset_iteration",
+            "no_load_lr_state finetune exit_on_missing_checkpoint allow_start_over start_over on_repeated_error "
+            "load_timeout prefetch_on_start prefetch_limit verify_checkpoint universal_checkpoint reset_iteration",
     },
 }  # fmt: skip
 

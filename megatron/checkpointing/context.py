@@ -50,6 +50,7 @@ class RunContext:
     prefetch: Prefetch | None = None  # of --prefetch-on-start
     # The owner of --save before this start of the ranks was an earlier start of this launch: nobody saved in between.
     follows_itself: bool = False
+    generation: int = 0  # of the hold on --save of this start
     early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none
     ahead: Ahead | None = None  # of a standby rank with --standby-load
     first_start: FirstStart = FirstStart()  # how the run began, for the manifests of its checkpoints

@@ -46,7 +46,8 @@ examples:
   DRY_RUN=1 bash examples_deepspeed/restart_bench/run_7b_tp4_pp2.sh
       prints the flags of a preset
 
-exit status: 0 trained to the end or to a planned exit, 1 failed, 2 wrong flags or inputs; see docs/resuming.md
+exit status: 0 trained to the end or to a planned exit, 1 failed, 2 wrong flags or inputs, 65 the same error at
+the same iteration in three starts in a row; see docs/resuming.md
 """
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -311,7 +312,7 @@ def rank_of(env: Mapping[str, str]) -> int:
 
 
 def exit_with(error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True) -> NoReturn:
-    """End the process with exit code 2; rank 0 prints the error, the others print nothing and end later.
+    """End the process with exit code 2, or the error's own; rank 0 prints the error, the others nothing, and end later.
 
     If the error may concern one node only (its files, its disk), another rank that still runs after the wait
     (OTHER_RANKS_WAIT_S if `wait_s` is None) prints it, too: rank 0 has not seen it then.
@@ -322,7 +323,7 @@ def exit_with(error: Exception, rank: int, wait_s: float | None = None, *, every
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif not every_rank_sees_it:
         print(f"error on rank {rank}, {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(EXIT_CODE)
+    raise SystemExit(getattr(error, "exit_code", EXIT_CODE))
 
 
 def parse_or_exit(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:

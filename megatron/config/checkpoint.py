@@ -84,6 +84,12 @@ class CheckpointConfig(FlagGroup):
     allow_other_checkpoints: bool = flag(
         False, "save into a --save that holds checkpoints which this run does not resume from", needs="save"
     )
+    on_repeated_error: str = flag(
+        "stop",
+        "when the same error has ended three starts in a row at the same iteration; stop: end with exit code 65 and "
+        "name the checkpoint and the iteration; back: go on from the checkpoint before, once; retry: go on",
+        choices=("stop", "back", "retry"),
+    )
     checkpoint_engine: str = flag("torch", "how checkpoint files are written; an unknown name lists the engines")
     checkpoint_durability: str = flag(
         "fsync", "fsync: a committed checkpoint survives a power loss; none: as upstream", choices=("fsync", "none")

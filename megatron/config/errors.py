@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+REPEATED = 65
+"""Exit code of a start that would end with the error of the starts before it: EX_DATAERR of sysexits.h."""
+
 
 class ConfigError(ValueError):
     """A flag, a file or a combination that cannot be run; the message says which, its value and the fix."""

@@ -421,7 +421,7 @@ class Agent:
         at_ns = now_ns()
         current = self._current
         if current is None or current.number != message["generation"]:
-            self._connection.send("ended", generation=message["generation"], failures=[], refused=False)
+            self._connection.send("ended", generation=message["generation"], failures=[], refused=0)
             return
         # Without the ranks of a lost node no rank can finish a step or a save: there is nothing to wait for.
         current.ranks.end(signal.SIGKILL if message["kill"] else signal.SIGTERM, self._plan.shutdown_timeout_s)

@@ -45,8 +45,8 @@ examples:
       and the same on the other node with --node-rank 1: no coordinator, and no restarts
 
 exit status: 0 every rank ended with 0; 1 a rank failed or a node was lost, and no restart was left; 2 wrong command
-line, no rank could be started, or ranks refused their input (exit code 2), which is not retried; 128 + N stopped by
-signal N
+line, no rank could be started, or ranks refused their input (exit code 2), which is not retried; 65 the starts before
+ended with the same error at the same iteration (exit code 65), which is not retried; 128 + N stopped by signal N
 """
 _COORDINATOR_EPILOG = """\
 Start it where the launch is typed, and `restart-launch --coordinator HOST:PORT --node-rank N ...` with the same script

@@ -30,7 +30,7 @@ from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunch
 from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
-from megatron.launch.supervise import COULD_NOT_RUN, FAILED, NOT_AGAIN, say, stop_signals
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals, why_not_again
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import COORDINATOR
 from megatron.net.listening import listen_for_hosts
@@ -81,7 +81,7 @@ class _Agent:
     place: int | None = None
     in_generation: bool = False  # a member whose ranks have not ended
     failures: list[str] = field(default_factory=list)
-    refused: bool = False  # a rank of this node refused its input
+    refused: int = 0  # as megatron.launch.ranks.Ranks has it, of this node
     unfit: str | None = None  # why its host is not to be used again
     expects: int | None = None  # of a spare: whose place it was told to prepare for
     instance: str = ""  # tells its process from another one that was given the same number
@@ -481,7 +481,7 @@ class Coordinator:
         for place, agent in enumerate(members):
             if self._generation > 0 and agent.place is None:
                 say(f"{agent} takes the place of node rank {place}")
-            agent.place, agent.in_generation, agent.failures, agent.refused = place, True, [], False
+            agent.place, agent.in_generation, agent.failures, agent.refused = place, True, [], 0
         members[0].connection.send("serve", generation=self._generation)
 
     def _start_ranks(self) -> None:
@@ -532,13 +532,13 @@ class Coordinator:
         if self._stopped_by is not None:
             return 128 + self._stopped_by
         # A rank on an unfit host, as one that lost its GPU, also ends with exit code 2: its input is not wrong.
-        refused = any(agent.refused and agent.unfit is None for agent in self._members)
+        refused = max((agent.refused for agent in self._members if agent.unfit is None), default=0)
         final = self._refusals.final(refused)
         if self._generation >= self._launch.max_restarts:
-            return COULD_NOT_RUN if refused else FAILED
+            return refused or FAILED
         if final:
-            say(f"the launch ends: {NOT_AGAIN}")
-            return COULD_NOT_RUN
+            say(f"the launch ends: {why_not_again(refused)}")
+            return refused
         self._state, self._since = "gathering", time.monotonic()
         return self._gather()
 

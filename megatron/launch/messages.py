@@ -40,7 +40,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "unfit": {"generation": int, "why": str},  # -1: of a host on which no ranks run
     "ended": {
         "generation": int, "failures": list,
-        "refused": bool,  # a rank of that node refused its input
+        "refused": int,  # as megatron.launch.ranks.Ranks has it
     },
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.config.arguments import EXIT_CODE as REFUSED
+from megatron.config.errors import REPEATED
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
 from restart_trace.startup import Preload
@@ -22,7 +23,8 @@ class Ranks:
 
     running: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    refused: bool = False  # a rank ended with exit code 2: it refused its input
+    # Exit code of a rank that refused to start: 2, its input; 65, as the starts before ended with one error; 0: none.
+    refused: int = 0
     ended_by: int | None = None  # the first signal by which they are being ended
     deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
 
@@ -69,7 +71,8 @@ class Ranks:
             if not exited or ended.si_status:
                 _send_to_group(pid, signal.SIGKILL)  # while it is not reaped, the number is no other's
                 how = f"exit code {ended.si_status}" if exited else f"ended by {signal.Signals(ended.si_status).name}"
-                self.refused = self.refused or (exited and ended.si_status == REFUSED)
+                if exited and ended.si_status in (REFUSED, REPEATED):
+                    self.refused = max(self.refused, ended.si_status)
                 self.failures.append(f"rank {rank} (pid {pid}): {how}")
             os.waitpid(pid, 0)
             del self.running[pid]
@@ -79,15 +82,16 @@ class Refusals:
     """Decides after each failed start whether its refusal is final, that is whether another start would be refused too.
 
     A refusal of the first start means wrong input. Later it is more likely that a host or the storage has changed,
-    perhaps only for a moment, so that there is one more start. See docs/decisions.md.
+    perhaps only for a moment, so that there is one more start. The same error at the same step is always final. See
+    docs/decisions.md.
     """
 
     def __init__(self) -> None:
         self._before = True
 
-    def final(self, refused: bool) -> bool:
-        """`refused`: whether a rank of the start that has failed refused its input."""
-        final, self._before = refused and self._before, refused
+    def final(self, refused: int) -> bool:
+        """`refused`: as Ranks has it, of the start that has failed."""
+        final, self._before = refused == REPEATED or (refused != 0 and self._before), refused != 0
         return final
 
 

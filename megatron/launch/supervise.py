@@ -24,7 +24,6 @@ from restart_trace.startup import Preload
 
 FAILED = 1
 COULD_NOT_RUN = 2
-NOT_AGAIN = "refused input is not retried"
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -35,6 +34,11 @@ def stop_signals(arguments: Sequence[str]) -> frozenset[signal.Signals]:
     """
     words = {word.rpartition("=")[2] for word in arguments}
     return _STOP_SIGNALS | {signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if signum.name in words}
+
+
+def why_not_again(refused: int) -> str:
+    """Why ranks that refused with this exit code are not started again."""
+    return "refused input is not retried" if refused == COULD_NOT_RUN else "a repeated error is not retried"
 
 
 def supervise(plan: Plan, preloaded: Preload) -> int:
@@ -94,9 +98,9 @@ def _outcome(
         return 128 + stopped_by
     final, none_left = refusals.final(ranks.refused), restart == plan.max_restarts
     said = ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else "")
-    say(said + (f"; {NOT_AGAIN}" if final and not none_left else ""))
+    say(said + (f"; {why_not_again(ranks.refused)}" if final and not none_left else ""))
     if final or none_left:
-        return COULD_NOT_RUN if ranks.refused else FAILED
+        return ranks.refused or FAILED
     return None
 
 

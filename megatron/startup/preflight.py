@@ -55,6 +55,7 @@ class Checked(NamedTuple):
 
     vocabulary: Vocabulary
     later_start: bool  # --save holds checkpoints of this run, from which it goes on
+    back_to: str | None  # an older checkpoint in --save, by --on-repeated-error
 
 
 def check_before_imports(config: Config) -> Checked:
@@ -69,14 +70,15 @@ def check_before_imports(config: Config) -> Checked:
     check_engine_name(config.checkpoint.checkpoint_engine)
     with store_refusals(config):
         later = is_later_start(config)
-        config = of_later_start(config) if later else config
+        back_to = goes_back_to(config, later)
+        config = of_this_start(config, later, back_to)
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
         check_not_lost(config)
         check_copies(config)
         vocab_size, eod = check_inputs(config)
         padded = check_newest(config, Layout(*config.parallel.sizes), vocab_size)
-        return Checked(Vocabulary(vocab_size, padded, eod), later)
+        return Checked(Vocabulary(vocab_size, padded, eod), later, back_to)
 
 
 def check_not_lost(config: Config) -> None:
@@ -133,11 +135,25 @@ def _reads_save(config: Config) -> Iterator[None]:
         ) from error
 
 
-def of_later_start(config: Config) -> Config:
-    """`config` without what describes the first start of the run: it goes on from --save."""
+def goes_back_to(config: Config, later: bool) -> str | None:
+    """The checkpoint in --save that --on-repeated-error goes back to, if there is reason to. `later`: is_later_start.
+
+    Raises: RepeatedErrorError if an error that has ended several starts would end this one; ConfigError as above.
+    """
+    from megatron.checkpointing.repeated_errors import checkpoint_before
+
+    with _reads_save(config):
+        return checkpoint_before(of_this_start(config, later, None).checkpoint)
+
+
+def of_this_start(config: Config, later: bool, back_to: str | None) -> Config:
+    """`config` without what describes the first start of the run, if it goes on from --save; and of that checkpoint."""
     from megatron.checkpointing.first_start import later_start
 
-    return dataclasses.replace(config, checkpoint=later_start(config.checkpoint))
+    options = later_start(config.checkpoint) if later else config.checkpoint
+    if back_to is not None:
+        options = dataclasses.replace(options, load_tag=back_to)
+    return config if options is config.checkpoint else dataclasses.replace(config, checkpoint=options)
 
 
 def check_without_writing(config: Config, *, with_data: bool) -> None:

@@ -78,6 +78,7 @@ def build_checkpointer(
         checkpoint_engine=engine,
         prefetch=prefetch,
         follows_itself=follows_itself,
+        generation=generation,
         early_copy=early_copy,
         ahead=None if loads is None else loads.ahead,
         first_start=begins,

@@ -50,7 +50,7 @@ def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
             watch.wait_if_called()
             return str(error)
         where = f"the agreement of all ranks {_activity(frames)}"
-    elif isinstance(error, RuntimeError) and _TRANSPORT.search(text):
+    elif comes_from_another_rank(error):
         where = f"{_operation(frames)} {_activity(frames)}"
     else:
         return None
@@ -58,13 +58,19 @@ def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
     if has_timed_out(error):
         missing = watch.verdict(where)
         return f"{where} waited longer than {flag}: {missing}. See to it before you restart, or raise the flag"
-    if _CONNECTION_LOST.search(text):
-        watch.wait_if_called()
-        return (
-            f"{where} lost the connection to another rank, which has ended: see the message of that rank; a rank that "
-            f"waits longer than {flag} ends, and so do the ranks that wait for it ({text[:_PEER_LENGTH]})"
-        )
-    return None
+    watch.wait_if_called()
+    return (
+        f"{where} lost the connection to another rank, which has ended: see the message of that rank; a rank that "
+        f"waits longer than {flag} ends, and so do the ranks that wait for it ({text[:_PEER_LENGTH]})"
+    )
+
+
+def comes_from_another_rank(error: BaseException) -> bool:
+    """Whether `error` only means that another rank does not answer, or has ended: not what is wrong itself."""
+    text = _text(error)
+    of_transport = isinstance(error, RuntimeError) and _TRANSPORT.search(text) is not None
+    lost = _TIMED_OUT.search(text) or _CONNECTION_LOST.search(text)
+    return isinstance(error, AgreementLostError) or (of_transport and lost is not None)
 
 
 def has_timed_out(error: BaseException) -> bool:

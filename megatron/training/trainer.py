@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.checkpointing.object_storage.ownership import ObjectOwnership
     from megatron.checkpointing.ownership import Ownership
     from megatron.checkpointing.prefetch import Prefetch
+    from megatron.checkpointing.repeated_errors import StepErrors
     from megatron.checkpointing.state import Progress
     from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.initialize import Runtime
@@ -62,6 +63,7 @@ class Trainer:
     log: TrainingLog
     statistics: TrainingStatistics
     profiler: StepProfiler
+    errors: StepErrors
 
 
 def pretrain(
@@ -74,8 +76,8 @@ def pretrain(
     """Train as the command line says. Returns the exit code.
 
     0: trained to the end; 1: the last checkpoint could not be saved, or another rank did not answer; 2: the command
-    line, the data or the checkpoint cannot be used, as the message says. `entered_ns`: when the program's own code
-    began (monotonic, ns).
+    line, the data or the checkpoint cannot be used, as the message says; 65: the same error has ended the starts before
+    (megatron.checkpointing.repeated_errors). `entered_ns`: when the program's own code began (monotonic, ns).
     """
     config = parse_or_exit()
     end_with_launcher(os.environ, config.training.stops_at)
@@ -90,7 +92,7 @@ def pretrain(
 
     beginning = _Start(config, entered_ns)
     try:
-        vocabulary, beginning.later_start = once_per_host(
+        vocabulary, beginning.later_start, beginning.back_to = once_per_host(
             functools.partial(check_before_imports, config),
             os.environ,
             60 * config.parallel.distributed_timeout_minutes,
@@ -126,12 +128,14 @@ class _Start:
     """The first part of a start: claims --save, opens the trace and starts the prefetch, in `begin`.
 
     A standby rank begins when it is released: its work before that is not part of a restart, and is not recorded.
-    `later_start`: --save holds checkpoints of this run, so the flags of its first start are passed over.
+    `later_start`: --save holds checkpoints of this run, so the flags of its first start are passed over. `back_to`: the
+    older one of them that --on-repeated-error goes back to.
     """
 
     def __init__(self, config: Config, entered_ns: int) -> None:
         self._config = config
         self.later_start = False
+        self.back_to: str | None = None
         self.begun_ns = process_start_ns() or entered_ns
         self._entered_ns = entered_ns
         self.recorder: Recorder = untraced_recorder()
@@ -146,22 +150,23 @@ class _Start:
         Raises CheckpointError, ConfigError, OSError or ValueError.
         """
         from megatron.checkpointing.prefetch import start_prefetch
-        from megatron.startup.preflight import is_later_start
+        from megatron.startup.preflight import goes_back_to, is_later_start
 
         self.ownership = _claim_save_directory(self._config)
         self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
         self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
             self.later_start = is_later_start(self._config)
+            self.back_to = goes_back_to(self._config, self.later_start)
         self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
 
     @property
     def config(self) -> Config:
         """Of this start, as this rank sees --save; `agreed` is that of all ranks."""
-        from megatron.startup.preflight import of_later_start
+        from megatron.startup.preflight import of_this_start
 
-        return of_later_start(self._config) if self.later_start else self._config
+        return of_this_start(self._config, self.later_start, self.back_to)
 
     def first_start(self) -> FirstStart:
         """How the run began, as the manifests keep it, which rank 0 writes. Raises ConfigError."""
@@ -174,7 +179,7 @@ class _Start:
         """The configuration of this start, as rank 0 decides; collective."""
         from megatron.checkpointing.first_start import passed_over
 
-        self.later_start = control.broadcast(self.later_start)
+        self.later_start, self.back_to = control.broadcast((self.later_start, self.back_to))
         if self.later_start and control.rank == 0:
             logger.info("%s", passed_over(self._config.checkpoint))
         return self.config
@@ -259,10 +264,22 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     try:
         train(trainer)
     except BaseException as error:
+        if _is_its_own(error):
+            trainer.errors.note(error, trainer.progress.iteration + 1)
         if not has_timed_out(error):  # otherwise a pending save would wait for the same rank
             trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
+
+
+def _is_its_own(error: BaseException) -> bool:
+    """Whether the training itself went wrong: not another rank, --save, or somebody who ends this process."""
+    from megatron.checkpointing.engines.errors import CheckpointError
+    from megatron.startup.injected_faults import InjectedFault
+    from megatron.training.lost_ranks import comes_from_another_rank
+
+    of_others = isinstance(error, (CheckpointError, ConfigError, InjectedFault)) or comes_from_another_rank(error)
+    return isinstance(error, Exception) and not of_others
 
 
 class _Providers(NamedTuple):
@@ -362,6 +379,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.input_files import input_contents
     from megatron.checkpointing.naming import layer_file
+    from megatron.checkpointing.repeated_errors import StepErrors
     from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron
@@ -432,6 +450,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
             StepProfiler(config),
+            StepErrors(config.checkpoint.save, checkpointer.context.generation, progress.iteration, control.rank),
         )
 
 
@@ -573,6 +592,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     trainer.profiler.end_step(progress.iteration)
     trainer.startup.iteration_done(progress.iteration, loop_start, end)
     trainer.recorder.iteration(progress.iteration, start, end, loss)
+    trainer.errors.passed(progress.iteration)
     skipped = engine.skipped_steps > skipped_before
     statistics = trainer.statistics.measure(progress.iteration)
     took_s = (end - start) / 1e9

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.commit import Manifest, write_manifest
+from megatron.checkpointing.repeated_errors import STARTS, StepErrors
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.light_starts import IMPORTS, light_starts
@@ -153,6 +154,7 @@ ACCEPTED = {
         "--save {tmp}/save --save-interval 1 --keep-last 1 --no-save-optim --no-save-rng --checkpoint-engine lazy "
         "--checkpoint-durability none --host-cache-size 0.1 --io-threads 1 --io-block-size 4 --direct-io off "
         "--checksum none --verify-restored-state --take-over --allow-other-checkpoints --start-over again "
+        "--on-repeated-error retry "
         "--recompute-activations --restart-trace-probes-interval 0.5",
         exact=True,
     ),
@@ -394,7 +396,17 @@ def _converted(run: Path, saved: Saved) -> None:
     (run / "latest_universal").write_text(universal.name)
 
 
+def _failed(run: Path, saved: Saved) -> None:
+    (run / ".generations").mkdir(exist_ok=True)
+    for generation in range(STARTS):
+        StepErrors(str(run), generation, 2, 0).note(ValueError("a damaged sample"), 3)
+
+
 LIGHT = [
+    Case(
+        "three starts in a row have ended with the same error at the same iteration", "--save {run} --save-interval 1",
+        _failed, "--on-repeated-error retry",
+    ),
     Case(
         "`--save` holds checkpoints of another run", "!--load --save {run} --save-interval 1",
         _begun_elsewhere, "--allow-other-checkpoints",
@@ -451,8 +463,9 @@ def test_what_directories_hold_is_refused_before_the_imports(saved: Saved, tmp_p
     for case in LIGHT:
         row = OF_DIRECTORIES[case.row]
         refused, allowed = next(found), next(found)
-        told_by = refused if row.happens == "refused" else allowed
-        assert (refused.exit_code, allowed.exit_code) == (2, IMPORTS), (case.row, refused, allowed)
+        told_by = refused if row.happens.startswith("refused") else allowed
+        code = int(row.happens.split()[-1]) if "exit code" in row.happens else 2
+        assert (refused.exit_code, allowed.exit_code) == (code, IMPORTS), (case.row, refused, allowed)
         assert row.decided == BEFORE_IMPORTS and all(word in told_by.output for word in row.words), (case.row, told_by)
 
 

@@ -42,7 +42,7 @@ def test_rank_0_decides_for_a_host_that_resolves_links_differently(tmp_path: Pat
     save.mkdir()
     link.symlink_to(save)
     flags: Any = Flags(CheckpointConfig(save=str(save), save_interval=1, load=str(link)))
-    config = _Start(flags, 0).agreed(OfRank1(True))
+    config = _Start(flags, 0).agreed(OfRank1((True, None)))
     assert config.checkpoint.load == str(save)
 
 
