@@ -33,7 +33,7 @@ from megatron.launch.messages import Connection
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import MEETING, connect
 from megatron.net.listening import EVERYWHERE, listen_for_hosts, listen_on
-from megatron.net.secret import VARIABLE, launch_secret
+from megatron.net.secret import VARIABLE, SecretError, launch_secret
 from megatron.processes.source import difference, what_runs
 from restart_trace.command_line import CommandParser
 
@@ -286,6 +286,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do one of the four; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    try:
+        launch_secret()
+    except SecretError as error:
+        print(error)
+        return 1
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.action == "tell":
         print(json.dumps(asdict(tell(args.place, args.address, args.port))))

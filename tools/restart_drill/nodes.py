@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.net.secret import make_secret
+from megatron.net.secret import SecretError, make_secret
 from restart_trace.clock import now_ns
 
 from .command import FORK
@@ -163,7 +163,10 @@ class LaunchOnNodes(Launch):
         self._errors: dict[int, tuple[int, str]] = {}
         self._spares: set[int] = set()  # numbers of the spare nodes that wait to replace a lost node
         if os.environ.get("LAUNCHER") == FORK:
-            make_secret()  # by which the drill may ask which saves hosts hold; the scripts take it
+            try:
+                make_secret()  # by which the drill may ask which saves hosts hold; the scripts take it
+            except SecretError as error:
+                raise DrillError(str(error)) from None
         super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir

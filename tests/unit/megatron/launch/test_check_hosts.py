@@ -10,9 +10,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from megatron.launch.check_hosts import Host, tell, what_is_wrong
+from megatron.net.secret import VARIABLE
 from megatron.processes.free_port import free_port
-from tests.unit.trace_helpers import ROOT
+from tests.unit.trace_helpers import ROOT, SECRET
 
 SAME = {"torch": "2.13.0"}
 LIMIT_S = 300
@@ -138,6 +141,29 @@ def test_a_host_that_was_refused_ends_the_wait_of_all_others() -> None:
     assert said(second, refused) == [(1, "NODE_RANK=2 is refused: x=1: use 2"), (0, "")]
     assert first.poll() is None
     assert said(meet(3, 4, port), first) == [(1, "NODE_RANK=2 is refused: x=1: use 2")] * 2
+
+
+def test_who_does_not_know_the_secret_ends_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv(VARIABLE, "other" * 8)
+    stranger = refuse(1, 2, port, "mine")
+    monkeypatch.setenv(VARIABLE, SECRET)
+    first = meet(0, 2, port)
+    for line in stranger.stderr or ():  # it has been there, and goes on trying
+        assert "does not know the secret of this launch" in line
+        break
+    assert said(meet(1, 2, port), first) == [(0, "")] * 2
+    stranger.kill()
+    stranger.communicate()
+
+
+def test_without_a_secret_host_0_says_so_and_one_that_is_too_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    alone = meet(0, 2, free_port(), "--timeout", "0.1")
+    assert f"{VARIABLE} is not set: any process that reaches port" in alone.communicate(timeout=LIMIT_S)[1]
+    monkeypatch.setenv(VARIABLE, "short")
+    ((code, text),) = said(meet(0, 2, free_port()))
+    assert code == 1 and text.startswith(f"{VARIABLE}: has 5 characters")
 
 
 def test_host_0_tells_of_its_own_refusal() -> None:
