@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.config import CheckpointConfig
 from megatron.config.arguments import GROUPS
 from megatron.config.data import parse_blend, parse_split
 from megatron.config.errors import ConfigError
@@ -209,6 +210,15 @@ def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: 
         raise CheckpointMismatchError(
             f"--optimizer {mine.optimizer}: {place} was saved with --optimizer {kind}, and the state of one does "
             f"not fit the other; give --optimizer {kind}, or --no-load-optim to go on with a fresh optimizer state"
+        )
+
+
+def check_schedule_is_there(common: Mapping[str, Any], options: CheckpointConfig) -> None:
+    """Raises CheckpointMismatchError if the mp_rank state `common` has no schedule, and one is to be restored."""
+    if common.get("lr_scheduler") is None and not (options.no_load_lr_state or options.finetune):
+        raise CheckpointMismatchError(
+            "the checkpoint holds no state of the learning-rate schedule, which would begin anew: give "
+            "--no-load-lr-state if it should, or load another checkpoint"
         )
 
 

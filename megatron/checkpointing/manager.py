@@ -121,8 +121,10 @@ class Checkpointer:
         progress = (load_from_memory if from_memory else load_newest)(self.context, engine)
         options = self.context.config.checkpoint
         if progress is not None and not (options.finetune or options.reset_iteration):
-            # A save in memory may not be on storage yet, so the end of training saves it again.
-            stored = options.load == options.save and not self.context.checkpoint_engine.keeps_in_memory
+            # A save in memory may not be on storage yet, and a universal checkpoint is none of the run's: the end of
+            # training saves these again.
+            in_save = options.load == options.save and not options.universal_checkpoint
+            stored = in_save and not self.context.checkpoint_engine.keeps_in_memory
             self.last_saved_step = progress.iteration if stored else None
         return progress
 

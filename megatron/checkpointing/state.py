@@ -18,7 +18,7 @@ from deepspeed import __version__ as deepspeed_version
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.adam import convert_adam_state
-from megatron.checkpointing.changed_flags import changes
+from megatron.checkpointing.changed_flags import changes, check_schedule_is_there
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.input_files import input_contents
@@ -215,12 +215,8 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
             logger.warning("changed on resume: %s", line)
     if options.finetune:
         return Progress()
+    check_schedule_is_there(common, options)
     if not options.no_load_lr_state:
-        if common.get("lr_scheduler") is None:
-            raise CheckpointMismatchError(
-                "the checkpoint holds no state of the learning-rate schedule, which would begin anew: give "
-                "--no-load-lr-state if it should, or load another checkpoint"
-            )
         _restore_schedule(engine, common["lr_scheduler"])
     if options.reset_iteration:
         return Progress()

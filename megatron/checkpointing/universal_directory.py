@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpointing import naming as names
+from megatron.checkpointing.changed_flags import check_schedule_is_there
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
@@ -108,6 +109,7 @@ def inspect(options: CheckpointConfig, vocab_size: int) -> UniversalCheckpoint:
             raise CheckpointDamagedError(f"{directory / FIRST_FILE}: missing, or no file of torch.save")
         source = describe(directory, state, universal=True)
         check_vocabulary(directory, source, vocab_size)
+        check_schedule_is_there(state, options)
         training = _training(state)
     with_optimizer = not (options.no_load_optim or options.finetune)
     _check_files(directory, list(STATES.values()) if with_optimizer else [STATES["master"]])

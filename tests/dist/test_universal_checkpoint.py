@@ -139,10 +139,14 @@ def test_a_run_begins_from_it_and_restarts_go_on(
 
 
 def test_weights_alone(models: dict[str, Model], converted: Callable[[str, Layout], Path]) -> None:
-    """--no-load-optim keeps the fp32 weights, and has no moments; --finetune begins with iteration 1."""
+    """--no-load-optim keeps the fp32 weights, and has no moments; --finetune begins with iteration 1.
+
+    In the directory of the universal checkpoint, too, a run that ends at its iteration saves what it has loaded.
+    """
     model = models["llama"]
     load = converted("llama", ALL_THREE)
-    fresh = model.train(SINGLE, "fresh", SAVED, str(load), UNIVERSAL, "--no-load-optim")
+    both = Path(shutil.copytree(load, model.launcher.directory / "both"))
+    fresh = model.train(SINGLE, both.name, SAVED, both.name, UNIVERSAL, "--no-load-optim")
     full = assembled(model.moved(ALL_THREE, SINGLE, "torch"))
     kinds = KINDS[:2]
     assert_same(assembled(fresh, kinds), {key: values for key, values in full.items() if key[0] in kinds})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from megatron.checkpointing.changed_flags import check_optimizer
+from megatron.checkpointing.changed_flags import check_optimizer, check_schedule_is_there
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
@@ -40,9 +40,10 @@ class LayoutLoad(ABC):
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
 
-    def _check_optimizer(self) -> None:
-        """Raises CheckpointMismatchError if `_common` is of a run with another optimizer."""
+    def _check_training(self) -> None:
+        """Raises CheckpointMismatchError if `_common` is of a run with another optimizer, or has no schedule."""
         check_optimizer(self._common["args"], namespace_from_config(self._ctx.config), self._directory)
+        check_schedule_is_there(self._common, self._ctx.config.checkpoint)
 
     @abstractmethod
     def run(self) -> Progress:

@@ -212,7 +212,7 @@ class DirectLoad(LayoutLoad):
             index = SourceIndex(placed)
         kinds = surveyed.kinds or index.kinds()
         self._common = values[0]
-        self._check_optimizer()
+        self._check_training()
         if self._from_masters:
             with reading(self._directory):
                 saved = values[1]["optimizer_state_dict"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpointing.compatibility import check_newest
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
@@ -17,7 +18,7 @@ from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_load
 from tests.dist.harness import ROOT
 from tests.dist.test_upstream_compat import UPSTREAM, UPSTREAM_ARGUMENTS
-from tests.upstream_files import GOLDEN
+from tests.upstream_files import GOLDEN, load_known
 
 HERE = Layout(1, 1, 1)
 TAG = "global_step5_universal"
@@ -73,6 +74,14 @@ def test_another_run_is_refused(load: Path, flags: list[str], why: str) -> None:
 def test_another_vocabulary_is_refused(load: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="its tokenizer has 500 tokens, and this one 501"):
         check_newest(config(load), HERE, 501)
+
+
+def test_a_missing_schedule_is_refused(load: Path) -> None:
+    path = load / TAG / "mp_rank_00_model_states.pt"
+    torch.save(load_known(path) | {"lr_scheduler": None}, path)
+    with pytest.raises(CheckpointMismatchError, match="holds no state of the learning-rate schedule"):
+        check_newest(config(load), HERE, GOLDEN.vocab)
+    assert check_newest(config(load, "--no-load-lr-state"), HERE, GOLDEN.vocab) == GOLDEN.padded
 
 
 def test_a_missing_file_is_named(load: Path) -> None:
