@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 # and an editable install is of a checkout: with the explicit root as its only directory it is one plain path entry.
 # Otherwise setuptools installs an import hook, which every process of a training run would load at start-up.
 INSTALLED_TOOLS = "megatron_restart_tools"
-PRESETS = f"{INSTALLED_TOOLS}.restart_bench"
+SCRIPTS = f"{INSTALLED_TOOLS}.restart_bench.scripts"
 EDITABLE = "editable_wheel" in sys.argv
 OURS = find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*"])
 TOOLS = find_packages(include=["tools", "tools.*"])
@@ -28,9 +28,9 @@ else:
     PACKAGES = [*OURS, *(name.replace("tools", INSTALLED_TOOLS, 1) for name in TOOLS)]
     PACKAGE_DIR = {"": ".", INSTALLED_TOOLS: "tools"}
     REPORT = f"{INSTALLED_TOOLS}.ckpt_analysis.render.html"
-    # The presets, which plan, replay and drill read: a package of scripts alone.
-    PACKAGES.append(PRESETS)
-    PACKAGE_DIR[PRESETS] = "examples_deepspeed/restart_bench"
+    # A package of scripts alone, which start tools.restart_bench.
+    PACKAGES.append(SCRIPTS)
+    PACKAGE_DIR[SCRIPTS] = "examples_deepspeed/restart_bench"
 
 VERSION = re.search(
     r'^__version__ = "(.+)"$', (HERE / "restart_trace" / "version.py").read_text(encoding="utf-8"), re.MULTILINE
@@ -95,7 +95,7 @@ setup(
     package_dir=PACKAGE_DIR,
     package_data={
         REPORT: ["templates/*"],
-        PRESETS: ["*.sh", "launch/*.sh", "models/*.sh", "sweep.py", "sweeps/*.yaml"],
+        SCRIPTS: ["*.sh", "sweep.py", "sweeps/*.yaml"],
         "megatron": ["py.typed"],
         "restart_trace": ["py.typed"],
         "restart_trace.hooks": ["site/*.py"],

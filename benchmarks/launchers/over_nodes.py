@@ -17,16 +17,17 @@ from typing import Any
 
 from benchmarks.launchers.measure import IterationLines
 from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options
-from benchmarks.launchers.variants import ROOT, MeasurementError
+from benchmarks.launchers.variants import MeasurementError
 from restart_trace.clock import now_ns
 from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
+from tools.restart_bench.presets import preset_named
 from tools.restart_drill.launch import DrillError, launched
 from tools.restart_drill.nodes import Nodes, nodes_of
 from tools.restart_drill.preset import command_of
 
 RANKS = 2  # of a host
-_PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
+_PRESET = "tiny_tp2_pp2_dp2"
 _POLL_S = 0.2
 
 
@@ -83,7 +84,9 @@ def preset_command(directory: Path, **settings: object) -> list[str]:
     """
     given = {"LAUNCHER": "fork", "MAX_RESTARTS": 1, "KILL_AT": "none", "WORK_DIR": directory} | settings
     os.environ.update({name: str(value) for name, value in given.items()})
-    return command_of(_PRESET)
+    preset = preset_named(_PRESET)
+    assert preset is not None
+    return command_of(preset)
 
 
 def directories_in(place: Path) -> list[str]:

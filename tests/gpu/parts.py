@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0  # of a part; then what it runs is ended
 ENGINES_HERE = "ENGINES"
 TIMED_ITERATIONS = 12  # of a part that measures the time of an iteration
-_MODEL = ROOT / "tests" / "gpu" / "run_model.sh"
+_FOUR_RANKS = ROOT / "tests" / "gpu" / "four_ranks.hosts"
 FIRST_ENGINES = ("lazy", "torch", "fastpersist-decoupled", "dcp-async")
 OTHER_ENGINES = ("fastpersist", "torchsnapshot", "dcp", "datastates")
 ENGINES = (*FIRST_ENGINES, *OTHER_ENGINES)
@@ -122,13 +122,21 @@ def _python(module: str, *words: str) -> list[str]:
 
 
 def _training(setting: Setting, sizes: Sizes, *extra: str, iterations: int = 1000) -> dict[str, str]:
-    """Settings of run_model.sh. A drill ends the training itself, so it may be long."""
+    """Settings of a preset. A drill ends the training itself, so it may be long."""
     return {
-        "MODEL": sizes.model, "DATA_PATH": str(setting.work / "data" / f"random_{sizes.vocab_size}"),
+        "DATA_PATH": str(setting.work / "data" / f"random_{sizes.vocab_size}"),
         "VOCAB_SIZE": str(sizes.vocab_size), "SEQ_LENGTH": str(sizes.seq_length),
         "MICRO_BATCH": str(sizes.micro_batch), "ITERS": str(iterations), "SAVE_INTERVAL": str(sizes.save_interval),
         "EXTRA_ARGS": " ".join(["--keep-last 1", *extra]), "WORK_DIR": str(setting.work),
     }  # fmt: skip
+
+
+def _preset(sizes: Sizes, tp: int = 1) -> str:
+    return f"{sizes.model}_tp{tp}_pp1"
+
+
+def _train(sizes: Sizes, environment: dict[str, str], tp: int = 1) -> Step:
+    return Step("training", _python("tools.restart_bench", "run", _preset(sizes, tp)), environment)
 
 
 def _data(setting: Setting, sizes: Sizes) -> Step:
@@ -138,13 +146,15 @@ def _data(setting: Setting, sizes: Sizes) -> Step:
     return Step("data", _python("tools.make_synthetic_dataset", *words))
 
 
-def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str, fault: str = "sigkill-all") -> Step:
+def _drill(
+    setting: Setting, part: str, preset: str, environment: dict[str, str], engine: str, fault: str = "sigkill-all"
+) -> Step:
     """A fault, SIGKILL by default, after the first checkpoint; resume, compare losses and every restored tensor."""
     words = ["--fault", fault, "--at", "mid-step", "--no-reference", "--no-analysis", "--until-caught-up"]
     words += ["--quiet", "--time-limit", "240", "--checkpoint-engine", ENGINES_HERE]
     words += [] if setting.rehearsal else ["--cold-cache"]  # the cache of a machine that others use
     words += ["--out", str(setting.out / part / "drill"), "--checkpoints", str(setting.work / "checkpoints")]
-    argv = _python("tools.restart_drill", *words, "--", str(_MODEL))
+    argv = _python("tools.restart_drill", *words, "--", preset)
     return Step("drill", argv, environment, engines=(engine,))
 
 
@@ -177,7 +187,7 @@ def _grow(setting: Setting) -> list[Step]:
 def _launch(setting: Setting) -> list[Step]:
     training = _training(setting, SMALL, iterations=4)
     training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(setting.out / "launch" / "trace"), "LAUNCHER": "fork"}
-    return [_data(setting, SMALL), Step("training", ["bash", str(_MODEL)], training)]
+    return [_data(setting, SMALL), _train(SMALL, training)]
 
 
 def _machine(setting: Setting) -> list[Step]:
@@ -192,7 +202,7 @@ def _machine(setting: Setting) -> list[Step]:
     return [
         Step("machine", _python("tests.gpu.machine", str(directory / "machine.json"))),
         _data(setting, SMALL),
-        Step("training", ["bash", str(_MODEL)], training),
+        _train(SMALL, training),
     ]
 
 
@@ -210,7 +220,7 @@ def _step_time(part: str, micro_batches: int) -> Callable[[Setting], list[Step]]
             "TRACE_DIR": trace,
             "GLOBAL_BATCH": str(micro_batches * sizes.micro_batch),
         }
-        return [_data(setting, sizes), Step("training", ["bash", str(_MODEL)], training)]
+        return [_data(setting, sizes), _train(sizes, training)]
 
     return steps
 
@@ -218,7 +228,10 @@ def _step_time(part: str, micro_batches: int) -> Callable[[Setting], list[Step]]
 def _resume(engine: str) -> Callable[[Setting], list[Step]]:
     def steps(setting: Setting) -> list[Step]:
         sizes = setting.sizes
-        return [_data(setting, sizes), _drill(setting, f"resume-{engine}", _training(setting, sizes), engine)]
+        return [
+            _data(setting, sizes),
+            _drill(setting, f"resume-{engine}", _preset(sizes), _training(setting, sizes), engine),
+        ]
 
     return steps
 
@@ -248,24 +261,24 @@ def _pytest(part: str, *chosen: str) -> Callable[[Setting], list[Step]]:
 
 def _fork(setting: Setting) -> list[Step]:
     environment = _training(setting, SMALL) | {"LAUNCHER": "fork"}
-    return [_data(setting, SMALL), _drill(setting, "fork", environment, "lazy")]
+    return [_data(setting, SMALL), _drill(setting, "fork", _preset(SMALL), environment, "lazy")]
 
 
 def _shared_gpu(setting: Setting) -> list[Step]:
-    return [_data(setting, SMALL), _drill(setting, "shared-gpu", _four_ranks(setting), "lazy")]
+    return [_data(setting, SMALL), _drill(setting, "shared-gpu", _preset(SMALL, 2), _four_ranks(setting), "lazy")]
 
 
 def _four_ranks(setting: Setting, iterations: int = 1000) -> dict[str, str]:
     """NCCL refuses two ranks on one device; gloo does not, and has no point-to-point operations for CUDA tensors."""
     training = _training(setting, SMALL, "--distributed-backend gloo --deterministic on", iterations=iterations)
-    return training | {"TP": "2", "DP": "2", "SHARED_GPU": "4", "LAUNCHER": "fork"}
+    return training | {"DP": "2", "HOSTFILE": str(_FOUR_RANKS), "LAUNCHER": "fork"}
 
 
 def _sequence_parallel(setting: Setting) -> list[Step]:
     """A training alone: what a resume adds is the same as in `shared-gpu`."""
     training = _four_ranks(setting, iterations=4) | {"SEQUENCE_PARALLEL": "1", "ENGINE": "none"}
     training |= {"TRACE_DIR": str(setting.out / "sequence-parallel" / "trace")}
-    return [_data(setting, SMALL), Step("training", ["bash", str(_MODEL)], training)]
+    return [_data(setting, SMALL), _train(SMALL, training, 2)]
 
 
 def _reshard(setting: Setting) -> list[Step]:
@@ -280,13 +293,16 @@ def _reshard(setting: Setting) -> list[Step]:
 def _memory(setting: Setting) -> list[Step]:
     """Asked like other engines it would refuse: only ranks of megatron.launch can save with it."""
     environment = _training(setting, SMALL) | {"LAUNCHER": "fork"}
-    drill = _drill(setting, "memory", environment, "memory")
+    drill = _drill(setting, "memory", _preset(SMALL), environment, "memory")
     argv = ["memory" if word == ENGINES_HERE else word for word in drill.argv]
     return [_data(setting, SMALL), replace(drill, argv=argv, engines=())]
 
 
 def _device_error(setting: Setting) -> list[Step]:
-    return [_data(setting, SMALL), _drill(setting, "device-error", _training(setting, SMALL), "lazy", "device-error")]
+    return [
+        _data(setting, SMALL),
+        _drill(setting, "device-error", _preset(SMALL), _training(setting, SMALL), "lazy", "device-error"),
+    ]
 
 
 def _overhead(setting: Setting) -> list[Step]:

@@ -45,6 +45,7 @@ from tests.gpu.predictions import table
 from tests.gpu.runner import FAILED, PASSED, TierError, publish, run_part
 from tools.ckpt_replay.options import parse_arguments as parse_replay
 from tools.make_synthetic_dataset import parse_arguments as parse_dataset
+from tools.restart_bench.presets import preset_named
 from tools.restart_drill.cli import parse_arguments as parse_drill
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +98,12 @@ def test_every_engine_that_writes_is_drilled() -> None:
 
 
 def flags_of(step: Step, place: Setting, *more: str) -> list[str]:
-    """Of pretrain_gpt.py, as the step's script gives them."""
+    """Of pretrain_gpt.py, as the step's preset gives them."""
     # Without an interpreter, with which a dry run would check that the dataset of an earlier step is there
     shown = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": "/none"}
     environment = os.environ | place.environment() | step.environment | shown
-    script = step.argv[-1]
-    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "tools.restart_bench", "run", step.argv[-1]]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout.splitlines()[-1])
     program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
@@ -119,8 +120,10 @@ def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tm
     for step in part.steps(place):
         engine = step.engines[0] if step.engines else step.environment.get("ENGINE", "torch")
         argv = [",".join(step.engines) if word == ENGINES_HERE else word for word in step.argv]
-        if argv[0] == "bash" or "tools.restart_drill" in argv:
-            world_size = int(step.environment.get("TP", 1)) * int(step.environment.get("DP", 1))
+        if {"tools.restart_bench", "tools.restart_drill"} & set(argv):
+            preset = preset_named(argv[-1])
+            assert preset is not None
+            world_size = preset.tp * int(step.environment.get("DP", 1))
             flags = flags_of(step, place, "--checkpoint-engine", engine, "--allow-injected-faults")
             config = config_from_args(parse_args(flags), {"RANK": "0", "WORLD_SIZE": str(world_size)})
             assert config.checkpoint.checkpoint_engine == engine
@@ -129,7 +132,8 @@ def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tm
         if argv[0] == sys.executable and argv[2] in PARSERS:
             PARSERS[argv[2]](argv[3:])
         else:
-            assert argv[0] == "bash" or argv[2] in (
+            assert argv[2] in (
+                "tools.restart_bench",
                 "pip",
                 "pytest",
                 "tests.gpu.machine",

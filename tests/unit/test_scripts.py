@@ -18,6 +18,8 @@ from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run,
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
 from tools.ckpt_replay.plan import CONNECTOR, RAW
+from tools.restart_bench.cli import main
+from tools.restart_bench.settings import DECLARATIONS
 from tools.restart_drill.cli import parse_arguments as parse_arguments_of_drill
 from tools.restart_drill.own_shm import may_mount
 
@@ -209,7 +211,7 @@ def test_a_dry_run_shows_the_plan_of_its_own_settings(tmp_path: Path) -> None:
         "DURABLE_TARGET": "20",
     }
     settings |= {
-        "SEQ_LENGTH": "100000",
+        "SEQ_LENGTH": "120000",
         "ENGINE": "lazy",
         "EXTRA_ARGS": "--keep-last 2",
         "WORK_DIR": str(tmp_path / "work"),
@@ -220,7 +222,7 @@ def test_a_dry_run_shows_the_plan_of_its_own_settings(tmp_path: Path) -> None:
     assert "the fullest device, rank 0: " in done.stderr
     assert done.stderr.count("; fits 80 GB, does not fit 40 GB\n") == 1
     shown = re.search(r"^(\d+) files, (\d+) bytes", done.stderr, re.MULTILINE)
-    assert shown and re.search(r"^  seq_length +100000$", done.stderr, re.MULTILINE)
+    assert shown and re.search(r"^  seq_length +120000$", done.stderr, re.MULTILINE)
     assert "host memory, 4 ranks a host: " in done.stderr
     assert "storage: 3 saves, of which at most 3 are there at once: " in done.stderr
     assert (
@@ -516,26 +518,14 @@ def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], messag
     assert not (tmp_path / "work").exists()
 
 
-def _documented_settings() -> list[str]:
-    """The names in the table of settings in docs/cluster.md."""
-    table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return sorted({name for row in rows for name in re.findall(r"`(\w+)`", row)})
-
-
-@pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
-def test_no_setting_is_evaluated(mode: str, tmp_path: Path) -> None:
-    """Bash evaluates the subscript of a name that it meets in an arithmetic expression, and so a command in it."""
+def test_no_setting_is_evaluated(tmp_path: Path) -> None:
+    """Neither here nor by a shell: bash evaluates the subscript of a name in an arithmetic expression."""
     evaluated = tmp_path / "evaluated"
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("".join(f"{host} slots=4\n" for host in "abcd"))
     value = f"BASH_VERSINFO[$(touch {evaluated})0]"
-    given = {"MODE": mode, "DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": "/no/such", "WORK_DIR": str(tmp_path / "work")}
-    restarts = {"HOSTFILE": str(hostfile), "LAUNCHER": "fork", "MAX_RESTARTS": "1"} if mode == "train" else {}
-    for name in [*_documented_settings(), "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SLURM_LOCALID"]:
-        for over in (restarts, {"HOSTFILE": str(hostfile)}) if restarts else ({},):
-            done = run_script("run_7b_tp4_pp2.sh", tmp_path, **given | over | {name: value})
-            assert not evaluated.exists(), (name, done.stderr)
+    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": "/no/such", "WORK_DIR": str(tmp_path / "work")}
+    for name in [*DECLARATIONS, "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SLURM_LOCALID"]:
+        done = run_script("run_7b_tp4_pp2.sh", tmp_path, **given | {name: value})
+        assert not evaluated.exists(), (name, done.stderr)
     for name in ("--nodes", "--time"):
         run_script("submit.sh", tmp_path, "7b_tp4_pp2", "--scheduler", "slurm", name, value, **given)
         assert not evaluated.exists(), name
@@ -590,9 +580,10 @@ def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
     effective = {
         "MODE", "ENGINE", "SAVE_DIR", "DP", "VOCAB_SIZE", "WORK_DIR", "RANKS", "LIMIT_BYTES", "REPEAT", "STEPS_BETWEEN",
         "RESTART_TRACE_LABEL", "EXPORT", "DRY_RUN", "SKIP_SETUP", "PYTHON", "TORCH_VARIANT", "TORCH_VERSION",
-        "TORCH_INDEX_URL", "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
+        "TORCH_INDEX_URL", "VENV_DIR", "EXTRAS", "MEGATRON_LAUNCH_SECRET",
+        "BLOCKED_TARGET", "DURABLE_TARGET",  # refused with DRY_RUN=1, whatever the mode
     }  # fmt: skip
-    for name in set(_documented_settings()) - effective:
+    for name in DECLARATIONS.keys() - effective:
         done = run_script("run_7b_tp4_pp2.sh", tmp_path, **work, MODE="replay", **{name: "1"})
         assert done.returncode == 2 and f"error: {name}" in done.stderr, (name, done.stderr)
     for mode in ("train", "restart", "scaled"):
@@ -677,18 +668,25 @@ def ask_for(tmp_path: Path, mode: str, *wrapper: str, **settings: str) -> list[s
     given |= {"MODE": mode, "SKIP_SETUP": "1", "PYTHON": sys.executable, "WORK_DIR": str(tmp_path / "work")}
     if mode == "train":
         given["KILL_AT"] = "none"
-    done = run_script(TINY, tmp_path, wrapper=wrapper or ("bash",), **given | settings)
+    done = run_script(TINY, tmp_path, wrapper=wrapper, **given | settings)
     assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
     assert not list(tmp_path.rglob("*.jsonl"))  # no rank has started
     return [line for line in done.stderr.splitlines() if not line.startswith("[tiny_")]
 
 
-def test_a_model_that_there_is_not_is_one_message(tmp_path: Path) -> None:
-    script = tmp_path / "run_9b.sh"
-    script.write_text(f"source {BENCH}/common.sh\nrun_preset 9b 1 1\n")
-    done = run_script(str(script), tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "error: 9b: there is no such model; give one of 13b 1b " in done.stderr
+def test_a_model_that_there_is_not_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "9b_tp1_pp1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: 9b_tp1_pp1: there is no such preset; give one of 13b_tp4_pp4 1b_tp1_pp1 " in line
+
+
+def test_a_layout_without_a_script_is_a_preset_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    environ = {"DRY_RUN": "1", "VENV_DIR": str(tmp_path), "WORK_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    assert main(["run", "3b_tp2_pp2"], environ) == 0
+    parallel = configuration(split_command(capfd.readouterr().out.splitlines()[0]), 4).parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
+    assert main(["submit", "3b_tp2_pp2", "--scheduler", "slurm"], environ) == 0
+    assert "/tools/restart_bench run 3b_tp2_pp2\n" in capfd.readouterr().out
 
 
 @pytest.mark.slow

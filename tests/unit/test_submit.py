@@ -243,21 +243,3 @@ def test_a_work_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     done = run_script("submit.sh", tmp_path, "3b_tp4_pp1", PATH=path, WORK_DIR=f"{tmp_path}/file/work")
     assert done.returncode == 2 and f"WORK_DIR={tmp_path}/file/work: cannot be written to" in done.stderr
     assert not (tmp_path / "arguments").exists()
-
-
-def test_a_job_gets_every_setting_of_the_scripts() -> None:
-    """Those of docs/cluster.md, apart from what a job decides itself."""
-    script = (BENCH / "submit.sh").read_text()
-    carried, decided = (
-        re.search(rf"^{name}=\(([^)]*)\)", script, re.MULTILINE) for name in ("SETTINGS", "OF_A_LAUNCH")
-    )
-    assert carried and decided
-    table = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2]
-    documented = {
-        name
-        for line in table.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`(\w+)`", line.split("|")[1])
-    }
-    settled = {"LAUNCHER", "DEVICE", "GPUS_PER_NODE", "DRY_RUN", "IMAGE", "BLOCKED_TARGET", "DURABLE_TARGET"}
-    assert documented - settled - set(decided[1].split()) == set(carried[1].split()) - {"VENV_DIR"}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.config import ConfigError
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
-from ..common.presets import preset_names
+from ..restart_bench.presets import model_names
 from .step_time.devices import device_facts, device_names
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
     parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
-    help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(preset_names())}"
+    help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(model_names())}"
     parser.add_argument("--model", metavar="NAME", help=help_)
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
@@ -196,7 +196,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         raise ConfigError(f"--recompute {arguments.recompute}: is for --model; give flags of pretrain_gpt.py after --")
     if not given:
         raise ConfigError(
-            f"--model is missing: give one of {', '.join(preset_names())}, or flags of pretrain_gpt.py after --"
+            f"--model is missing: give one of {', '.join(model_names())}, or flags of pretrain_gpt.py after --"
         )
     for name, instead in (("tp", "--tensor-model-parallel-size"), ("pp", "--pipeline-model-parallel-size")):
         value = getattr(arguments, name)

@@ -1,12 +1,10 @@
 """Configurations of the presets of examples_deepspeed/restart_bench, as the scripts there would start them.
 
-The shell scripts are the only source of the flags: they print the command line of pretrain_gpt.py, which the trainer's
-own parser then reads. Imports nothing heavy.
+tools.restart_bench is the only source of the flags, which the trainer's own parser then reads. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 
 from megatron.config import Config, ConfigError, padded_vocab_size
@@ -15,18 +13,8 @@ from megatron.config.errors import require_at_least
 from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_tokenizer
 
-from ..common.presets import SCRIPTS, preset_names
-
-_TIMEOUT_S = 30.0
-# Prints the flags of pretrain_gpt.py, each terminated by a zero byte. Whether this machine has GPUs does not matter.
-_ASK = """
-set -euo pipefail
-source "$1/common.sh"
-count_gpus() { echo 0; }
-load_settings "$2" "$3" "$4"
-build_training_args
-printf '%s\\0' "${TRAINING_ARGS[@]}"
-"""
+from ..restart_bench.presets import SCRIPTED, Preset, model_names
+from ..restart_bench.training import preset_flags
 
 Planned = tuple[Config, Layout, tuple[int, int]]
 
@@ -37,16 +25,15 @@ def preset_layout(model: str) -> tuple[int, int]:
     Raises ConfigError if there is no such preset, or it has no script of its own.
     """
     _check_preset(model)
-    names = [path.stem.split("_") for path in SCRIPTS.glob(f"run_{model}_tp*_pp*.sh")]
-    sizes = [(int(tp.removeprefix("tp")), int(pp.removeprefix("pp"))) for _, _, tp, pp, *_ in names]
+    sizes = [(preset.tp, preset.pp) for preset in SCRIPTED if preset.model == model]
     if not sizes:
         raise ConfigError(f"--model {model}: this preset has no layout of its own; give --tp and --pp")
     return min(sizes, key=lambda size: size[0] * size[1])
 
 
 def _check_preset(model: str) -> None:
-    if model not in preset_names():
-        raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(preset_names())}")
+    if model not in model_names():
+        raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(model_names())}")
 
 
 def config_for(
@@ -67,7 +54,7 @@ def config_for(
     _check_preset(model)
     for flag, value in (("--tp", tp), ("--pp", pp), ("--dp", dp), ("--vocab-size", vocab_size)):
         require_at_least(flag, value, 1)
-    argv = _ask_scripts(model, tp, pp, dp)
+    argv = preset_flags(Preset(model, tp, pp), dp)
     own_vocabulary = _vocab_size_of(argv)
     if vocab_size is not None and own_vocabulary is not None:
         argv += ["--vocab-size", str(vocab_size - 1)]  # NullTokenizer adds the end of a document
@@ -93,21 +80,6 @@ def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> P
         vocab_size, _ = check_tokenizer(config.data)
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
     return config, layout, (vocab_size, padded)
-
-
-def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
-    """Flags of pretrain_gpt.py; in a clean environment, so that settings of this shell do not change the plan."""
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "DP": str(dp), "SKIP_SETUP": "1"}
-    command = ["bash", "-c", _ASK, "ckpt_plan", str(SCRIPTS), model, str(tp), str(pp)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--model {model}: presets are shell scripts, and bash is not installed; install it"
-        ) from None
-    if done.returncode != 0:
-        raise ConfigError(f"--model {model}: {SCRIPTS / 'common.sh'} failed: {done.stderr.strip()}")
-    return done.stdout.split("\0")[:-1]
 
 
 def _vocab_size_of(argv: Sequence[str]) -> int | None:

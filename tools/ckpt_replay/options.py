@@ -19,7 +19,7 @@ from megatron.parallel.topology import Layout
 
 from ..ckpt_plan.presets import preset_layout
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
-from ..common.presets import preset_names
+from ..restart_bench.presets import model_names
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
-    what.add_argument("--model", metavar="NAME", help=f"preset, as in ckpt-plan: {', '.join(preset_names())}")
+    what.add_argument("--model", metavar="NAME", help=f"preset, as in ckpt-plan: {', '.join(model_names())}")
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
     what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")

@@ -27,7 +27,7 @@ from .injection_points import STAGES, InjectionPoint, parse_injection_point
 from .launch import DrillError
 from .output import analysed, describe, table
 from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN, Injection, Plan, planned_injections, say
-from .preset import expanded, script_of
+from .preset import expanded, preset_of
 from .reference import Reference, run_reference, stored_reference
 from .verify import TOLERANCES, repeated, repetition_table
 
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     catch_stop_signals()
     try:
         if args.dry_run:
-            script_of(args.command)
+            preset_of(args.command)
             return VERIFIED
         training = expanded(args.command)
         plan = plan_of(args, training)

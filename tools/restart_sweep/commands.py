@@ -11,22 +11,15 @@ from pathlib import Path
 
 from megatron.config.uris import Location, below
 
-from ..common.presets import SCRIPTS
 from ..common.sweep_files import COLD, DRILL_TRACE, NO_FAULT, REPLAY, STORAGE, TRACE, Cell
+from ..restart_bench.settings import DECLARATIONS
 from ..restart_drill.faults import ON_NODES
 from ..restart_drill.plan import LAUNCH
 
 PACKAGE = __name__.split(".")[0]  # tools in a checkout, megatron_restart_tools where it is installed
 ROOT = Path(__file__).resolve().parents[2]
-# Settings of restart_bench that the cells of a sweep do not take from the user's shell, and what to use instead.
-_NOT_TAKEN = {
-    "MODE": "mode", "ENGINE": "engines", "SAVE_INTERVAL": "save_interval", "DP": "layouts", "ITERS": "iterations",
-    "MICRO_BATCH": "micro_batch", "GLOBAL_BATCH": "global_batch", "SEQ_LENGTH": "seq_length", "EXTRA_ARGS": "flags",
-    "KILL_AT": "faults", "TIME_LIMIT": "time_limit", "RANKS": "ranks", "LIMIT_BYTES": "limit_bytes",
-    "REPEAT": "repeats", "STEPS_BETWEEN": "steps_between", "VOCAB_SIZE": "vocab_size", "SAVE_DIR": "--dir",
-    "WORK_DIR": "--out", "TRACE_DIR": "--out", "DRY_RUN": "--dry-run", "DTYPE": "", "COMMAND_TO": "",
-    "RESTART_TRACE_LABEL": "", "MAX_RESTARTS": "",
-}  # fmt: skip
+# Settings that the cells of a sweep do not take from the user's shell, and what to use instead.
+_NOT_TAKEN = {name: setting.instead for name, setting in DECLARATIONS.items() if setting.instead is not None}
 _DROPPED = {*_NOT_TAKEN, "LAUNCHER", "RESTART_TRACE_LAUNCH_ID"}
 _LAUNCHED = ("train", "restart")  # modes whose launcher LAUNCHER chooses; mode scaled is on this host
 _OF_TRAINING = {
@@ -79,16 +72,16 @@ def refused_setting(cells: Sequence[Cell]) -> str | None:
 
 
 def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
-    """The command of a cell; a script that it needs is written into the cell's directory."""
+    """The command of a cell. Its preset may have a layout without a script in restart_bench."""
     if cell.mode == STORAGE:
         return _storage(cell, places)
     if cell.mode == "replay":
         return _replay(cell, places)
-    script = _script(cell, places)
+    preset = f"{cell.model}_tp{cell.tp}_pp{cell.pp}"
     settings = _training_settings(cell, places)
     if cell.fault == NO_FAULT:
         own = {"TRACE_DIR": str(places.cell / TRACE), "KILL_AT": "none"}
-        return Command(["bash", str(script)], settings | own, TRACE)
+        return Command([*_tool("restart_bench"), "run", preset], settings | own, TRACE)
     fault, _, point = cell.fault.partition("@")
     words = [
         *_tool("restart_drill"), "--fault", fault, "--at", point, "--cycles", "1", "--no-reference",
@@ -103,7 +96,7 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
             "MAX_RESTARTS": _RESTARTS,
             "KILL_AT": "none",
         }  # the drill harms, not the script
-    words += ["--", str(script)]
+    words += ["--", preset]
     return Command(words, settings, DRILL_TRACE)
 
 
@@ -151,16 +144,6 @@ def _storage(cell: Cell, places: Places) -> Command:
 
 def _leaving(places: Places) -> list[str]:
     return ["--dir", str(places.storage), "--output", str(places.cell / REPLAY)]
-
-
-def _script(cell: Cell, places: Places) -> Path:
-    """A script of restart_bench for this very layout, which need not be one that has a script there."""
-    path = places.cell / f"run_{cell.model}_tp{cell.tp}_pp{cell.pp}.sh"
-    path.write_text(
-        "#!/usr/bin/env bash\nset -euo pipefail\n"
-        f'source {shlex.quote(str(SCRIPTS / "common.sh"))}\nrun_preset {cell.model} {cell.tp} {cell.pp} "$@"\n'
-    )
-    return path
 
 
 def _training_settings(cell: Cell, places: Places) -> dict[str, str]:

@@ -16,11 +16,12 @@ from megatron.checkpointing.engines.registry import engine_names
 from restart_trace.command_line import hint
 from restart_trace.regular import read_regular
 
-from ..ckpt_plan.presets import preset_layout, preset_names
+from ..ckpt_plan.presets import preset_layout
 from ..ckpt_replay.options import parse_striping
 from ..ckpt_replay.plan import OPERATIONS, RAW, SAVE_AND_LOAD
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
+from ..restart_bench.presets import model_names
 from ..restart_drill.faults import FAULTS, ON_NODES, refusal
 from ..restart_drill.injection_points import parse_injection_point
 from ..restart_drill.plan import LAUNCH, RELAUNCH
@@ -374,7 +375,7 @@ SWEEP_KEYS = {
 }
 RUN_KEYS = {
     "mode": Key(_choice(lambda: MODES, "mode"), "replay, scaled, restart or train"),
-    "models": Key(_list(_choice(preset_names, "preset")), "presets of restart_bench/models"),
+    "models": Key(_list(_choice(model_names, "preset")), "presets, as in ckpt-plan"),
     "layouts": Key(_list(_layout), "tpT_ppP[_dpD], or preset: that of the preset's own script"),
     "engines": Key(_list(_choice(lambda: [*engine_names(), *RAW], "engine")),
                    "checkpoint engines; the first is compared with; in replay also raw-rank, raw-host, raw-all"),

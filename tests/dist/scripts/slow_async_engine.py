@@ -155,7 +155,7 @@ def main() -> None:
     from megatron.training import trainer as training
 
     module = "tests.dist.scripts.slow_async_engine"
-    registry._ENGINES["slow-async"] = registry.EngineEntry(module, "SlowAsyncEngine", "for tests")
+    registry.ENGINES["slow-async"] = registry.EngineEntry(module, "SlowAsyncEngine", "for tests")
     if "DRAIN_S" in os.environ:
         training_checkpoints.DRAIN_AFTER_ERROR_S = float(os.environ["DRAIN_S"])
     agree = CheckpointWriter._agree_and_commit

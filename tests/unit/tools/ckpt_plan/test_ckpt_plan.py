@@ -27,8 +27,8 @@ from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
 from tools.ckpt_plan.tensors import plan_tensors, stage_bounds
 from tools.ckpt_replay.options import parse_arguments as parse_replay_arguments
-from tools.common.presets import preset_names
 from tools.common.tensor_trees import map_tensors, tensors_of
+from tools.restart_bench.presets import model_names
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
@@ -61,12 +61,12 @@ def test_help_names_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (parse_arguments, parse_replay_arguments):
         with pytest.raises(SystemExit):
             command(["--help"])
-        assert ", ".join(preset_names()) in " ".join(capsys.readouterr().out.split())
+        assert ", ".join(model_names()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_presets_are_those_of_the_launchers() -> None:
     names = ["tiny", "1b", "3b", "7b", "llama7b", "13b", "33b", "llama65b", "70b", "405b", "1t"]
-    assert preset_names() == names
+    assert model_names() == names
     config, layout, vocab_sizes = config_for("70b", 8, 8, 2)
     assert layout == Layout(8, 8, 2)
     model = config.model

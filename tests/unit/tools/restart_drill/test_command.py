@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools.restart_bench.places import PACKAGE, PROGRAM, SCRIPTS
 from tools.restart_drill import command as commands
 from tools.restart_drill.cli import tolerances_of
 from tools.restart_drill.command import Sizes
 from tools.restart_drill.launch import DrillError
-from tools.restart_drill.preset import SCRIPTS, expanded
+from tools.restart_drill.preset import expanded
 
 FLAGS = [
     "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--bf16",
@@ -221,46 +223,40 @@ def test_a_preset_tells_its_command(word: str, settings: Path) -> None:
     assert list(settings.iterdir()) == []  # neither launched nor prepared to
 
 
-def test_a_preset_that_fails(
-    settings: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_that_fails(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DP", "two")
-    with pytest.raises(DrillError, match="run_tiny_tp2_pp2_dp2.sh ended with exit code 2"):
+    with pytest.raises(DrillError, match="tiny_tp2_pp2_dp2: DP=two: give a whole number"):
         expanded(["tiny_tp2_pp2_dp2"])
-    assert "DP=two: give a whole number" in capfd.readouterr().err
 
 
-def test_a_script_that_tells_nothing(tmp_path: Path) -> None:
+def test_a_script_that_is_no_preset(tmp_path: Path) -> None:
     script = tmp_path / "run_mine.sh"
-    script.write_text("# no common.sh behind it\n")
-    with pytest.raises(DrillError, match="wrote no command to COMMAND_TO"):
+    script.touch()
+    with pytest.raises(DrillError, match="run_mine.sh: no program and no preset"):
         expanded([str(script)])
 
 
-def test_nodes_that_take_a_command_each(settings: Path) -> None:
-    environment = os.environ | {"COMMAND_TO": str(settings / "command"), "GPUS_PER_NODE": "4"}
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2
-    assert "COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun" in done.stderr
+def test_nodes_that_take_a_command_each(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUS_PER_NODE", "4")
+    with pytest.raises(DrillError, match="COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun"):
+        expanded(["tiny_tp2_pp2_dp2"])
 
 
 def test_a_preset_over_hosts_tells_a_command_that_takes_flags(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of megatron.launch with spares: it runs the script again, with the flags of the training behind it."""
+    """Of megatron.launch with spares: it starts the preset again, with the flags of the training behind it."""
     hosts = settings / "hosts"
     hosts.write_text(f"{socket.gethostname()} slots=8\nlocalhost slots=8\n")
     monkeypatch.setenv("HOSTFILE", str(hosts))
     monkeypatch.setenv("LAUNCHER", "fork")
     monkeypatch.setenv("MAX_RESTARTS", "1")
     command = expanded(["tiny_tp2_pp2_dp2"])
-    script, program = SCRIPTS / "run_tiny_tp2_pp2_dp2.sh", SCRIPTS.parents[1] / "pretrain_gpt.py"
-    assert command[:3] == ["bash", str(script), str(program)] and "--num-layers" in command
+    again = [sys.executable, "-ES", str(PACKAGE), "run", "tiny_tp2_pp2_dp2", PROGRAM]
+    assert command[:6] == again and "--num-layers" in command
     assert commands.supervised(command, "launch", 3, 30.0, on_nodes=True) == [
         "env", "MAX_RESTARTS=3", *command, "--distributed-timeout-minutes", "0.5",
     ]  # fmt: skip
     environment = os.environ | {"DRY_RUN": "1"}
-    argv = [*command[:3], "--train-iters", "7"]
+    argv = [*again, "--train-iters", "7"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

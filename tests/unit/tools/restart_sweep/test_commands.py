@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.unit.trace_helpers import ROOT
 from tools.common.sweep_files import Cell, cell_of
+from tools.restart_bench.places import PROGRAM
 from tools.restart_drill.cli import parse_arguments as parse_drill
 from tools.restart_sweep.cli import main
 from tools.restart_sweep.commands import Places, command_of, environment, refused_setting
 
 CELL = Cell(3, 1, "scaled", "3b", 4, 1, 2, "lazy", "warm", "sigkill-all@iteration:3", 2, {"iterations": 6})
+
+
+def dry_run(preset: str, told: dict[str, str], *flags: str) -> str:
+    words = [sys.executable, "-m", "tools.restart_bench", "run", preset, *flags]
+    env = told | {"DRY_RUN": "1"}
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 @pytest.fixture
@@ -35,9 +42,8 @@ def test_a_fault_is_drilled_on_a_preset_of_that_very_layout(places: Places) -> N
     assert (drill.fault, drill.at.iteration, drill.cold_cache, drill.no_reference) == ("sigkill-all", 3, True, True)
     assert isinstance(places.storage, Path)
     assert (drill.out, drill.checkpoints) == (places.cell / "drill", places.storage / "checkpoints")
-    (script,) = drill.command
-    told = environment(command.settings) | {"DRY_RUN": "1"}
-    shown = subprocess.run(["bash", script], env=told, capture_output=True, text=True, timeout=300, check=True).stdout
+    (preset,) = drill.command
+    shown = dry_run(preset, environment(command.settings))
     for flag in ("--tensor-model-parallel-size 2", "--train-iters 6", "--save-interval 2", "--checkpoint-engine lazy"):
         assert flag in shown
     assert "RESTART_TRACE_LABEL=Scaled" in shown
@@ -48,7 +54,7 @@ def test_without_a_fault_the_preset_trains(places: Places, monkeypatch: pytest.M
     monkeypatch.setenv("ENGINE", "torch")  # of the user's shell: no cell takes it
     command = command_of(replace(CELL, mode="train", model="tiny", fault="none", save_interval=None), places, 60)
     told = environment(command.settings)
-    assert command.words[0] == "bash" and command.trace == "trace"
+    assert command.words[1:] == ["-m", "tools.restart_bench", "run", "tiny_tp4_pp1"] and command.trace == "trace"
     assert (told["MODE"], told["ENGINE"], told["KILL_AT"]) == ("train", "lazy", "none")
     assert "SAVE_INTERVAL" not in told
 
@@ -97,12 +103,9 @@ def test_a_fault_of_a_node_is_drilled_through_the_agents(places: Places, monkeyp
     drill = parse_drill(command.words[3:])
     assert (drill.supervisor, drill.nodes_command) == ("launch", "python -m harm --now")
     assert (command.settings["LAUNCHER"], int(command.settings["MAX_RESTARTS"]) > 0) == ("fork", True)
-    # With this launcher the script is what the drill launches, with flags of its own in place of the preset's.
-    (script,) = drill.command
-    told = environment(command.settings) | {"DRY_RUN": "1"}
-    words = ["bash", script, str(ROOT / "pretrain_gpt.py"), "--train-iters", "77"]
-    shown = subprocess.run(words, env=told, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert "--train-iters 77" in shown
+    # With this launcher the preset is what the drill launches, with flags of its own in place of the preset's.
+    (preset,) = drill.command
+    assert "--train-iters 77" in dry_run(preset, environment(command.settings), PROGRAM, "--train-iters", "77")
 
 
 def test_only_a_striped_replay_is_given_what_sets_the_stripes(places: Places) -> None:

@@ -80,7 +80,7 @@ def test_cells_of_a_repeat_come_together_and_its_variants_begin_with_another_one
         ("engines: [lazy]", "engines: [raw-all]", 12, "engines: `raw-all` writes bytes of a replay alone"),
         ("sigkill-all@mid-step", "node-loss@mid-step", 14, "faults: node-loss@mid-step is a fault of a node, which"),
         ("    cache: [warm, cold]", "    nodes_command: x", 13, "nodes_command: only faults of nodes use it"),
-        ("    models: tiny\n", "", 9, "models: is missing from a run: presets of restart_bench/models"),
+        ("    models: tiny\n", "", 9, "models: is missing from a run: presets, as in ckpt-plan"),
         ("[tp1_pp1_dp2]", "[tp1-pp1]", 11, "layouts: `tp1-pp1` is no layout; write it as tp4_pp2"),
         ("cache: [warm, cold]", "cache: [tepid]", 13, "cache: `tepid` is no state of the page cache"),
         ("sigkill-all@mid-step", "sigkil-all@mid-step", 14, "faults: `sigkil-all` is no fault; did you mean sigkill"),

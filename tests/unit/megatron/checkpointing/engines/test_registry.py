@@ -52,7 +52,7 @@ def test_unknown_engine_lists_those_there_are() -> None:
 def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a fallback to another engine."""
     entry = registry.EngineEntry("package_that_is_not_there.engine", "Engine", "for this test")
-    monkeypatch.setitem(registry._ENGINES, "absent", entry)
+    monkeypatch.setitem(registry.ENGINES, "absent", entry)
     with pytest.raises(EngineUnavailableError) as caught:
         create_engine("absent", EngineOptions())
     assert "package package_that_is_not_there is not installed" in str(caught.value)
@@ -62,7 +62,7 @@ def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.M
 def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the name, at start-up, with the command that installs the package."""
     entry = registry.EngineEntry("module.never.imported", "Engine", "for this test", ("not_there",), "pip install it")
-    monkeypatch.setitem(registry._ENGINES, "absent", entry)
+    monkeypatch.setitem(registry.ENGINES, "absent", entry)
     for refuse in (check_engine_name, lambda name: create_engine(name, EngineOptions())):
         with pytest.raises(EngineUnavailableError) as caught:
             refuse("absent")
@@ -84,7 +84,7 @@ def test_checking_a_name_imports_no_engine() -> None:
         "for name in registry.builtin_engines(): registry.check_engine_name(name)\n"
         "engines = 'megatron.checkpointing.engines.'\n"
         "loaded = [name.removeprefix(engines) for name in sys.modules if name.startswith(engines)]\n"
-        "assert sorted(loaded) == ['errors', 'registry'], loaded\n"
+        "assert sorted(loaded) == ['entries', 'errors', 'registry'], loaded\n"
         "assert not {'torch', 'deepspeed', 'torchsnapshot'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

@@ -1,0 +1,68 @@
+"""The engines of this project, as strings: naming them imports nothing, so that launch scripts know them, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PACKAGE = "megatron.checkpointing.engines"
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """Where an engine lives. `requires` are the modules that must be importable, `install` is how to get them.
+
+    `redistributable` is the class's attribute of that name, known without importing it.
+    """
+
+    module: str
+    class_name: str
+    summary: str
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    redistributable: bool = False
+
+
+ENGINES = {
+    "torch": EngineEntry(
+        f"{_PACKAGE}.torch.engine", "TorchEngine", "torch.save per file, as DeepSpeed's default", redistributable=True
+    ),
+    "lazy": EngineEntry(
+        f"{_PACKAGE}.lazy.engine",
+        "LazyEngine",
+        "this project's own: asynchronous, one safetensors file per rank, direct I/O",
+        redistributable=True,
+    ),
+    "memory": EngineEntry(
+        f"{_PACKAGE}.lazy.memory_engine",
+        "MemoryEngine",
+        "as lazy, and each save is kept in host memory that outlives the rank; needs megatron.launch",
+        redistributable=True,
+    ),
+    "fastpersist": EngineEntry(
+        f"{_PACKAGE}.fastpersist.engine",
+        "FastPersistEngine",
+        "DeepSpeed's checkpoint writer, in the training process",
+        redistributable=True,
+    ),
+    "fastpersist-decoupled": EngineEntry(
+        f"{_PACKAGE}.fastpersist.decoupled_engine",
+        "FastPersistDecoupledEngine",
+        "DeepSpeed's checkpoint writer, in a process of its own",
+        redistributable=True,
+    ),
+    "torchsnapshot": EngineEntry(
+        f"{_PACKAGE}.torchsnapshot.engine",
+        "TorchSnapshotEngine",
+        "TorchSnapshot's asynchronous take, one snapshot per file",
+        requires=("torchsnapshot",),
+        install="pip install torchsnapshot==0.1.0",
+    ),
+    "dcp": EngineEntry(f"{_PACKAGE}.dcp.engine", "DcpEngine", "torch.distributed.checkpoint, blocking"),
+    "dcp-async": EngineEntry(
+        f"{_PACKAGE}.dcp.engine", "DcpAsyncEngine", "torch.distributed.checkpoint, written by a thread"
+    ),
+    "datastates": EngineEntry(
+        f"{_PACKAGE}.datastates.engine", "DataStatesEngine", "DataStates-LLM; needs its package and a CUDA device"
+    ),
+    "none": EngineEntry(f"{_PACKAGE}.none.engine", "NoneEngine", "writes nothing: measures what is left"),
+}

@@ -1,0 +1,119 @@
+"""A setting is declared once: table, --help, code, job and sweep have the same names; a misspelt one is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.script_helpers import ROOT
+from tools.restart_bench.cli import main
+from tools.restart_bench.errors import SettingsError
+from tools.restart_bench.presets import MODELS, SCRIPTED, Preset, model_names, preset_named, scripted_names
+from tools.restart_bench.settings import (
+    CARRIED,
+    DECLARATIONS,
+    FIXED,
+    REFUSED,
+    SETTLED,
+    Settings,
+    check_names,
+    check_values,
+    help_text,
+    misspelt,
+    names,
+    table,
+)
+
+PACKAGE = ROOT / "tools" / "restart_bench"
+# What the scripts read of the environment that is not theirs, but of Slurm, PBS, a shell or a library.
+OTHERS = re.compile(
+    r"(SLURM|PBS)_\w+|PATH|PYTHONPATH|HOME|TMPDIR|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|DS_ENV_FILE|"
+    r"RESTART_TRACE_LAUNCH_ID"
+)
+OF_KILL_RESUME = {"OUT_DIR"}
+
+
+def test_document_help_and_code_have_the_same_settings() -> None:
+    document = (ROOT / "docs" / "cluster.md").read_text()
+    assert table() in document, "python -m tools.restart_bench settings --write docs/cluster.md"
+    told = set(re.findall(r"^  ([A-Z_]+)$", help_text(), re.MULTILINE))
+    together = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "settings.py")
+    read = set(re.findall(r"""environ(?:\.get\(|\[)["']([A-Z_]+)""", together))
+    assert {name for name in read if not OTHERS.fullmatch(name)} - OF_KILL_RESUME <= DECLARATIONS.keys()
+    set_up = (ROOT / "examples_deepspeed" / "restart_bench" / "setup_env.sh").read_text()
+    unread = [
+        name
+        for name in DECLARATIONS
+        if not re.search(rf"\.{name.lower()}\b|\b{name}\b", together) and not re.search(rf"\b{name}\b", set_up)
+    ]
+    assert told == DECLARATIONS.keys() and unread == []
+    of_set_up = set(re.findall(r"^#   ([A-Z_]+) ", set_up, re.MULTILINE))
+    assert of_set_up <= DECLARATIONS.keys()
+
+
+def test_a_job_carries_refuses_or_decides_each_setting() -> None:
+    parts = [names(job=job) for job in (CARRIED, REFUSED, SETTLED)]
+    assert sorted(name for part in parts for name in part) == sorted(DECLARATIONS)
+    assert {"HOSTFILE", "NNODES", "NODE_RANK", "MEET_TIMEOUT", "COMMAND_TO"} == set(parts[1])
+
+
+def test_the_table_is_written_into_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.md"
+    file.write_text("# A\n\n| variable | meaning | default |\n|---|---|---|\n| `OLD` | x | |\n\nafter\n")
+    assert main(["settings", "--write", str(file)]) == 0
+    assert file.read_text() == f"# A\n\n{table()}\nafter\n"
+    assert main(["settings", "--write", str(file.with_name("none"))]) == 2
+    file.write_text("nothing\n")
+    assert main(["settings", "--write", str(file)]) == 2
+    assert "has no table of settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SAVE_INTERVALL", "SAVE_INTERVAL"), ("SAVE_INTERVL", "SAVE_INTERVAL"), ("SAVE_INTREVAL", "SAVE_INTERVAL"),
+        ("SAVEINTERVAL", "SAVE_INTERVAL"), ("save_interval", "SAVE_INTERVAL"), ("GPU_PER_NODE", "GPUS_PER_NODE"),
+        ("GLOBALBATCH", "GLOBAL_BATCH"), ("MAX_RESTART", "MAX_RESTARTS"),
+        # of other programs
+        ("RANK", None), ("NODES", None), ("HOSTNAME", None), ("PYTHONPATH", None), ("LOCAL_RANK", None),
+        ("MASTER_PORTAL", None), ("SAVE_INTERVAL", None), ("MODES", None), ("WORKDIR", None),
+    ],
+)  # fmt: skip
+def test_a_misspelt_setting_is_refused_with_what_was_meant(name: str, meant: str | None) -> None:
+    assert misspelt(name) == meant
+    if meant is None:
+        check_names({name: "3"})
+        return
+    with pytest.raises(SettingsError, match=f"{name}=3: there is no such setting; did you mean {meant}?"):
+        check_names({name: "3"})
+
+
+def test_no_setting_is_a_misspelling_of_another() -> None:
+    for name in (*DECLARATIONS, *FIXED):
+        assert misspelt(name) is None
+
+
+def test_an_empty_value_is_not_given() -> None:
+    assert Settings.read({"DP": "", "MODE": "scaled"}, {"DP": "2", "MODE": "train"}) == Settings(dp="2", mode="scaled")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Settings), ids=lambda field: field.name)
+def test_a_value_of_wrong_form_is_refused_by_name(field: dataclasses.Field[str]) -> None:
+    """Each setting that has a form: none has the form of this value."""
+    name = field.name.upper()
+    given = Settings(**{field.name: "[$(touch x)]"})
+    if DECLARATIONS[name].check("[$(touch x)]") is None:
+        check_values(given)
+    else:
+        with pytest.raises(SettingsError, match=name):
+            check_values(given)
+
+
+def test_presets_are_named_by_model_and_layout() -> None:
+    assert [preset_named(name) for name in scripted_names()] == sorted(SCRIPTED, key=lambda preset: preset.name)
+    assert preset_named("405b_tp8_pp32") == Preset("405b", 8, 32)
+    assert preset_named("9b_tp1_pp1") is None and preset_named("70b") is None and preset_named("70b_tp0_pp1") is None
+    assert set(model_names()) == set(MODELS)

@@ -1,0 +1,19 @@
+"""Runs the launch scripts as `python -m tools.restart_bench` and, for the scripts themselves, as a directory."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+if not __package__:
+    # Run as a directory: Python put this directory on the path instead of the one with the packages.
+    package = Path(__file__).resolve().parent
+    sys.path[0] = str(package.parents[1])
+    __package__ = f"{package.parent.name}.{package.name}"
+
+if __name__ == "__main__":
+    for signum in (signal.SIGINT, signal.SIGPIPE):  # end it, as they end a shell, and not with a traceback
+        signal.signal(signum, signal.SIG_DFL)
+    sys.exit(importlib.import_module(".cli", __package__).main())

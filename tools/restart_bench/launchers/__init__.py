@@ -1,0 +1,1 @@
+"""How the ranks are started: a module per launcher."""
