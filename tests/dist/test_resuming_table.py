@@ -552,3 +552,23 @@ def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Pat
             r for r in records(trace) if r["type"] == "span" and r["phase"] == "load" and r.get("detail") == "read"
         ]
         assert bool(reads) == (row.decided == AFTER_READING)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout", "code"),
+    [
+        ("--override-opt_param-scheduler", SINGLE, 2), ("--use-checkpoint-opt_param-scheduler", SINGLE, 2),
+        ("", Layout(tp=1, pp=1, dp=2), 2), ("--no-load-lr-state", SINGLE, 0), ("--finetune", SINGLE, 0),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_without_the_state_of_the_schedule(
+    saved: Saved, tmp_path: Path, flags: str, layout: Layout, code: int
+) -> None:
+    """Which schedule counts is no answer to where it goes on; nor is another layout."""
+    run = tmp_path / "run"
+    shutil.copytree(saved.load[LEARNED], run)
+    _without_schedule(run, saved)
+    words = saved.words(LEARNED, "--load {run} --checkpoint-verify size", flags, run=run)
+    finished = saved.launcher.run(layout, *words)
+    assert finished.exit_codes == [code] * layout.world_size, finished.output
+    assert ("holds no state of the learning-rate schedule" in finished.output) == (code == 2)

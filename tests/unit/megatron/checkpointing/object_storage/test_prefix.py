@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.config import CheckpointConfig, ConfigError
+from megatron.checkpointing.commit import StoredObject
+from megatron.checkpointing.compatibility import check_newest
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
-from megatron.startup.preflight import check_object_storage
+from megatron.startup.preflight import check_not_lost, check_object_storage
+from restart_trace.cycles import claim_cycle
+from restart_trace.schema import RANK_FILE_PATTERN
 from tests.object_storage import BUCKET
+from tests.unit.megatron.checkpointing.test_compatibility import HERE, VOCAB, candidate, config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 
@@ -57,3 +65,76 @@ def test_a_prefix_without_a_checkpoint_is_told(tmp_path: Path, caplog: pytest.Lo
     told = f"such as s3://{BUCKET}/{key}; copy upstream's checkpoint to a directory"
     with pytest.raises(ConfigError, match=told):
         check(tmp_path, load=uri, exit_on_missing_checkpoint=True)
+
+
+def test_one_checkpoint_is_given_as_the_prefix(tmp_path: Path) -> None:
+    run = f"s3://{BUCKET}/prefix/run"
+    Bucket(BUCKET).put("prefix/run/global_step5/g1_1/manifest.json", b"{}")
+    with pytest.raises(
+        ConfigError, match=f"{run}/global_step5: is one checkpoint itself: give --load {run} --load-tag global_step5"
+    ):
+        check(tmp_path, load=f"{run}/global_step5")
+
+
+def test_weights_are_asked_of_a_prefix_without_any(tmp_path: Path) -> None:
+    uri = f"s3://{BUCKET}/prefix/no_weights"
+    with pytest.raises(ConfigError, match=f"--finetune takes the weights of --load {uri}, where no checkpoint is"):
+        check(tmp_path, load=uri, finetune=True)
+
+
+def test_all_checkpoints_of_a_prefix_are_gone(tmp_path: Path) -> None:
+    """The trace, which is in a directory, tells what was saved there."""
+    uri = f"s3://{BUCKET}/prefix/gone"
+    _, cycle = claim_cycle(tmp_path, "launch", 0)
+    saved = [
+        {"type": "runtime", "save_dir": uri},
+        {"type": "operation_begin", "op": 1, "operation": "save", "start_ns": 1, "tag": "global_step5"},
+        {"type": "span", "op": 1, "phase": "commit", "detail": "publish", "start_ns": 1, "end_ns": 2},
+        {"type": "operation_end", "op": 1, "end_ns": 2, "outcome": "ok"},
+    ]
+    file = tmp_path / RANK_FILE_PATTERN.format(rank=0, cycle=cycle)
+    file.write_text("".join(json.dumps(record) + "\n" for record in saved))
+    trace = TraceConfig(restart_trace_dir=str(tmp_path))
+    options = {"save": uri, "load": uri, "save_interval": 5, "checkpoint_engine": "torch"}
+
+    def start(**more: Any) -> Config:
+        return dataclasses.replace(config(), checkpoint=CheckpointConfig(**options, **more), trace=trace)
+
+    told = f"--save {uri}: holds no checkpoint, and this run has saved global_step5 there"
+    with pytest.raises(ConfigError, match=told):
+        check_not_lost(start())
+    check_not_lost(start(allow_start_over=True))
+    put_checkpoint("prefix/gone", {})
+    check_not_lost(start())
+
+
+def put_checkpoint(prefix: str, training: dict[str, Any]) -> None:
+    """A checkpoint below the prefix, of a run with these settings besides."""
+    saved = candidate(config()).manifest
+    assert saved is not None
+    bucket, place = Bucket(BUCKET), f"{prefix}/global_step5/g1_1"
+    objects = {name: StoredObject(bucket.put(f"{place}/{name}", b"x"), "none") for name in saved.files}
+    manifest = dataclasses.replace(saved, training=saved.training | training, objects=objects)
+    bucket.put(f"{place}/manifest.json", manifest.to_json().encode())
+
+
+@pytest.mark.parametrize(
+    ("training", "train_iters", "told"),
+    [
+        ({"no_save_rng": True}, 9, "holds no random state, and dropout would repeat its masks"),
+        ({"no_save_optim": True}, 9, "holds no optimizer state"),
+        ({"optimizer": "sgd"}, 9, "was saved with --optimizer sgd"),
+        ({"lr_decay_style": "cosine"}, 9, "learning-rate schedule: lr_decay_style is cosine"),
+        ({}, 3, "--train-iters 3: .* is of iteration 5, so nothing would be trained"),
+    ],
+)
+def test_what_the_manifest_in_a_bucket_refuses(
+    tmp_path: Path, training: dict[str, Any], train_iters: int, told: str
+) -> None:
+    """As in a directory, before torch is imported."""
+    name = f"refused_{'_'.join(training) or train_iters}"
+    put_checkpoint(f"prefix/{name}", training)
+    load = CheckpointConfig(load=f"s3://{BUCKET}/prefix/{name}", checkpoint_engine="torch", storage_cache=str(tmp_path))
+    mine = dataclasses.replace(config({"train_iters": train_iters}, {"lr_decay_iters": 9}), checkpoint=load)
+    with pytest.raises(CheckpointMismatchError, match=told):
+        check_newest(mine, HERE, VOCAB)
