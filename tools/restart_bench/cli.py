@@ -20,7 +20,6 @@ from .places import PROGRAM, SCRIPTS
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Start
 from .settings import table
-from .submit import submit
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
 _TABLE = re.compile(r"^\| variable \| meaning \| default \|\n(\|.*\n)+", re.MULTILINE)
@@ -129,6 +128,8 @@ def _settings(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _submit(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    from .submit import submit  # launches do not wait for it
+
     return submit(words, environ, run)
 
 
