@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -61,6 +61,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "model_build": (),
         "data_build": (),
         "engine_init": (),
+        "compile": (),
         "warmup": (*GROUPS, "point_to_point", "kernels"),
         "first_step": (),
         "caught_up": (),
@@ -137,6 +138,8 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "accelerator": Field("str", False, "device name, such as cpu or cuda"),
         "backend": Field("str", False, "torch.distributed backend"),
         "parameters": Field("int", False, "number of parameters held by this rank"),
+        "compiled_graphs": Field("int", False, "graphs of --torch-compile that this start has compiled"),
+        "cached_graphs": Field("int", False, "graphs of --torch-compile that torch's cache had"),
         "save_dir": Field("str", False, "checkpoint directory"),
         "save_mount": Field("str", False, "file system of the checkpoint directory, as mount(8) lists it"),
         "load_dir": Field("str", False, "directory that checkpoints are loaded from"),

@@ -117,6 +117,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "distributed_backend distributed_timeout_minutes warmup_communicators warmup_kernels local_rank rank "
             "exit_signal_handler exit_signal allow_injected_faults",
         "it changes the order of sums, and so their rounding": "deterministic",
+        "the function stays; rounding differs": "torch_compile",
         "the function stays; dropout masks and rounding differ": "sequence_parallel",
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",

@@ -72,6 +72,7 @@ class Config:
             self.optimizer.refuse("optimizer", why)
         self._check_stages()
         self._check_profile()
+        self._check_compiled()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
     def log_notes(self, logger: logging.Logger) -> None:
@@ -164,6 +165,20 @@ class Config:
         for rank in training.profile_ranks:
             if not 0 <= rank < size:
                 raise ConfigError(f"--profile-ranks {rank}: there is no such rank; the last is {size - 1}")
+
+    def _check_compiled(self) -> None:
+        if not self.training.torch_compile:
+            return
+        for name in ("hidden_dropout", "attention_dropout"):
+            if getattr(self.model, name):
+                why = "--torch-compile compiles no dropout, since TP ranks have random numbers of their own; give 0, or"
+                self.model.refuse(name, f"{why} drop --torch-compile")
+        if self.model.recomputes_selectively:
+            raise ConfigError(
+                "--torch-compile decides by itself what is kept for the backward pass of a layer, and "
+                "--recompute-granularity selective (or --recompute-activations) says so, too: use full, or drop one of "
+                "them"
+            )
 
     @property
     def profile_dir(self) -> str | None:

@@ -202,6 +202,11 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
         if get(merged, leaf.key) is not None or not leaf.only_if_present:
             _set(merged, leaf.key, leaf.value)
     _check_optimizer(merged, config)
+    if config.training.torch_compile and get(merged, "flops_profiler.enabled"):
+        raise ConfigError(
+            f"--deepspeed_config {path}: flops_profiler.enabled is True, and DeepSpeed's profiler counts operations of "
+            "uncompiled layers only: drop it, or --torch-compile"
+        )
     if config.model.bf16:
         _set(merged, "bf16.immediate_grad_update", immediate_grad_update(config))
     for key, value in (

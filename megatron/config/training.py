@@ -43,6 +43,11 @@ class TrainingConfig(FlagGroup):
         "attention, which cost time; on or off (default: off)",
         parse=on_off,
     )
+    torch_compile: bool = flag(
+        False,
+        "compile transformer layers with torch.compile, as phase compile of the start-up; a host keeps the result in "
+        "TORCHINDUCTOR_CACHE_DIR for its next start; without dropout only",
+    )
     data_parallel_random_init: bool = flag(
         False, "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0"
     )

@@ -54,6 +54,11 @@ class Plan:
         return any(word == "memory" or word.endswith("=memory") for word in self.arguments)
 
     @property
+    def compiles(self) -> bool:
+        """Whether the ranks compile layers."""
+        return "--torch-compile" in self.arguments
+
+    @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc_per_node
 

@@ -70,6 +70,10 @@ class GPTModelPipe(PipelineModule):
                 if reset is not None and type(module).__module__.startswith("megatron."):
                     reset(seed, f"{index}.{name}".rstrip("."))
 
+    def transformer_layers(self) -> list[ParallelTransformerLayerPipe]:
+        """The transformer blocks of this stage."""
+        return [layer for layer in self.forward_funcs if isinstance(layer, ParallelTransformerLayerPipe)]
+
     def numbered_layers(self) -> list[tuple[int, torch.nn.Module]]:
         """(pipeline layer number, module) of this stage; a tied copy counts under the embedding's number."""
         first: Any = self._local_start

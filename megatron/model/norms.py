@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = replicated(self.weight, self.tp)
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return _RMSNormOnCPU.apply(x, weight, self.eps)  # type: ignore[no-any-return]
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)  # one kernel on CUDA since torch 2.9
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
+# Not functools.lru_cache, which torch.compile looks through: each layer would compute the tables.
+_TABLES: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-@functools.lru_cache(maxsize=4)
+
 def rotary_cos_sin(
     seq_length: int, rotary_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position x frequency, each [seq_length, 1, rotary_dim / 2]; angles computed in float32."""
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    angles = torch.outer(torch.arange(seq_length, dtype=torch.float32, device=device), 1.0 / theta**exponents)
-    angles = angles.unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    key = seq_length, rotary_dim, theta, dtype, str(device)
+    if key not in _TABLES:
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+        angles = torch.outer(torch.arange(seq_length, dtype=torch.float32, device=device), 1.0 / theta**exponents)
+        angles = angles.unsqueeze(1)
+        _TABLES[key] = angles.cos().to(dtype), angles.sin().to(dtype)
+    return _TABLES[key]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, *, back: bool) -> None:
@@ -65,4 +69,14 @@ def split_and_rotate(
 
     `counts`: the numbers of query and of key heads. The first 2 x cos.shape[-1] channels of a head are rotated.
     """
+    if torch.compiler.is_compiling():
+        query, key, value = heads.split([*counts, counts[1]], dim=2)
+        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
     return _SplitAndRotate.apply(heads, counts, cos, sin)  # type: ignore[no-any-return]
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The formula, for the compiler, which makes one kernel of it and of its gradient."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -62,7 +62,9 @@ class ParallelAttention(nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[b, heads, s, head_dim] each, kv with fewer heads; returns the shape of `query`."""
-        dropout = self.config.attention_dropout if self.training else 0.0
+        dropout = self.config.attention_dropout
+        if dropout and not self.training:  # in this order: compiled code without dropout is one for both
+            dropout = 0.0
         grouped = self.num_kv_heads != self.num_heads
         if grouped and query.dtype == torch.float32 and query.device.type != "cpu":
             # In fp32 CUDA's kernels without a matrix of scores take no grouped heads.

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.products import linear, matmul, parameter_gradients
 from megatron.parallel.topology import TensorParallelGroup
-
-
-def _all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    tensor = tensor.contiguous()
-    dist.all_reduce(tensor, group=group)
-    return tensor
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -27,7 +21,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grads[0].clone(), ctx.group), None
+        return all_reduce(grads[0].clone(), ctx.group), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -35,7 +29,7 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return _all_reduce(x.clone(), group)
+        return all_reduce(x.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -55,11 +49,9 @@ class _LinearOfCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_input = matmul(grads[0], weight)
-        reduction = dist.all_reduce(of_input, group=ctx.group, async_op=True)
+        of_input = start_all_reduce(matmul(grads[0], weight), ctx.group)
         of_parameters = parameter_gradients(grads[0], x, ctx.has_bias)
-        reduction.wait()  # pyright: ignore[reportOptionalMemberAccess]  this rank is in the group
-        return of_input, *of_parameters, None
+        return of_input(), *of_parameters, None
 
 
 class _SummedLinear(torch.autograd.Function):
@@ -68,7 +60,7 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _all_reduce(linear(x, weight), group)
+        return all_reduce(linear(x, weight), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

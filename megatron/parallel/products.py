@@ -7,7 +7,6 @@ sums are in fp32 either way; only their order differs. All other tensors are mul
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -34,18 +33,22 @@ def _is_widened(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_slow_on_cpu(tensor.dtype)
 
 
-@functools.cache
 def is_slow_on_cpu(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of this type element by element."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
+    return dtype in _SLOW_ON_CPU
+
+
+def _has_kernels(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
-        return True
+        return False
     of_onednn = torch.ops.mkldnn
-    has_kernels = (
-        of_onednn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else of_onednn._is_mkldnn_fp16_supported
-    )
-    return not has_kernels()
+    if dtype == torch.bfloat16:
+        return of_onednn._is_mkldnn_bf16_supported()  # type: ignore[no-any-return]
+    return of_onednn._is_mkldnn_fp16_supported()  # type: ignore[no-any-return]
+
+
+# Asked once, as this is imported: torch.compile can trace no question to oneDNN.
+_SLOW_ON_CPU = tuple(dtype for dtype in (torch.bfloat16, torch.float16) if not _has_kernels(dtype))
 
 
 class _WidenedLinear(torch.autograd.Function):

@@ -52,7 +52,7 @@ def residual_dropout(x: torch.Tensor, probability: float, training: bool, tp: Te
     """Dropout of the residual stream: the same mask on all TP ranks, or one for each part of the sequence."""
     from torch.nn.functional import dropout
 
-    if not (training and probability):
+    if not (probability and training):  # in this order: compiled code without dropout is one for both
         return x
     with model_parallel_rng() if tp.splits_sequence else contextlib.nullcontext():
         return dropout(x, probability)

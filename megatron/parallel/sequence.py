@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.parallel.mappings import copy_to_tensor_parallel_region
 from megatron.parallel.products import linear, matmul, parameter_gradients
 from megatron.parallel.topology import TensorParallelGroup
@@ -24,12 +24,10 @@ from megatron.parallel.topology import TensorParallelGroup
 def _start_all_gather(part: torch.Tensor, tp: TensorParallelGroup) -> Callable[[], torch.Tensor]:
     """Start to gather [b, s / TP, n] of every rank; the result waits for it and returns [b, s, n]."""
     batch, length, width = part.shape
-    gathered = part.new_empty((tp.size * batch, length, width))
-    work: Any = dist.all_gather_into_tensor(gathered, part.contiguous(), group=tp.group, async_op=True)
+    gathered = start_all_gather(part, tp.size, tp.group)
 
     def finish() -> torch.Tensor:
-        work.wait()
-        return gathered.view(tp.size, batch, length, width).transpose(0, 1).reshape(batch, tp.size * length, width)
+        return gathered().view(tp.size, batch, length, width).transpose(0, 1).reshape(batch, tp.size * length, width)
 
     return finish
 
@@ -38,14 +36,7 @@ def _start_reduce_scatter(partial: torch.Tensor, tp: TensorParallelGroup) -> Cal
     """Start to sum [b, s, n] over the ranks; the result waits for it and returns this rank's [b, s / TP, n]."""
     batch, length, width = partial.shape
     parts = partial.view(batch, tp.size, length // tp.size, width).transpose(0, 1).reshape(tp.size * batch, -1, width)
-    mine = parts.new_empty((batch, length // tp.size, width))
-    work: Any = dist.reduce_scatter_tensor(mine, parts, group=tp.group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        work.wait()
-        return mine
-
-    return finish
+    return start_reduce_scatter(parts, tp.size, tp.group)
 
 
 class _LinearOfGathered(torch.autograd.Function):

@@ -10,6 +10,7 @@ from megatron.config import Config
 from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.startup.compilation import graphs_compiled
 from megatron.startup.initialize import Runtime
 from restart_trace.mounts import storage_fields
 
@@ -101,6 +102,7 @@ def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, An
         "optimizer": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "accelerator": runtime.device.type,
         "backend": runtime.backend,
+        **(graphs_compiled() if config.training.torch_compile else {}),
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         **storage_fields("save", config.checkpoint.save),
         **storage_fields("load", config.checkpoint.load),

@@ -31,7 +31,7 @@ def warm_up_kernels(config: Config, runtime: Runtime, model: Any, batch_fn: Call
     text = torch.zeros(config.training.micro_batch_size, config.model.seq_length + 1, dtype=torch.int64)
     inputs, labels = batch_fn({"text": text})
     if inputs is None:
-        inputs = _from_earlier_stage(config, runtime.device, next(model.parameters()).dtype)
+        inputs = from_earlier_stage(config, runtime.device, next(model.parameters()).dtype)
     output = inputs
     for layer in _one_of_each_kind(model.forward_funcs):
         output = layer(output)
@@ -66,7 +66,7 @@ def warm_up_optimizer(optimizer: Any, dtype: Any, device: Any) -> None:
     master.grad.zero_()
 
 
-def _from_earlier_stage(config: Config, device: Any, dtype: Any) -> Any:
+def from_earlier_stage(config: Config, device: Any, dtype: Any) -> Any:
     """Zeros for the activations that a stage but the first receives: [b, s, hidden], or a part of the sequence."""
     import torch
 

@@ -48,9 +48,16 @@ def import_everything(imports: Interruptions | None = None) -> None:
     gc.enable()
 
 
-def import_for_forks() -> None:
-    """`import_everything`, and the modules that a rank imports before and after it: for a process that forks ranks."""
+def import_for_forks(*, compiler: bool = False) -> None:
+    """`import_everything`, and the modules that a rank imports before and after it: for a process that forks ranks.
+
+    `compiler`: torch's too.
+    """
     import_everything()
+    if compiler:
+        from megatron.startup.compilation import import_compiler
+
+        import_compiler()
     import megatron.checkpointing.engines.lazy.early_copy
     import megatron.checkpointing.engines.lazy.memory_engine
     import megatron.checkpointing.engines.torch.engine

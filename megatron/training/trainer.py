@@ -234,6 +234,10 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
     """Import everything that training needs, then start to watch the waits of this rank."""
     with startup.phase_around("imports") as imports:
         import_everything(imports)
+        if config.training.torch_compile:
+            from megatron.startup.compilation import import_compiler
+
+            import_compiler()
         from megatron.startup.logging_setup import set_up_logging
         from megatron.startup.watch import Watch
 
@@ -470,6 +474,11 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
 
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
         engine = build_engine(config, model, batch_fn)
+    if config.training.torch_compile:
+        from megatron.startup.compilation import compile_layers
+
+        with runtime.communicators.startup.phase("compile"), UnderWay(RANKS, "compilation of layers"):
+            compile_layers(config, runtime, model)
     if config.parallel.warmup_communicators:
         runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
     if config.parallel.warmup_kernels:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cuda_build.conftest import ROOT, CudaHost
 
 RECORDED = ROOT / "tests" / "unit" / "megatron" / "launch" / "recorded_preload.py"
@@ -21,17 +23,17 @@ Path(f"rank_{os.environ['RANK']}").write_text(json.dumps(found))
 """
 
 
-def launch(host: CudaHost, directory: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+def launch(host: CudaHost, directory: Path, *flags: str, **settings: str) -> subprocess.CompletedProcess[str]:
     (directory / "script.py").write_text(RANK)
     return subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "script.py"],
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "script.py", *flags],
         cwd=directory, env=host.environment | settings, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 
-def ranks_of_a_launch(host: CudaHost, directory: Path, **settings: str) -> dict[str, object]:
+def ranks_of_a_launch(host: CudaHost, directory: Path, *flags: str, **settings: str) -> dict[str, object]:
     """What both ranks found, if they found the same, and their launcher has not called the driver."""
-    done = launch(host, directory, **settings)
+    done = launch(host, directory, *flags, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (json.loads((directory / f"rank_{rank}").read_text()) for rank in range(2))
     assert first == second
@@ -40,10 +42,14 @@ def ranks_of_a_launch(host: CudaHost, directory: Path, **settings: str) -> dict[
 
 
 USABLE = {"accelerator": "cuda", "bad_fork": False, "imported": True, "visible": None, "triton_was_asked": False}
+FLAGS = pytest.mark.parametrize("flags", [[], ["--torch-compile"]], ids=["", "compiler"])
 
 
-def test_ranks_can_use_cuda_as_the_launcher_never_asked_it(cuda_host: CudaHost, tmp_path: Path) -> None:
-    assert ranks_of_a_launch(cuda_host, tmp_path) == USABLE
+@FLAGS
+def test_ranks_can_use_cuda_as_the_launcher_never_asked_it(
+    cuda_host: CudaHost, tmp_path: Path, flags: list[str]
+) -> None:
+    assert ranks_of_a_launch(cuda_host, tmp_path, *flags) == USABLE
     assert cuda_host.calls() == {}, "NVML has answered"
 
 
@@ -73,10 +79,13 @@ def test_a_launcher_whose_cuda_somebody_initialised_says_so_once(cuda_host: Cuda
     assert launch(cuda_host, tmp_path, DS_ACCELERATOR="cpu", **path).returncode == 0
 
 
-def test_imports_ask_nothing_of_torch_and_start_no_program(cuda_host: CudaHost, tmp_path: Path) -> None:
+@FLAGS
+def test_imports_ask_nothing_of_torch_and_start_no_program(
+    cuda_host: CudaHost, tmp_path: Path, flags: list[str]
+) -> None:
     """Triton does ask, while no device is visible, which torch answers by itself."""
     done = subprocess.run(
-        [sys.executable, str(RECORDED)], cwd=tmp_path,
+        [sys.executable, str(RECORDED), *flags], cwd=tmp_path,
         env=cuda_host.environment | {"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

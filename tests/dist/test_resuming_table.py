@@ -192,6 +192,7 @@ ELSEWHERE = {
     "--universal-checkpoint": "tests/dist/test_universal_checkpoint.py",
     "--storage-cache": "tests/dist/test_object_storage.py",
     "--storage-deadline": "tests/dist/test_object_storage.py",
+    "--torch-compile": "tests/dist/test_compilation.py",
 }
 
 

@@ -41,8 +41,8 @@ examples:
 exit status: 0 printed, 2 the directory cannot be used
 """
 _START = ("process_start", "imports", "cuda_context", "name_lookup", "rendezvous", "communicators", "model_build")
-_START += ("data_build", "engine_init", "host_memory", "warmup", "discover", "load", "redistribute", "barrier")
-_START += ("first_step",)
+_START += ("data_build", "engine_init", "compile", "host_memory", "warmup", "discover", "load", "redistribute")
+_START += ("barrier", "first_step")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -262,6 +262,13 @@ REFUSALS = [
     ("--trace-probes-interval nan", 1, "--restart-trace-probes-interval nan: must be in [0.01, 3600)"),
     ("--trace-probes-interval inf", 1, "--restart-trace-probes-interval inf: must be in [0.01, 3600)"),
     ("--trace-probes-interval 0", 1, "--restart-trace-probes-interval 0.0: must be in [0.01, 3600)"),
+    ("--torch-compile", 1, "--hidden-dropout 0.1: --torch-compile compiles no dropout"),
+    ("--torch-compile --hidden-dropout 0", 1, "--attention-dropout 0.1: --torch-compile compiles no dropout"),
+    (
+        "--torch-compile --hidden-dropout 0 --attention-dropout 0 --recompute-activations",
+        1,
+        "--recompute-granularity selective (or --recompute-activations) says so, too: use full",
+    ),
     ("--local_rank 3", 1, "--local_rank 3 contradicts LOCAL_RANK 0"),
     ("--profile pt", 1, "--profile pt: has no directory to write to; give --tensorboard-dir or --restart-trace-dir"),
     ("--profile nsys", 1, "--profile nsys: choose one of pt, pt-full"),

@@ -58,6 +58,13 @@ def test_stages_send_shares_unless_sequences_are_split(tmp_path: Path, flags: st
     assert build_deepspeed_config(agreeing)["pipeline"] == dict.fromkeys(keys, not value)
 
 
+def test_the_flops_profiler_is_refused_for_compiled_layers(tmp_path: Path) -> None:
+    content = {"flops_profiler": {"enabled": True}}
+    build_deepspeed_config(with_file(tmp_path, content))
+    with pytest.raises(ConfigError, match=r"flops_profiler\.enabled is True.*drop it, or --torch-compile"):
+        with_file(tmp_path, content, BATCH + "--torch-compile --hidden-dropout 0 --attention-dropout 0")
+
+
 def test_golden_bf16() -> None:
     assert build_deepspeed_config(configure(BATCH + TP2_PP2 + "--bf16", world_size=8)) == {
         "train_batch_size": 8,

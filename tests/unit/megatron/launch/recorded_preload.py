@@ -1,7 +1,7 @@
 """A process that preloads as megatron.launch does, and prints what it asked of devices and which programs it started.
 
-Prints JSON: `asked`, functions of torch that ask or initialise a device, each with the module that called it, and
-`started`, commands. What forked children do is not in it.
+Its arguments are those of the script. Prints JSON: `asked`, functions of torch that ask or initialise a device, each
+with the module that called it, and `started`, commands. What forked children do is not in it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     from megatron.launch.preload import preload
 
     Path("script.py").touch()
-    preload(parse_arguments(["--nproc-per-node", "2", "script.py"]), 0)
+    preload(parse_arguments(["--nproc-per-node", "2", "script.py", *sys.argv[1:]]), 0)
     print(json.dumps({"asked": asked, "started": started}))
 
 

@@ -14,12 +14,13 @@ from tests.unit.trace_helpers import ROOT
 
 
 @pytest.mark.slow
-def test_it_asks_torch_for_no_device_and_starts_no_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--torch-compile"]], ids=["", "compiler"])
+def test_it_asks_torch_for_no_device_and_starts_no_program(tmp_path: Path, flags: list[str]) -> None:
     """A rank could not use CUDA then; and compilers that DeepSpeed starts to try its ops take seconds."""
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     own = {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("recorded_preload.py"))],
+        [sys.executable, str(Path(__file__).with_name("recorded_preload.py")), *flags],
         cwd=tmp_path, env=environment | own, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,58 @@
+"""--torch-compile in trainings: upstream's losses, a resume to the last bit, and a restart that compiles nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.parallel.topology import Layout
+from tests.dist.harness import HANGS_S, Run, Zygote, records
+from tests.dist.test_upstream_compat import LOSS_TOLERANCE, UPSTREAM, UPSTREAM_ARGUMENTS, UPSTREAM_LOSSES
+from tests.dist.tiny_runs import Launcher, assert_same_checkpoint, from_iteration, losses_of_ranks, saving
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = Layout(tp=2, pp=1, dp=1)
+COMPILED = [*UPSTREAM_ARGUMENTS, "--sequence-parallel", "--deterministic", "on", "--torch-compile"]
+COMPILES_S = 4 * HANGS_S  # g++ runs some twenty times
+
+
+def records_of(save: Path, cycle: int, record_type: str) -> list[dict[str, Any]]:
+    """Records of a type, one list for both ranks."""
+    return [r for r in records(save / "restart_trace") if r["type"] == record_type and r["cycle"] == cycle]
+
+
+def graphs(save: Path, cycle: int) -> tuple[set[int], set[int]]:
+    """Graphs that ranks compiled and that they found in the cache, in this launch."""
+    found = records_of(save, cycle, "runtime")
+    assert len(found) == LAYOUT.world_size
+    return {r["compiled_graphs"] for r in found}, {r["cached_graphs"] for r in found}
+
+
+def test_a_restart_goes_on_bit_for_bit_and_takes_its_graphs_from_the_cache(
+    zygote: Zygote, dataset: list[str], tmp_path: Path
+) -> None:
+    launcher, save, again = Launcher(zygote, dataset, tmp_path), tmp_path / "save", tmp_path / "again"
+
+    def train(directory: Path, *flags: str | Path) -> Run:
+        run = launcher.train(
+            LAYOUT, *COMPILED, *saving(directory, 3), *flags,
+            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_LOGS": "recompiles"}, timeout=COMPILES_S,
+        )  # fmt: skip
+        assert "Recompiling function" not in run.output, "what was compiled before the first step did not serve"
+        return run
+
+    train(save, "--load", UPSTREAM)
+    for found in losses_of_ranks(save, LAYOUT):
+        assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
+    spans = [r for r in records_of(save, 0, "span") if r["phase"] == "compile"]
+    assert sorted(span["rank"] for span in spans) == list(range(LAYOUT.world_size))
+
+    run = train(again, "--load", save, "--load-tag", "global_step6")
+    assert "taken from the cache in" in run.log(0)
+    assert losses_of_ranks(again, LAYOUT) == from_iteration(losses_of_ranks(save, LAYOUT), 7)
+    assert_same_checkpoint(again / "global_step10", save / "global_step10")
+    assert max(graphs(save, 0)[0]) == 2, "a rank may find what the other has compiled meanwhile"
+    assert graphs(again, 0) == ({0}, {2}), "one for each direction"
