@@ -300,13 +300,15 @@ def script_of(job: Job, variables: Sequence[str]) -> list[str]:
 
 def _hand_over(command: list[str], job: Job, environ: Mapping[str, str]) -> int:
     """Print the job's number. With --wait the exit status of sbatch is that of the job."""
-    done = subprocess.run(command, env=dict(environ), capture_output=True, text=True)
-    if not done.stdout:
+    number = job.file.with_name(f"{job.file.name}.id")  # there as soon as the scheduler tells it, also with --wait
+    with open(number, "w") as told:
+        done = subprocess.run(command, env=dict(environ), stdout=told, stderr=subprocess.PIPE, text=True)
+    if not number.stat().st_size:
+        number.unlink()
         last = done.stderr.strip().rpartition("\n")[2]
         raise SettingsError(f"{command[0]} refused {job.file}: {last}")
-    job.file.with_name(f"{job.file.name}.id").write_text(done.stdout)
     sys.stderr.write(done.stderr)
-    print(done.stdout, end="", flush=True)
+    print(number.read_text(), end="", flush=True)
     job.run.say(f"submitted {job.file}; its output goes to {job.run.work_dir}. {_results(job)}")
     return done.returncode
 
