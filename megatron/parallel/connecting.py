@@ -8,7 +8,6 @@ take part.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from megatron.net import handshake
 from megatron.net.acceptor import Acceptor
-from megatron.net.listening import address_towards, is_loopback, own_addresses
+from megatron.net.listening import address_of_interface, address_towards, is_loopback, own_addresses
 from megatron.net.secret import VARIABLE
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, tree_nodes
 
@@ -32,8 +31,6 @@ _WHERE, _COUNT, _ALL, _NEIGHBOURS = "tree/where", "tree/count", "tree/all", "tre
 _BACKLOG = 128  # children of all trees, and strangers
 _SECRET = 16  # bytes
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_IFNAMSIZ = 16
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def own_address(environment: Mapping[str, str], master: str) -> str:
     """
     named = environment.get(_INTERFACE, "").split(",")[0].strip()
     if named:
-        found = _address_of_interface(named)
+        found = address_of_interface(named)
         if found is None:
             raise ValueError(
                 f"{_INTERFACE} {named}: host {socket.gethostname()} has no interface of that name with an address; "
@@ -196,25 +193,3 @@ def own_address(environment: Mapping[str, str], master: str) -> str:
             f"interface in {_INTERFACE}"
         )
     return found
-
-
-def _address_of_interface(name: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", name.encode()[: _IFNAMSIZ - 1])
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return _ipv6_of_interface(name)
-
-
-def _ipv6_of_interface(name: str) -> str | None:
-    """As proc(5) says of if_inet6: address, index, prefix length, scope, flags, name. Scope 0 is global."""
-    try:
-        with open("/proc/net/if_inet6") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return None
-    for address, _, _, scope, _, device in lines:
-        if device == name and int(scope, 16) == 0:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    return None

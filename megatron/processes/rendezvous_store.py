@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from megatron.net.listening import LOOPBACK, listen_on, name_here, own_addresses
+from megatron.net.listening import LOOPBACK, address_for_store, listen_on, name_here
 from megatron.processes.name_lookups import use_names_from_files
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
@@ -28,12 +28,12 @@ PROCESS_NAME = "rendezvous"  # as ps shows it
 class RendezvousStore:
     """A store on a port of this host, until `close`. The caller must have one thread, since it forks.
 
-    `name`: by which ranks reach this host; the store listens at the first of its `own_addresses`, or at `bind`. `port`:
+    `name`: by which ranks reach this host; the store listens at its `address_for_store`, or at `bind`. `port`:
     0 for a free one. `master_addr`: by what the ranks of this host reach it. Raises OSError if the port is taken.
     """
 
     def __init__(self, name: str, port: int, bind: str | None = None, towards: str | None = None) -> None:
-        address = bind if bind is not None else [*own_addresses(name, towards), LOOPBACK][0]
+        address = bind if bind is not None else address_for_store(name, towards)
         listening = listen_on(address, port)
         self.master_addr = name_here(name, address)
         self.port = int(listening.getsockname()[1])

@@ -6,10 +6,11 @@ import contextlib
 import socket
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron.net import listening
-from megatron.net.listening import EVERYWHERE, LOOPBACK, listen_for_hosts, name_here, own_addresses
+from megatron.net.listening import EVERYWHERE, LOOPBACK, address_for_store, listen_for_hosts, name_here, own_addresses
 
 MINE, OTHER = "127.0.0.77", "198.51.100.77"  # all of 127.0.0.0/8 are of this host; the second one is of none
 
@@ -41,7 +42,31 @@ def test_a_name_stands_for_addresses_of_this_host(names: dict[str, list[str]]) -
 def test_what_this_host_calls_itself() -> None:
     assert name_here("localhost", "127.0.0.1") == "localhost"
     assert name_here("localhost", MINE) == MINE
-    assert name_here("anything", EVERYWHERE) == "anything"
+    assert name_here("localhost", EVERYWHERE) == "localhost"
+    assert name_here("nobody.invalid", EVERYWHERE) == LOOPBACK
+
+
+def test_without_a_route_to_others_all_interfaces_are_listened_at(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a private network. The stand-in is for a host without a default route."""
+    monkeypatch.setattr(listening, "address_towards", lambda _: None)
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    v4 = {one.address for name in up for one in psutil.net_if_addrs()[name] if one.family == socket.AF_INET}
+    known = set(own_addresses("private.invalid"))
+    assert not any(map(listening.is_loopback, known)) and bool(known) == any(not a.startswith("127.") for a in v4)
+    names["debian"] = ["127.0.1.1"]
+    assert {*known, "127.0.1.1"} == set(own_addresses("debian"))
+    made = listen_for_hosts("debian", 0)
+    assert {one.getsockname()[0] for one in made} == {*known, "127.0.1.1", LOOPBACK}
+    for one in made:
+        one.close()
+    assert all(address in caplog.text for address in known) and "--bind" in caplog.text
+    monkeypatch.setattr(listening, "_of_interfaces", lambda: [MINE.replace("127", "10"), OTHER])
+    assert address_for_store("debian") == EVERYWHERE  # one socket for two networks
+    monkeypatch.setattr(listening, "_of_interfaces", lambda: [OTHER])
+    assert address_for_store("debian") == OTHER
+    assert address_for_store("localhost") == LOOPBACK
 
 
 def reached(address: str, port: int) -> bool:
