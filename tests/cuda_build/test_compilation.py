@@ -1,4 +1,4 @@
-"""Processes that torch's compiler starts: it starts none but where Triton is, and no build for CPUs has Triton."""
+"""Processes that torch's compiler starts, which it does for devices of CUDA alone: none is there, so it is asked to."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from tests.cuda_build.conftest import ROOT
 PROGRAM = """
 import os, sys
 from pathlib import Path
-import torch
+import torch._inductor.config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.startup.compilation import configure_compiler
 if sys.argv[1] == "configured":
     flags = ("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
              "--train-iters 1 --lr 1 --data-path X --tokenizer-type NullTokenizer --vocab-size 9")
     configure_compiler(config_from_args(parse_args(flags.split(), {}), {}))
-torch.compile(torch.sin)(torch.ones(3))
+from torch._inductor.async_compile import AsyncCompile
+AsyncCompile.warm_pool()  # as the compiler calls it before it compiles for CUDA
 me = os.getpid()
 print("CHILDREN", len(Path(f"/proc/{me}/task/{me}/children").read_text().split()))
 """
 
 
 def children(tmp_path: Path, configured: str, **settings: str) -> int:
-    """Processes that a process has when it has compiled."""
+    """Processes that the compiler of a process has started."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | settings
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, configured], env=environment, capture_output=True, text=True, timeout=600
