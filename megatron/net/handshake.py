@@ -38,6 +38,13 @@ class AuthenticationError(OSError):
         )
 
 
+class NoAnswerError(TimeoutError):
+    """Something has accepted the connection and has not answered in time: the address is right, or a stranger's."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection was accepted, but not answered in time")
+
+
 def _proof(secret: bytes, role: bytes, purpose: bytes, nonces: bytes, claim: bytes = b"") -> bytes:
     return hmac.digest(secret, b"\0".join((MAGIC, role, purpose)) + b"\0" + nonces + claim, "sha256")
 
@@ -101,7 +108,7 @@ def connect(
     """A connection to a part of the launch, which blocks. `claim`: at most CLAIM bytes.
 
     `timeout_s`: for the connection, and again for the answer unless `answer_s` says otherwise. Raises OSError;
-    AuthenticationError if what answers does not know the secret.
+    AuthenticationError if what answers does not know the secret, NoAnswerError if nothing answers there.
     """
     connected = socket.create_connection(address, timeout_s)
     deadline = time.monotonic() + (timeout_s if answer_s is None else answer_s)
@@ -126,9 +133,12 @@ def _receive(connected: socket.socket, size: int, deadline: float) -> bytes:
     while len(said) < size:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("timed out")
+            raise NoAnswerError
         connected.settimeout(left)
-        part = connected.recv(size - len(said))
+        try:
+            part = connected.recv(size - len(said))
+        except TimeoutError:
+            raise NoAnswerError from None
         if not part:
             raise ConnectionResetError("the connection was closed before the other side proved to be of this launch")
         said += part

@@ -65,7 +65,7 @@ class Listener:
         """As many trees of the same form, each for a thread of its own; nobody is listened to afterwards.
 
         `secret`: of the launch. Raises AgreementLostError if the parent cannot be reached or does not know both
-        secrets, AgreementTimeoutError if a child does not come.
+        secrets, AgreementTimeoutError if it does not answer, or a child does not come.
         """
         deadline = time.monotonic() + timeout_s
         found: list[Tree] = []
@@ -87,8 +87,12 @@ class Listener:
         claim, left = _CLAIM.pack(number, self.where.rank), max(0.001, deadline - time.monotonic())
         try:
             sock = handshake.connect((parent.address, parent.port), secret, handshake.AGREEMENT, left, claim)
+        except handshake.NoAnswerError as error:  # it listens, and has not come so far
+            raise AgreementTimeoutError(
+                f"rank {self.where.rank} on {self.where.host} has waited for rank {parent.rank} on {parent.host}"
+            ) from error
         except OSError as error:
-            known = isinstance(error, handshake.AuthenticationError)
+            known = isinstance(error, (handshake.AuthenticationError, ConnectionResetError, BrokenPipeError))
             helps = f"if that is the wrong network, name the interface of the right one in {_INTERFACE}"
             raise AgreementLostError(
                 f"rank {self.where.rank} on {self.where.host} cannot connect to rank {parent.rank} on {parent.host} at "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
@@ -186,6 +187,26 @@ def test_a_child_that_never_comes_is_named() -> None:
         listeners[0].connect(told[0], 2, 0.1)
     with pytest.raises(AgreementLostError, match=r"rank 1 on a cannot connect to rank 0 on a at 127\.0\.0\.1:\d+: .*"):
         listeners[1].connect(told[1], 1, 5.0)
+
+
+def test_a_parent_that_does_not_answer_is_named() -> None:
+    """It listens, and is stopped or hangs: that is no wrong network."""
+    listeners = [Listener(rank, "a", "127.0.0.1") for rank in range(2)]
+    told = neighbours_of_all([listener.where for listener in listeners])
+    with pytest.raises(AgreementTimeoutError, match="^rank 1 on a has waited for rank 0 on a$"):
+        listeners[1].connect(told[1], 1, 0.1)
+
+
+def test_a_parent_that_ends_is_no_wrong_network() -> None:
+    listeners = [Listener(rank, "a", "127.0.0.1") for rank in range(2)]
+    told = neighbours_of_all([listener.where for listener in listeners])
+    with socket.create_server(("127.0.0.1", 0)) as ends, ThreadPoolExecutor(1) as pool:
+        parent = dataclasses.replace(listeners[0].where, port=ends.getsockname()[1])
+        future = pool.submit(listeners[1].connect, dataclasses.replace(told[1], parent=parent), 1, AT_MOST_S)
+        ends.accept()[0].close()
+        with pytest.raises(AgreementLostError, match="cannot connect to rank 0") as lost:
+            future.result()
+    assert "GLOO_SOCKET_IFNAME" not in str(lost.value)
 
 
 def test_addresses() -> None:
