@@ -34,7 +34,12 @@ class Ranks:
             _send_to_group(pid, signum)
 
     def end(self, signum: int, timeout_s: float) -> None:
-        """Have them end by a signal, and by SIGKILL when `timeout_s` have passed. One that is stopped is let run."""
+        """Have them end by a signal, and by SIGKILL when `timeout_s` have passed. One that is stopped is let run.
+
+        Only SIGKILL is sent to ranks that are being ended already: another signal could end one that saves.
+        """
+        if self.deadline is not None and signum != signal.SIGKILL:
+            return
         self.send(signum)
         self.send(signal.SIGCONT)
         if self.deadline is None:

@@ -59,6 +59,7 @@ class ExitConditions:
 
 
 def _ignore_further_signals() -> None:
-    """A scheduler or launcher asks more than once, at last by SIGTERM: it must not end the rank before it has saved."""
-    for name in EXIT_SIGNALS:
+    """A scheduler or launcher asks more than once, at last by SIGTERM, or by SIGHUP as its terminal or ssh ends: that
+    must not end the rank before it has saved."""
+    for name in (*EXIT_SIGNALS, "SIGHUP"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)

@@ -291,6 +291,39 @@ def test_a_signal_is_passed_on_and_restarts_nothing(start: Start, handled: bool,
     assert "SIGTERM was received and passed on" in job.said and "restart 1" not in job.said
 
 
+def test_ranks_that_save_get_no_second_signal(start: Start) -> None:
+    """As SIGHUP when the terminal of a launcher closes that was asked to end before."""
+    job = start(
+        """
+        import pathlib
+        def save(*_):
+            note("saves")
+            while not pathlib.Path("saved").exists():
+                time.sleep(0.01)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        here()
+        time.sleep(LONG)
+        """,
+        "--nproc-per-node", "1",
+    )  # fmt: skip
+    job.pid(0)
+    job.process.terminate()
+    job.note("saves")
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        job.process.send_signal(signum)
+        until(lambda number=signum: not pending(job.process.pid, number), "the launcher has taken the signal")
+    (job.directory / "saved").touch()
+    assert job.wait() == 0
+    assert job.said.count("was received and passed on") == 1 and "SIGTERM" in job.said
+
+
+def pending(pid: int, signum: int) -> bool:
+    """Whether a signal waits to be taken: SigPnd and ShdPnd of proc_pid_status(5)."""
+    masks = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "Pnd:" in line]
+    return any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
+
+
 def test_a_rank_that_does_not_end_is_killed_after_the_timeout(start: Start) -> None:
     job = start(
         """

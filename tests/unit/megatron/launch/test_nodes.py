@@ -26,7 +26,7 @@ from megatron.net.handshake import COORDINATOR, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.source import what_runs
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
-from tests.unit.megatron.launch.test_launch import HEAD, marked, until
+from tests.unit.megatron.launch.test_launch import HEAD, marked, pending, until
 from tests.unit.trace_helpers import ROOT, SECRET
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
@@ -51,6 +51,16 @@ WAIT = """
         time.sleep(0.02)
         if pathlib.Path(f"end_{restart}_{rank}").exists():
             sys.exit(int(pathlib.Path(f"end_{restart}_{rank}").read_text()))
+"""
+# A rank that saves when it is asked to end, and that a second signal would end at once.
+SAVE = """
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    note(f"saves_{rank}")
+    while not pathlib.Path("finish").exists():
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
 """
 NAMES = ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LABEL")
 
@@ -323,6 +333,23 @@ def test_a_signal_reaches_the_ranks_of_all_nodes(nodes: Nodes, sent_to: str, nam
     assert [process.wait(300) for process in (coordinator, *agents)] == [128 + signal.Signals[name]] * 3
     nodes.until_gone()
     assert nodes.said().count(f"{name} was received and passed on to the ranks") == 1
+
+
+def test_ranks_that_save_get_no_second_signal(nodes: Nodes) -> None:
+    """Neither that of another agent nor SIGHUP, as it comes when the ssh of an agent ends."""
+    script = nodes.directory / "script.py"
+    script.write_text(script.read_text().replace("import pathlib\n", f"import pathlib\n{SAVE}"))
+    nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
+    agents = [nodes.agent(number) for number in range(2)]
+    nodes.ranks(0)
+    for agent in agents:
+        agent.terminate()
+    until(lambda: len(list(nodes.directory.glob("saves_*"))) == 4, nodes.said())
+    for agent in agents:
+        agent.send_signal(signal.SIGHUP)
+        until(lambda pid=agent.pid: not pending(pid, signal.SIGHUP), "the agent has taken the signal")
+    nodes.finish()
+    assert [process.wait(300) for process in nodes.started] == [0, 0, 0], nodes.said()
 
 
 @pytest.mark.parametrize("launch", [{}, {LAUNCH_ID_VARIABLE: "one_script"}], ids=["by hand", "by one script"])

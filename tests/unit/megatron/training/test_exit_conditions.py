@@ -29,10 +29,13 @@ class CountingControl(ControlPlane):
         return super().agree(error)
 
 
+ASKING = (*EXIT_SIGNALS, "SIGHUP")  # signals by which schedulers, launchers and terminals end a rank
+
+
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Put the handlers back that were there."""
-    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in EXIT_SIGNALS}
+    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in ASKING}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -98,7 +101,7 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(here: bool) -> None:
     if here:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert exits.reason_at_once() == "SIGUSR1 was received (--exit-signal-handler)"
-    for name in EXIT_SIGNALS:
+    for name in ASKING:
         os.kill(os.getpid(), signal.Signals[name])  # the process lives
 
 
