@@ -1,8 +1,10 @@
 """Errors that end start after start at the same step; known from --save alone, before anything heavy is imported.
 
 A rank that an error of its own ends in training leaves a record in SAVE/.generations, named after the generation of its
-start, where the next start finds it, whoever made that. Three records of the same error at the same step mean that a
-restart does not help: the checkpoint that these starts went on from is suspected, or the data of that step.
+start, where the next start finds it, whoever made that. Three records of the same error at the same step, of starts of
+one run, mean that a restart does not help: the checkpoint that these starts went on from is suspected, or the data of
+that step. A run is known by the flags of its first start (megatron.checkpointing.first_start), so this holds before its
+first checkpoint, too.
 
 What ends a rank from outside (a signal, a lost rank or node) leaves no record, and a start that gets past the step
 removes the records. Of a --save in object storage none are kept.
@@ -11,20 +13,20 @@ removes the records. Of a --save in object storage none are kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import re
 import traceback
-import uuid
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Search
 from megatron.checkpointing.engines.errors import CheckpointError
-from megatron.checkpointing.first_start import resumes
+from megatron.checkpointing.first_start import FirstStart, began, is_of, newest_manifest, resumes
 from megatron.config import CheckpointConfig
 from megatron.config.errors import REPEATED
 from megatron.config.uris import is_uri
@@ -33,10 +35,14 @@ from restart_trace.strict_json import read_json
 logger = logging.getLogger(__name__)
 
 STARTS = 3  # in a row with the same error: then it is suspected
-_NAME = re.compile(r"error_(\d{8})")
+_RECORD, _BACK = re.compile(r"error_(\d{8})"), re.compile(r"back_(\d{8})")
 _MAX_BYTES = 1 << 14
 _MAX_TEXT = 300
-_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses, sizes and ranks: they differ between starts
+# Addresses, ranks and sizes with their units: they differ between starts.
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?: (?:bytes|[KMGT]i?B)\b)?")
+# torch raises an error of a data worker once more in the rank, under a message that holds the worker's traceback.
+_OF_WORKER = re.compile(r"in DataLoader worker process \d+\.\s*Original Traceback \(most recent call last\):")
+_FRAME = re.compile(r'^ *File "(.+)", line \d+, in (.+)$')
 
 
 class RepeatedErrorError(CheckpointError):
@@ -49,24 +55,37 @@ class RepeatedErrorError(CheckpointError):
 class StepError:
     """An error that ended a start in training.
 
-    `step`: the iteration that was under way; `loaded`: that of the checkpoint which the start went on from, 0 without
-    one; `error`: type, place and message without numbers, by which errors are compared; `message`: as it was.
+    `generation`: of its hold on --save; `run`: the flags of the first start of its run; `step`: the iteration that was
+    under way; `loaded`: that of the checkpoint which the start went on from, 0 without one; `place`: that checkpoint,
+    as a message names it; `error`: type, place and message without numbers, by which errors are compared; `message`: as
+    it was.
     """
 
+    generation: int
+    run: str
     step: int
     loaded: int
+    place: str
     error: str
     message: str
     rank: int
 
     def same(self, other: StepError) -> bool:
-        return (self.step, self.error) == (other.step, other.error)
+        return (self.run, self.step, self.error) == (other.run, other.step, other.error)
 
 
-def _files(directory: Path) -> list[str]:
-    """Names of the records in SAVE/.generations, oldest first."""
+class _Back(NamedTuple):
+    """A start that went back to `tag` when `sequence` was that of the newest checkpoint in --save."""
+
+    generation: int
+    tag: str
+    sequence: int
+
+
+def _files(directory: Path, kind: re.Pattern[str]) -> list[str]:
+    """Names of the records of one kind in SAVE/.generations, oldest first."""
     try:
-        return sorted(name for name in os.listdir(directory) if _NAME.fullmatch(name))
+        return sorted(name for name in os.listdir(directory) if kind.fullmatch(name))
     except OSError:
         return []
 
@@ -75,99 +94,150 @@ def recorded(save: str) -> list[StepError]:
     """The errors that are recorded in --save, oldest first; what no start has written is left out."""
     directory = Path(save) / names.GENERATIONS
     errors = []
-    for name in _files(directory):
+    for name in _files(directory, _RECORD):
         with contextlib.suppress(OSError, ValueError, TypeError):
             error = StepError(**read_json(directory / name, _MAX_BYTES))
-            if all(type(number) is int for number in (error.step, error.loaded, error.rank)):
+            if all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
                 errors.append(error)
     return errors
 
 
-def checkpoint_before(options: CheckpointConfig) -> str | None:
+def _last_back(save: str) -> _Back | None:
+    """The last start that went back, of those since the records were removed."""
+    directory = Path(save) / names.GENERATIONS
+    for name in reversed(_files(directory, _BACK)):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            back = _Back(**read_json(directory / name, _MAX_BYTES))
+            if type(back.generation) is int and type(back.sequence) is int and type(back.tag) is str:
+                return back
+    return None
+
+
+def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     """The tag to go back to, as --on-repeated-error back says; None if there is nothing to go back from.
 
-    `options`: of a start that goes on from --save. Raises RepeatedErrorError if the same error has ended STARTS starts
-    in a row at the same step and the flag is not `retry`, or if going back has not helped or is not possible.
+    `options`: as the command gives them; `later`: they are of a first start, and --save holds checkpoints of its run.
+    Raises RepeatedErrorError if the same error has ended STARTS starts of this run in a row at the same step and the
+    flag is not `retry`, or if going back has not helped or is not possible. Raises as `newest_manifest`.
     """
     save = options.save
-    if save is None or is_uri(save) or not resumes(options) or options.load_tag is not None:
+    if save is None or is_uri(save):
         return None
     last = recorded(save)[-STARTS:]
-    if len(last) < STARTS or not all(error.same(last[-1]) for error in last):
+    if len(last) < STARTS or not all(error.same(last[-1]) for error in last) or last[-1].run != began(options).flags:
         return None
-    # The first start of the three may have saved the checkpoint that the others went on from.
-    error, went_back = last[-1], any(later.loaded < one.loaded for one, later in pairwise(last))
     if options.on_repeated_error == "retry":
-        logger.warning("%s; going on all the same, as --on-repeated-error retry says", _told(save, last))
+        logger.warning("%s; going on all the same, as --on-repeated-error retry says", _told(last))
         return None
-    older = _committed_before(save, error.loaded) if options.on_repeated_error == "back" and not went_back else None
+    # Only a start that goes on from --save can go on from another checkpoint there.
+    resumed = later or (resumes(options) and options.load_tag is None)
+    back = _last_back(save)
+    failed_since = back is not None and last[-1].generation >= back.generation
+    if back is not None and resumed and not failed_since and _committed_since(options, back):
+        return None
+    older = None
+    if options.on_repeated_error == "back" and resumed and not failed_since:
+        older = _committed_before(save, last[-1].loaded if back is None else (names.step_of(back.tag) or 0) + 1)
     if older is not None:
-        logger.warning("%s; going back to %s, as --on-repeated-error back says", _told(save, last), older)
+        logger.warning("%s; going back to %s, as --on-repeated-error back says", _told(last), older)
         return older
-    raise RepeatedErrorError(f"{_told(save, last)}. {_advice(options, error, went_back)}")
+    raise RepeatedErrorError(f"{_told(last)}. {_advice(options, last[-1], resumed, failed_since)}")
 
 
-def _told(save: str, last: list[StepError]) -> str:
+def _told(last: list[StepError]) -> str:
     error = last[-1]
-    loaded = sorted({one.loaded for one in last})
-    places = " and ".join(f"{save}/{names.tag_of(step)}" if step else "iteration 0" for step in loaded)
+    places = " and ".join({one.loaded: one.place for one in sorted(last, key=lambda one: one.loaded)}.values())
     return (
         f"iteration {error.step} has ended {len(last)} starts in a row with the same error (rank {error.rank}: "
         f"{error.message}), going on from {places}"
     )
 
 
-def _advice(options: CheckpointConfig, error: StepError, went_back: bool) -> str:
-    of_data = f"the data of iteration {error.step} or the program"
-    if went_back:
-        suspected, back = f"As going back has not helped, {of_data} is suspected", ""
+def _advice(options: CheckpointConfig, error: StepError, resumed: bool, failed_since: bool) -> str:
+    """`resumed`: this start goes on from --save; `failed_since`: the error has come again after going back."""
+    of_data, back = f"the data of iteration {error.step} or the program", ""
+    if failed_since:
+        suspected = f"As going back has not helped, {of_data} is suspected"
     elif options.on_repeated_error == "back":
-        suspected, back = f"No older checkpoint is there to go back to: that one, or {of_data}, is suspected", ""
+        suspected = f"No older checkpoint of this run is there to go back to: that one, or {of_data}, is suspected"
     else:
         suspected = f"That checkpoint, or {of_data}, is suspected" if error.loaded else f"Suspected is {of_data}"
-        back = "--on-repeated-error back to go on from the checkpoint before, " if error.loaded else ""
-    return f"{suspected}: correct the cause and give --on-repeated-error retry, or give {back}--load-tag or other data"
+        if error.loaded and resumed:
+            back = ", or give --on-repeated-error back to go on from the checkpoint before, or --load-tag"
+    return f"{suspected}: correct the cause and give --on-repeated-error retry{back}"
 
 
 def _committed_before(save: str, step: int) -> str | None:
-    """The newest checkpoint in --save of an earlier iteration than `step`."""
-    search = Search(Path(save), None)
+    """The newest checkpoint in --save of an earlier iteration than `step`, of the run that saved there last."""
+    search, run = Search(Path(save), None), None
     for _ in range(search.number):
         candidate, _ = search.next()
-        if candidate is not None and candidate.manifest is not None and candidate.step < step:
+        if candidate is None or candidate.manifest is None:
+            continue
+        run = run or FirstStart(candidate.manifest.loaded_from, candidate.manifest.first_start)
+        if candidate.step < step and is_of(candidate.manifest, run):
             return candidate.tag
     return None
 
 
-class StepErrors:
-    """The errors of one start, on each rank; `generation`: of its hold on --save. `loaded`: as in StepError."""
+def _committed_since(options: CheckpointConfig, back: _Back) -> bool:
+    """Whether a start has saved since one went back, so that the newest checkpoint is of the new course."""
+    newest = newest_manifest(options)
+    return newest is not None and newest.sequence > back.sequence
 
-    def __init__(self, save: str | None, generation: int, loaded: int, rank: int) -> None:
+
+class StepErrors:
+    """The errors of one start, on each rank.
+
+    `options`: of this start; `begins`: how its run began; `generation`: of its hold on --save; `loaded`: as in
+    StepError; `back_to`: the checkpoint that --on-repeated-error back went back to, which rank 0 records.
+    """
+
+    def __init__(
+        self, options: CheckpointConfig, begins: FirstStart, generation: int, loaded: int, rank: int, *,
+        back_to: str | None = None,
+    ) -> None:  # fmt: skip
+        save = options.save
         self._directory = None if save is None or is_uri(save) else Path(save) / names.GENERATIONS
-        self._generation, self._loaded, self._rank = generation, loaded, rank
+        self._generation, self._run, self._loaded, self._rank = generation, begins.flags, loaded, rank
+        of_save = loaded > 0 and resumes(options)
+        self._place = f"{save}/{names.tag_of(loaded)}" if of_save else f"iteration {loaded}"
         known = [] if save is None or self._directory is None or rank != 0 else recorded(save)
         self._until = max((error.step for error in known), default=None)  # once it is done, they are over
+        if back_to is not None and rank == 0:
+            newest = newest_manifest(options)
+            back = _Back(generation, back_to, 0 if newest is None else newest.sequence)
+            self._write(f"back_{generation:08d}", back._asdict())
 
     def note(self, error: BaseException, step: int) -> None:
         """Record what ends this rank in iteration `step`; of several ranks the first counts."""
         if self._directory is None:
             return
-        described = StepError(step, self._loaded, _compared(error), _shown(error), self._rank)
-        draft = self._directory / f".error_{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):  # it must not hide the error itself
-            draft.write_text(json.dumps(asdict(described)))
-            try:
-                os.link(draft, self._directory / f"error_{self._generation:08d}")
-            finally:
-                draft.unlink()
-            self._remove(_files(self._directory)[:-STARTS])
+        message, place = _cause(error)
+        described = StepError(
+            self._generation, self._run, step, self._loaded, self._place,
+            _NUMBERS.sub("N", message)[:_MAX_TEXT] + place, message[:_MAX_TEXT], self._rank,
+        )  # fmt: skip
+        self._write(f"error_{self._generation:08d}", asdict(described))
+        self._remove(_files(self._directory, _RECORD)[:-STARTS])
+
+    def _write(self, name: str, content: dict[str, object]) -> None:
+        """A record that is there already stays. What storage refuses must not hide the error that ends this rank."""
+        try:
+            with open(f"{self._directory}/{name}", "x") as file:
+                file.write(json.dumps(content))
+        except FileExistsError:
+            pass
+        except OSError as refused:
+            logger.warning("%s/%s: not written, so a repeated error goes unnoticed: %s", self._directory, name, refused)
 
     def passed(self, step: int) -> None:
         """Iteration `step` is done: errors at it and before are over. Removes their records, on rank 0."""
         if self._until is None or step < self._until or self._directory is None:
             return
         self._until = None
-        self._remove(_files(self._directory))
+        for kind in (_RECORD, _BACK):
+            self._remove(_files(self._directory, kind))
 
     def _remove(self, files: list[str]) -> None:
         for name in files:
@@ -175,13 +245,23 @@ class StepErrors:
                 os.unlink(f"{self._directory}/{name}")
 
 
-def _shown(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_MAX_TEXT]
+def _cause(error: BaseException) -> tuple[str, str]:
+    """Type and message of what went wrong, in one line, and the function that raised it: " in MODULE:FUNCTION".
+
+    Of an error in a data worker these are the worker's, from the traceback in the message of torch.
+    """
+    of_worker = _OF_WORKER.search(str(error))
+    if of_worker is not None:
+        lines = str(error)[of_worker.end() :].splitlines()
+        frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
+        if frames:
+            number, frame = frames[-1]
+            after = itertools.dropwhile(lambda line: line.startswith(" "), lines[number + 1 :])
+            return _one_line(" ".join(after)), f" in {frame[1]}:{frame[2]}"
+    called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = f" in {called[-1].f_globals.get('__name__')}:{called[-1].f_code.co_name}" if called else ""
+    return _one_line(f"{type(error).__name__}: {error}"), place
 
 
-def _compared(error: BaseException) -> str:
-    """Type and message of the error, numbers left out, and the function that raised it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = f" in {frames[-1].f_globals.get('__name__')}:{frames[-1].f_code.co_name}" if frames else ""
-    return _NUMBERS.sub("N", _shown(error)) + place
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

@@ -143,7 +143,7 @@ def goes_back_to(config: Config, later: bool) -> str | None:
     from megatron.checkpointing.repeated_errors import checkpoint_before
 
     with _reads_save(config):
-        return checkpoint_before(of_this_start(config, later, None).checkpoint)
+        return checkpoint_before(config.checkpoint, later)
 
 
 def of_this_start(config: Config, later: bool, back_to: str | None) -> Config:

@@ -168,21 +168,16 @@ class _Start:
 
         return of_this_start(self._config, self.later_start, self.back_to)
 
-    def first_start(self) -> FirstStart:
-        """How the run began, as the manifests keep it, which rank 0 writes. Raises ConfigError."""
-        from megatron.checkpointing.first_start import FirstStart
+    def agreed(self, control: ControlPlane) -> tuple[Config, FirstStart]:
+        """The configuration of this start and how its run began, as rank 0 decides; collective. Raises ConfigError."""
+        from megatron.checkpointing.first_start import FirstStart, passed_over
         from megatron.startup.preflight import how_the_run_began
 
-        return how_the_run_began(self._config) if self._config.parallel.rank == 0 else FirstStart()
-
-    def agreed(self, control: ControlPlane) -> Config:
-        """The configuration of this start, as rank 0 decides; collective."""
-        from megatron.checkpointing.first_start import passed_over
-
-        self.later_start, self.back_to = control.broadcast((self.later_start, self.back_to))
+        begins = how_the_run_began(self._config) if control.rank == 0 else FirstStart()
+        self.later_start, self.back_to, begins = control.broadcast((self.later_start, self.back_to, begins))
         if self.later_start and control.rank == 0:
             logger.info("%s", passed_over(self._config.checkpoint))
-        return self.config
+        return self.config, begins
 
     def check_still_owner(self) -> None:
         """At the end: raises SaveDirectorySupersededError if a later launch has taken --save since the last save.
@@ -414,7 +409,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
         beginning.wait_and_begin(None if loads is None else loads.load)
         startup = runtime.communicators.startup = beginning.startup
-    begins, config = beginning.first_start(), beginning.agreed(control)
+    config, begins = beginning.agreed(control)
     recorder, prefetch = beginning.recorder, beginning.prefetch
     _sample_continuously(config, recorder)
     if prefetch is not None:
@@ -454,7 +449,14 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
             StepProfiler(config),
-            StepErrors(config.checkpoint.save, checkpointer.context.generation, progress.iteration, control.rank),
+            StepErrors(
+                config.checkpoint,
+                begins,
+                checkpointer.context.generation,
+                progress.iteration,
+                control.rank,
+                back_to=beginning.back_to,
+            ),
         )
 
 

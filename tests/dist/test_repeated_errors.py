@@ -77,11 +77,14 @@ def test_the_start_after_three_names_the_checkpoint_and_the_iteration(failed: tu
 
 
 def test_the_launcher_does_not_start_again_what_would_end_so_again(failed: tuple[Launcher, Path, list[Run]]) -> None:
-    """Whatever --max-restarts allows: exit status 65, after three starts and the one that tells of them."""
+    """Whatever --max-restarts allows: exit status 65, after three starts and the one that tells of them.
+
+    Here of a run that ends before its first checkpoint, so that each start is a first one.
+    """
     tmp = failed[0].directory / "launched"
     tmp.mkdir()
     command = [sys.executable, str(ROOT / "megatron" / "launch"), "--max-restarts", "9", str(ROOT / "pretrain_gpt.py")]
-    save = ["--save", str(tmp / "save"), "--load", str(tmp / "save")]
+    save = ["--save", str(tmp / "save"), "--save-interval", "100"]
     command += [*write_corpus(tmp / "corpus", damaged=True), *RUN, *save]
     ended = subprocess.run(command, env=environment(tmp), capture_output=True, text=True, check=False)
     assert ended.returncode == REPEATED, ended.stderr[-3000:]

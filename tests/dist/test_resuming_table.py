@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from megatron.checkpointing.commit import Manifest, write_manifest
+from megatron.checkpointing.first_start import FirstStart
 from megatron.checkpointing.repeated_errors import STARTS, StepErrors
+from megatron.config import CheckpointConfig
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.light_starts import IMPORTS, light_starts
@@ -399,8 +401,9 @@ def _converted(run: Path, saved: Saved) -> None:
 
 def _failed(run: Path, saved: Saved) -> None:
     (run / ".generations").mkdir(exist_ok=True)
+    options = CheckpointConfig(save=str(run), save_interval=1, load=str(run))
     for generation in range(STARTS):
-        StepErrors(str(run), generation, 2, 0).note(ValueError("a damaged sample"), 3)
+        StepErrors(options, FirstStart(), generation, 2, 0).note(ValueError("a damaged sample"), 3)
 
 
 LIGHT = [

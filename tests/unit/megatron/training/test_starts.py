@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpointing.context import Ahead
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError
+from megatron.checkpointing.first_start import FirstStart
 from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.checkpoints import restore
@@ -42,8 +43,9 @@ def test_rank_0_decides_for_a_host_that_resolves_links_differently(tmp_path: Pat
     save.mkdir()
     link.symlink_to(save)
     flags: Any = Flags(CheckpointConfig(save=str(save), save_interval=1, load=str(link)))
-    config = _Start(flags, 0).agreed(OfRank1((True, None)))
-    assert config.checkpoint.load == str(save)
+    began = FirstStart("/pretrained", "--load /pretrained")
+    config, begins = _Start(flags, 0).agreed(OfRank1((True, None, began)))
+    assert config.checkpoint.load == str(save) and begins == began
 
 
 @pytest.mark.parametrize("load", [None, "pretrained"])
