@@ -52,11 +52,13 @@ die() {
     exit 1
 }
 
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+
 # A command on PATH may exist without working, so each candidate is run to check its version.
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.10 python3 python; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+        if is_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
@@ -163,8 +165,16 @@ print(urllib.request.url2pathname(url.path))' "$origin" 2>/dev/null) || continue
     done
 }
 
+# Refuses an environment whose Python is too old or too new: pip would find no version of torch for it.
+check_version() {
+    local python=$VENV_DIR/bin/python
+    [[ ! -x $python ]] || is_supported "$python" ||
+        die "VENV_DIR=$VENV_DIR has $("$python" --version 2>&1), and Python 3.10 to 3.12 is needed; remove it, or name another"
+}
+
 main() {
     up_to_date && return
+    check_version
     check_checkout
     mkdir -p "$(dirname "$VENV_DIR")"
     if command -v flock >/dev/null; then
