@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from restart_trace.reading import read_records
 
@@ -141,6 +144,25 @@ def kill_all(pids: list[int]) -> None:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
+
+
+def processes_with(name: str, value: str) -> list[psutil.Process]:
+    """Processes in whose environment the variable `name` is `value`; none that has ended and is not reaped yet."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_all(left: Callable[[], list[psutil.Process]]) -> None:
+    """SIGKILL what `left` finds until it finds nothing: some end with others, and some have just been started."""
+    while found := left():
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.1)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.harness import Run, Zygote, wait_for
+from tests.dist.harness import Run, Zygote, kill_all, wait_for
 from tests.dist.test_distributed_timeout import state_of
 
 SCRIPT = Path(__file__).with_name("scripts") / "agreements.py"
@@ -30,7 +29,7 @@ def agree(zygote: Zygote, directory: Path, victim: int, harm: str, **settings: s
             try:
                 wait_for(lambda: all(state_of(pid) in ("", "Z") for pid in others), "the end of the others")
             finally:
-                os.kill(pids[victim], signal.SIGKILL)
+                kill_all([pids[victim]])
 
     environment = {
         "HOSTS": " ".join(HOSTS), "VICTIM": str(victim), "HARM": harm, "HARM_AT": str(HARM_AT), "PIDS": str(directory),
@@ -86,4 +85,4 @@ def test_a_child_that_outlives_its_rank_hides_nothing(zygote: Zygote, tmp_path: 
         assert run.exit_codes == [-signal.SIGKILL if rank == 3 else 3 for rank in range(RANKS)], run.output
         assert all(last[rank]["text"].endswith("rank 3 on b: it has ended") for rank in (0, 4, 8))
     finally:
-        os.kill(child, signal.SIGKILL)
+        kill_all([child])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Run, Starvation, Zygote, wait_for
+from tests.dist.harness import LLAMA_STYLE, Run, Starvation, Zygote, kill_all, wait_for
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, saving
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -110,8 +109,7 @@ def stop_a_rank(
             wait_for(lambda: all(map(has_ended, others)), "the end of the ranks that wait")
             waited_s.extend([] if too_early else [(time.monotonic() - stopped, busy.seconds)])
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[3], signal.SIGKILL)
+            kill_all([pids[3]])
 
     run = launcher.run(
         layout, *flags, "--train-iters", "8", "--distributed-timeout-minutes", f"{minutes:g}",

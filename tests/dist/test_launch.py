@@ -5,9 +5,7 @@ Relaunches of the whole launch are verified and accounted for in test_restart_dr
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from megatron.processes.standby import WAITS
-from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
 from tools.restart_drill.own_shm import in_own_shm, left_in_shm
@@ -28,12 +26,7 @@ MARK = "LAUNCH_TEST"
 
 def marked(out: Path) -> list[psutil.Process]:
     """Processes of a test's launch."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == str(out):
-                found.append(process)
-    return found
+    return processes_with(MARK, str(out))
 
 
 def environment(out: Path) -> dict[str, str]:
@@ -90,13 +83,11 @@ def trained_and_killed(
         wait_for(lambda: ready() or job.poll() is not None, f"iteration {held_at}")
         if without:
             (save / without).rename(tmp_path / without)
-        for rank in (0, 1):
-            os.kill(records(trace, 0, rank)[0]["pid"], signal.SIGKILL)
+        kill_all([records(trace, 0, rank)[0]["pid"] for rank in (0, 1)])
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
         wait_for(lambda: marked(tmp_path) == [], "the end of all processes")
     finally:
-        for process in marked(tmp_path):
-            process.kill()
+        end_all(lambda: marked(tmp_path))
         job.wait(HANGS_S)
     assert left_in_shm(tmp_path / "shm") == []
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from megatron.checkpointing.commit import Manifest
 from megatron.processes.memory_slots import slots_held_by
-from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import LAUNCHER, environment, marked
 from tests.dist.test_restart_drill import TRAINING
@@ -66,8 +65,7 @@ class Job:
         return records(self.trace, 0, rank)[0]["pid"]
 
     def kill(self) -> None:
-        for rank in (0, 1):
-            os.kill(self.pid(rank), signal.SIGKILL)
+        kill_all([self.pid(rank) for rank in (0, 1)])
         assert self.process.wait(HANGS_S) == 0, self.output[-4000:]
         wait_for(lambda: marked(self.directory) == [], "the end of all processes")
         assert left_in_shm(self.directory / "shm") == []
@@ -98,8 +96,7 @@ def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambd
         harm(job)
         job.kill()
     finally:
-        for process in marked(directory):
-            process.kill()
+        end_all(lambda: marked(directory))
         job.process.wait(HANGS_S)
     return job
 
@@ -164,8 +161,7 @@ def test_without_saves_in_memory_the_flags_of_the_first_start_are_obeyed(tmp_pat
         job.until_held(lambda of_a_rank: any(r["type"] == "iteration" and r["step"] == 1 + HELD_AT for r in of_a_rank))
         job.kill()
     finally:
-        for process in marked(tmp_path):
-            process.kill()
+        end_all(lambda: marked(tmp_path))
         job.process.wait(HANGS_S)
     before, after = losses(job.trace, 0, 1), losses(job.trace, 1, 1)
     assert sorted(after) == list(range(2, LAST + 1))

@@ -19,7 +19,7 @@ import pytest
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.memory_slots import slots_held_by
-from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, end_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import environment, marked
 from tests.dist.test_restart_drill import TRAINING
@@ -113,8 +113,7 @@ class Job:
         return losses(trace, 0, 1)
 
     def end(self) -> None:
-        for process in marked(self.directory):
-            process.kill()
+        end_all(lambda: marked(self.directory))
         for process in self.started:
             process.wait(HANGS_S)
 

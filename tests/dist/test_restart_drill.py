@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.dist.drill_reports import (
@@ -21,7 +20,7 @@ from tests.dist.drill_reports import (
     assert_timeline_agrees,
     report_of,
 )
-from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, records, wait_for
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import NO_DROPOUT
@@ -82,14 +81,7 @@ def run(out: Path, module: str, *argv: str, held: int = 0) -> subprocess.Complet
 
 def left_of(out: Path) -> list[int]:
     """Processes that carry the mark of this drill."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(out):
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return [process.pid for process in processes_with(MARK, str(out))]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pytest
 
 from megatron.checkpointing.commit import discover
 from megatron.processes.free_port import free_port
-from tests.dist.harness import LLAMA_STYLE, ROOT, losses, records, wait_for
+from tests.dist.harness import LLAMA_STYLE, ROOT, end_all, losses, processes_with, records, wait_for
 from tests.dist.tiny_runs import NO_DROPOUT
 
 TRAINING = [
@@ -46,12 +46,7 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """All that live of the launch."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes_with(MARK, self.mark)
 
     def errors(self) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if line.startswith("error:")]
@@ -70,11 +65,7 @@ def job(save: Path, dataset: Sequence[str], command: Sequence[str], *flags: str)
     try:
         yield started
     finally:
-        while left := started.processes():
-            for one in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            psutil.wait_procs(left, timeout=0.1)
+        end_all(started.processes)
         process.wait()
 
 

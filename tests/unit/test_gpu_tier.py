@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,7 +22,7 @@ from packaging.utils import canonicalize_name
 from benchmarks.overhead.cli import parse_arguments as parse_overhead
 from megatron.checkpointing.engines.registry import engine_names
 from megatron.config.arguments import config_from_args, parse_args
-from tests.dist.harness import wait_for
+from tests.dist.harness import HANGS_S, end_all, processes_with, wait_for
 from tests.gpu.facts import facts
 from tests.gpu.files import MOST_BYTES
 from tests.gpu.grow import touch
@@ -103,7 +101,7 @@ def flags_of(step: Step, place: Setting, *more: str) -> list[str]:
     shown = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": "/none"}
     environment = os.environ | place.environment() | step.environment | shown
     command = [sys.executable, "-m", "tools.restart_bench", "run", step.argv[-1]]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout.splitlines()[-1])
     program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
@@ -254,9 +252,9 @@ def test_a_part_ends_with_its_time_and_leaves_no_process(tmp_path: Path) -> None
     part = Part("endless", 1, "nothing", lambda _: [endless, never], limit_s=0.5)
     assert run_part(part, setting(tmp_path)) == FAILED
     steps = json.loads((tmp_path / "out" / "endless" / "part.json").read_text())["steps"]
-    assert [step["why"] for step in steps] == [
-        "ended: the part's time was over", "not started: the part's time was over"
-    ]  # fmt: skip
+    ended, never_started = "ended: the part's time was over", "not started: the part's time was over"
+    # A machine may be so slow that the time is over before the first step.
+    assert steps[0]["why"] in (ended, never_started) and steps[1]["why"] == never_started
     assert left_of(tmp_path) == []
 
 
@@ -291,14 +289,7 @@ def test_a_part_that_is_interrupted_has_no_outcome(tmp_path: Path) -> None:
 
 
 def left_of(tmp_path: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(tmp_path):
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return [process.pid for process in processes_with(MARK, str(tmp_path))]
 
 
 def test_a_part_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> None:
@@ -386,8 +377,7 @@ def test_the_archive_is_complete_whenever_a_ladder_is_killed(tmp_path: Path) -> 
     ) as process:
         wait_for(lambda: (tmp_path / "1").exists(), "the second part")
         process.kill()
-    for pid in left_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    end_all(lambda: processes_with(MARK, str(tmp_path)))
     files = archived(tmp_path / "out.tar.gz")
     told = json.loads(files["ladder_2.json"])["parts"]
     assert {name: part["outcome"] for name, part in told.items()} == {"first": PASSED, "long": None}
@@ -496,7 +486,7 @@ def test_the_bundle_holds_all_that_is_needed(version: str) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_makes_no_bundle(words: list[str], error: str) -> None:
-    done = subprocess.run(["bash", str(GPU / "bundle.sh"), *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(GPU / "bundle.sh"), *words], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 2 and done.stderr.startswith(f"bundle.sh: error: {error}")
 
 
@@ -505,6 +495,6 @@ def test_a_bundle_that_cannot_be_carried_with_the_files_is_refused(mib: int, sta
     with (tmp_path / "a.whl").open("wb") as file:
         file.truncate(mib << 20)
     words = ["bash", str(GPU / "bundle.sh"), "--check", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == status
     assert re.search(rf"[1-9][\d.]* MiB of files and {mib}.0 MiB of wheels", done.stdout + done.stderr)

@@ -18,6 +18,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments
 from restart_trace.startup import PRELOAD_VARIABLE, Preload, preload_of
+from tests.dist.harness import end_all, processes_with
 from tests.unit.trace_helpers import ROOT
 
 # The launcher without its imports, which take seconds and are not what is looked at here.
@@ -81,14 +82,7 @@ class Job:
 
 def marked(directory: Path) -> list[psutil.Process]:
     """Processes whose environment has MARK set to `directory`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MARK") == str(directory):
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return processes_with("MARK", str(directory))
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -111,8 +105,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield run
     for job in jobs:
-        for process in job.left():
-            process.kill()
+        end_all(job.left)
         job.process.wait(300)
 
 

@@ -5,11 +5,9 @@ Agents and their coordinator are real processes on this host, and the ranks save
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -17,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.dist.harness import end_all, kill_all
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, RANKS, Nodes
 from tests.unit.trace_helpers import ROOT, SECRET
@@ -104,9 +102,7 @@ class MemoryNodes(Nodes):
 def nodes(tmp_path: Path) -> Iterator[MemoryNodes]:
     made = MemoryNodes(tmp_path)
     yield made
-    for process in made.left():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    end_all(made.left)
     made.forker_ends()
     for started in made.started:
         started.wait(300)
@@ -124,8 +120,7 @@ def test_what_is_killed_leaves_a_whole_save_and_nothing_else(nodes: MemoryNodes)
         nodes.until(lambda restart=restart: len(nodes.steps("agreed", restart)) >= 2, f"two saves of start {restart}")
         time.sleep(generator.random() * WAIT_MS / 1000)
         lost = [started[2 * place].node for place in places]
-        for pid in (*(nodes.agents[node] for node in lost), *(started[rank].pid for rank in ranks)):
-            os.kill(pid, signal.SIGKILL)
+        kill_all([*(nodes.agents[node] for node in lost), *(started[rank].pid for rank in ranks)])
         after = nodes.all_started(restart + 1)
         assert not list(nodes.directory.glob("torn_*")), nodes.agents_said()
         # Rank 0 may have been killed before it told of an agreement.

@@ -26,6 +26,7 @@ from megatron.net.handshake import COORDINATOR, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.source import what_runs
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.dist.harness import end_all
 from tests.unit.megatron.launch.test_launch import HEAD, marked, pending, until
 from tests.unit.trace_helpers import ROOT, SECRET
 
@@ -128,8 +129,7 @@ class Nodes:
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(tmp_path)
     yield made
-    for process in made.left():
-        process.kill()
+    end_all(made.left)
     for started in made.started:
         started.wait(300)
 
@@ -293,7 +293,7 @@ def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes
     agents[2].send_signal(signal.SIGSTOP)  # it has no rank, so nothing kills it
     until(lambda: "node 2 (127.0.0.1) is lost: no heartbeat for 4 s" in nodes.said(), nodes.said())
     agents[2].send_signal(signal.SIGCONT)
-    until(lambda: nodes.said().count(joined) == 2, nodes.said())
+    until(lambda: nodes.said().count(joined) >= 2, nodes.said())
     coordinator.send_signal(signal.SIGSTOP)
     until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks that were cut off")
     coordinator.send_signal(signal.SIGCONT)

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from megatron.net.handshake import AGREEMENT, COORDINATOR, COPIES, MAGIC, AuthenticationError, connect
+from tests.dist.harness import end_all
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes
 from tests.unit.trace_helpers import SECRET
@@ -212,8 +213,7 @@ def launched(tmp_path: Path) -> Iterator[Nodes]:
         nodes.agent(number)
     until((tmp_path / "all_but_one").exists, nodes.said())
     yield nodes
-    for process in nodes.left():
-        process.kill()
+    end_all(nodes.left)
     for started in nodes.started:
         started.wait(WAIT_S)
 

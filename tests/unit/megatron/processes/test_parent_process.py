@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from megatron.processes import parent_process
+from tests.dist.harness import HANGS_S, kill_all
 
 ROOT = Path(__file__).resolve().parents[4]
-PATIENCE_S = 100.0
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -42,8 +42,8 @@ def out(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "rank.py").write_text(RANK)
     yield tmp_path
     started = tmp_path / "started"
-    if started.exists() and psutil.pid_exists(int(started.read_text())):
-        os.kill(int(started.read_text()), signal.SIGKILL)
+    if started.exists():
+        kill_all([int(started.read_text())])
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
