@@ -23,17 +23,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import botocore.session
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
+from megatron.fileio.object_store import Bucket, SentPart
 from megatron.processes.free_port import free_port
 from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request
 
-__all__ = ["BUCKET", "Fault", "FaultProxy", "GoogleProxy", "Request", "Server", "environment_of", "serving"]
+__all__ = [
+    "BUCKET", "Fault", "FaultProxy", "GoogleProxy", "ImpatientBucket", "Request", "Server", "environment_of", "serving",
+]  # fmt: skip
 
 BUCKET = "checkpoints"
 _STARTS_S = 120.0  # on a busy machine
@@ -80,6 +84,24 @@ class Server:
         where = f"{self.url}/moto-api/reset-auth"
         text = {"Content-Type": "text/plain"}
         urllib.request.urlopen(urllib.request.Request(where, requests.encode(), text, method="POST")).read()
+
+
+class ImpatientBucket(Bucket):
+    """Waits `wait_s` for part `number` of each upload, and as long as any bucket for everything else.
+
+    So the deadline passes for the request that a proxy lets fail, and for no other where the machine is slow.
+    """
+
+    def __init__(self, number: int, wait_s: float) -> None:
+        super().__init__(BUCKET)
+        self._impatient_of = number
+        self._wait_s = wait_s
+
+    def send_part(
+        self, key: str, upload: str, number: int, start: int, content: Any, given_up: threading.Event
+    ) -> SentPart:
+        bucket = self.with_deadline(self._wait_s) if number == self._impatient_of else self
+        return Bucket.send_part(bucket, key, upload, number, start, content, given_up)
 
 
 @contextlib.contextmanager

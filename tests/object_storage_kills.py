@@ -94,7 +94,7 @@ def _killed(uri: ObjectUri, root: Path, first: int, after_s: float, engine: str)
             os._exit(1)
     os.close(writing)
     try:
-        assert select.select([reading], [], [], 60)[0], "the launch claimed nothing"
+        assert select.select([reading], [], [], 300)[0], "the launch claimed nothing"
         time.sleep(after_s)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

@@ -30,7 +30,7 @@ from megatron.checkpointing.object_storage.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
-from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of
+from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
@@ -293,7 +293,7 @@ def test_the_part_with_the_header_waits_for_no_other(server: Server, stored: Sto
     def fault(request: Request) -> None:
         if "partNumber=1" in request.path:
             sent.set()
-        elif "partNumber=" in request.path and not sent.wait(20):
+        elif "partNumber=" in request.path and not sent.wait(100):
             late.append(request.path)
 
     with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
@@ -352,7 +352,7 @@ def test_a_streamed_upload_that_fails_fails_the_save_and_leaves_the_one_before(
         return "delay" if request.method == "PUT" and "partNumber=1" in request.path else None
 
     with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
-        through = StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=2), stored.root)
+        through = StoredCheckpoints(stored.uri, ImpatientBucket(1, wait_s=2), stored.root)
         saving, again = ObjectDirectory(through, 0, held, None), writer("lazy", held.generation)
         again.save(saving, 2, lambda: states(2))
         again.background.drain()
@@ -378,7 +378,8 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_the_one_before(
         return what if request.method == "PUT" and "partNumber=1" in request.path else None
 
     with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
-        through = StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=2), stored.root)
+        bucket = ImpatientBucket(1, wait_s=2 if what in ("delay", "503") else 120)
+        through = StoredCheckpoints(stored.uri, bucket, stored.root)
         saving = ObjectDirectory(through, 0, held, None)
         with pytest.raises(CheckpointSaveError, match=r"rank 0: ObjectStoreError: s3://.*global_step2/g1_1/large.pt: "):
             writer("torch", held.generation).save(saving, 2, lambda: states(2))
