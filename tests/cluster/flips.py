@@ -18,7 +18,7 @@ from megatron.peers.client import Peer, fetch
 from megatron.peers.wire import PeerError, key_of
 from megatron.processes.memory_slots import Slot, slots_held_by
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def sealed(pid: int, step: int) -> list[Slot]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup/blkio")
-_GONE_S = 5.0
+_GONE_S = 120.0
 
 
 class Throttle:

@@ -27,7 +27,7 @@ EXPECTED = ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "
 # Engines that cannot be put through it here, and why; test_exceptions.py holds them to that.
 EXCEPTIONS = {"none": "writes nothing", "datastates": "saves from CUDA devices only"}
 ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def engines_under_test() -> tuple[str, ...]:

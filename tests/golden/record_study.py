@@ -51,7 +51,7 @@ def _run(script: Path, home: Path, nodes: int, *arguments: str, **environment: s
     record.unlink(missing_ok=True)
     env = {"PATH": str(home / "bin"), "HOME": str(home), "PBS_NODEFILE": str(nodefile), "RECORD": str(record)}
     done = subprocess.run(
-        ["bash", str(script), *arguments], cwd=home, env=env | environment, capture_output=True, text=True, timeout=60
+        ["bash", str(script), *arguments], cwd=home, env=env | environment, capture_output=True, text=True, timeout=300
     )
     if not record.exists():
         raise SystemExit(f"{script.name} ran nothing:\n{done.stdout[-500:]}{done.stderr[-1500:]}")

@@ -132,7 +132,7 @@ def record(root: Path, script: str) -> list[tuple[int, str]]:
         # -a exports what the script sets, so that the stand-ins see its number of GPUs
         finished = subprocess.run(
             ["bash", "-a", str(mine), *_POSITIONAL.get(mine.name, "").split()],
-            cwd=place, env=env, capture_output=True, text=True, timeout=60,
+            cwd=place, env=env, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         found = Path(scratch, "record")
         if not found.exists():

@@ -67,7 +67,7 @@ def leftovers(subject: Subject, directory: Path) -> Any:
             saved = subject.save({NAME: example_state()}, directory / f"{number}_{save}")
             subject.load([NAME], saved)
         subject.close()
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 300.0
         while _alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         counts.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])

@@ -118,7 +118,7 @@ def test_anchor_ties_both_clocks() -> None:
 
 def test_process_start_is_when_the_process_was_started() -> None:
     before = time.monotonic_ns()
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "600"])
     after = time.monotonic_ns()
     try:
         started = clock.process_start_ns(process.pid)
@@ -135,7 +135,7 @@ def test_process_start_of_a_name_with_parentheses(tmp_path: Path) -> None:
     program = tmp_path / "a) R 1 (b"
     shutil.copy(shutil.which("sleep") or "", program)
     before = time.monotonic_ns()
-    process = subprocess.Popen([str(program), "60"])
+    process = subprocess.Popen([str(program), "600"])
     try:
         while Path(f"/proc/{process.pid}/comm").read_text() != f"{program.name}\n":
             time.sleep(0.001)

@@ -74,7 +74,7 @@ WORKER = """
         with op.span("collect"):
             pass
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 
 

@@ -166,7 +166,7 @@ def test_at_the_end_rank_0_leaves_their_files_to_the_other_ranks(
         sleep(seconds)
 
     monkeypatch.setattr(removal.time, "sleep", look)
-    monkeypatch.setattr(removal, "_OTHERS_S", 60.0)
+    monkeypatch.setattr(removal, "_OTHERS_S", 300.0)
     taken: list[str] = []
     remove_files = removal.remove_files
 
@@ -178,11 +178,11 @@ def test_at_the_end_rank_0_leaves_their_files_to_the_other_ranks(
     monkeypatch.setattr(removal, "remove_files", take)
     closing = threading.Thread(target=first.close)
     closing.start()
-    assert looked.wait(60)
+    assert looked.wait(300)
     second = Removals(1)
     second.begin(removal_of(aside, name_of(1, False)))
     second.close()
-    closing.join(60)
+    closing.join(300)
     assert not closing.is_alive() and not aside.exists() and taken in ([], ["manifest.json"])
 
 
@@ -211,7 +211,7 @@ def test_training_goes_on_while_files_are_removed_and_the_next_save_waits(
     remove_files = removal.remove_files
 
     def slow(*arguments: Any) -> None:
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(300)
         remove_files(*arguments)
 
     monkeypatch.setattr(removal, "remove_files", slow)

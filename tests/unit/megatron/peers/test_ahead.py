@@ -15,6 +15,7 @@ from megatron.peers import ahead
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer
 from megatron.peers.holder import Holder
 from megatron.peers.wire import Channel, PeerError
+from megatron.processes.free_port import free_port
 from megatron.processes.memory_slots import held_slots, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.peers.test_copies import (
@@ -24,7 +25,6 @@ from tests.unit.megatron.peers.test_copies import (
     Host,
     content,
     fill,
-    free_port,
     liar,
     rank_and_holder,
     record_of,

@@ -53,7 +53,7 @@ def test_each_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     stores = []
     for start in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        store, rank, world_size = next(meet(rendezvous.init_method(), timeout=timedelta(seconds=30)))
+        store, rank, world_size = next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
         assert (rank, world_size) == (0, 1)
         stores.append(store)
     stores[1].set("address", "of a rank that is gone")
@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
         with pytest.raises(ConfigError, match=r"MASTER_PORT \d+: another process listens there on .*; give another"):
-            next(meet(rendezvous.init_method(), timeout=timedelta(seconds=30)))
+            next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
 
 
 @pytest.mark.parametrize("local_size", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # the latter by DeepSpeed's launcher

@@ -27,7 +27,7 @@ if sys.argv[1] == "allowed":
 if sys.argv[2] == "with torch":
     import torch
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -13,18 +13,10 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.peers.client import MEMBERS_VARIABLE, Peer
+from megatron.processes.free_port import free_port
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import untraced_operation
-from tests.unit.megatron.peers.test_copies import (
-    DEADLINE_S,
-    RECORD,
-    SAVED,
-    Host,
-    content,
-    free_port,
-    liar,
-    rank_and_holder,
-)
+from tests.unit.megatron.peers.test_copies import DEADLINE_S, RECORD, SAVED, Host, content, liar, rank_and_holder
 from tests.unit.trace_helpers import SECRET
 
 KEY = (1, 1, 2, 0, 0, 0)
@@ -93,8 +85,8 @@ class Stalled:
 def test_a_peer_that_stalls_is_named_within_the_deadline(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     stalled = Stalled()
     monkeypatch.setattr(EarlyCopy, "_first_with_a_save", lambda self, holders: (holders[0], "s1"))
-    with pytest.raises(CheckpointDamagedError, match=r"^liar \S+ is stalled: it said nothing for 0.5 s"):
-        early(slot, stalled.peer, deadline_s=0.5).take("s1", OP)
+    with pytest.raises(CheckpointDamagedError, match=r"^liar \S+ is stalled: it said nothing for 2 s"):
+        early(slot, stalled.peer, deadline_s=2.0).take("s1", OP)
     stalled.over.set()
     assert slot.record() is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_a_device_that_stops_fails_the_save_and_keeps_its_buffers_from_the_next(
     assert sum(reachable.values()) > held, "memory that the device may still write into was given back"
 
     stream.stops_after = None
+    saving.options = replace(saving.options, device_timeout_s=300.0)  # of a machine, however busy
     (tmp_path / "second").mkdir()
     pending = saving.begin_save(files(), tmp_path / "second", untraced_operation())
     pending.release_state()
