@@ -291,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SecretError as error:
         print(error)
         return 1
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for what a script starts with &
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.action == "tell":
         print(json.dumps(asdict(tell(args.place, args.address, args.port))))
         return 0

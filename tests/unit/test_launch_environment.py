@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.script_helpers import ROOT, TINY, dry_run, run_script
+from tests.unit.script_helpers import BENCH, ROOT, TINY, dry_run, run_script
 
 # Values that a shell would take apart, if it were let.
 NASTY = {
@@ -57,6 +56,7 @@ PDSH = """#!/usr/bin/env bash
 command=$*
 exports=${command#*export }
 env -i PATH=/usr/bin:/bin bash -c "export ${exports%%; cd /*}; env -0" >"${0%/*}/seen_0.env"
+stat -c %a "$DS_ENV_FILE" >"${0%/*}/mode"
 """
 # Stand-in for a pdsh that is connected to two hosts, on the first of which the launch ends; and for what DeepSpeed's
 # launcher has it do when it gets SIGTERM. The interpreter is named so that ps shows the name of the script.
@@ -137,19 +137,33 @@ def test_variables_reach_other_nodes_through_ssh(launcher: str, shell: str, tmp_
     (made,) = {seen_by(bin_dir, node)["MEGATRON_LAUNCH_SECRET"] for node in (0, 1)}
     assert re.fullmatch("[0-9a-f]{64}", made) and made not in shown + done.stdout + done.stderr
     assert not [value for value in SECRETS.values() if value.split("\n")[0] in shown]
-    assert "WANDB_API_KEY" not in shown and not (tmp_path / "work" / "launch_secrets").exists()
+    assert "WANDB_API_KEY" not in shown and not list((tmp_path / "work").glob("launch_secrets*"))
     assert ssh.exists() and list(there.iterdir()) == []
 
 
 def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     bin_dir = tmp_path / "bin"
-    stand_in(bin_dir / "ssh", '#!/usr/bin/env bash\nstat -c %a "$NOTES"/work/launch_secrets >>"$NOTES/modes" || true\n')
+    stand_in(
+        bin_dir / "ssh", '#!/usr/bin/env bash\nstat -c %a "$NOTES"/work/launch_secrets.* >>"$NOTES/modes" || true\n'
+    )
     given = settings(tmp_path, "torchrun", str(stand_in(bin_dir / "py", PYTHON))) | {
         "HF_TOKEN": "t",
         "NOTES": str(tmp_path),
     }
     assert run_script(TINY, tmp_path, **given).returncode == 0
     assert set((tmp_path / "modes").read_text().split()) == {"600"}
+
+
+def test_two_launches_with_one_work_dir_have_their_own_secrets(tmp_path: Path) -> None:
+    """The second one begins and ends while the first starts its nodes."""
+    first = '[[ $* == *launch_secrets* ]] && mkdir "$NOTES/second" 2>/dev/null'
+    second = f'{first} && bash {BENCH / TINY} 2>"$NOTES/said" && touch "$NOTES/second/ended"\n'
+    ssh = SSH.format(shell="sh").replace("exec env", second + "exec env")
+    stand_in(tmp_path / "bin" / "ssh", ssh)
+    given = settings(tmp_path, "torchrun", str(stand_in(tmp_path / "bin" / "py", PYTHON)))
+    done = run_script(TINY, tmp_path, CUDA_VISIBLE_DEVICES="", HF_TOKEN="t", NOTES=str(tmp_path), **given)
+    assert done.returncode == 0, done.stderr + (tmp_path / "said").read_text()
+    assert (tmp_path / "second" / "ended").exists(), (tmp_path / "said").read_text()
 
 
 @pytest.mark.slow
@@ -200,8 +214,7 @@ def test_variables_reach_other_nodes_through_deepspeed(tmp_path: Path) -> None:
     assert {name: seen.get(name) for name in expected} == expected
     assert (seen["NCCL_ALGO"], seen["NCCL_PROTO"]) == ("Ring", "Simple")  # the working directory's counts
     assert seen["PYTHONPATH"] == f"{here}:/mine" and seen["DS_ACCELERATOR"] == "cpu"
-    mode = (tmp_path / "work" / "deepspeed_env").stat().st_mode
-    assert stat.S_IMODE(mode) == 0o600
+    assert (bin_dir / "mode").read_text() == "600\n" and not list((tmp_path / "work").glob("deepspeed_env*"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ if not __package__:
     __package__ = f"{package.parent.name}.{package.name}"
 
 if __name__ == "__main__":
-    for signum in (signal.SIGINT, signal.SIGPIPE):  # end it, as they end a shell, and not with a traceback
-        signal.signal(signum, signal.SIG_DFL)
+    # These end it, as they end a shell, and not with a traceback. SIGINT is ignored by what a script starts with &, and
+    # stays so; Python itself ignores SIGPIPE.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(importlib.import_module(".cli", __package__).main())

@@ -79,3 +79,14 @@ def write_private(path: Path, text: str) -> None:
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8", errors="surrogateescape"
     ) as file:
         file.write(text)
+
+
+def new_private(directory: Path, prefix: str, text: str) -> Path:
+    """A new file whose name begins with `prefix`, which only this user may read: each launch has one of its own."""
+    import tempfile  # most launches do not wait for it
+
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=prefix, dir=directory)
+    with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+    return Path(name)

@@ -342,7 +342,8 @@ def _report(plan: Plan, injections: list[Injection], reference: Reference | None
 def catch_stop_signals() -> None:
     """Let these signals end the drill as an error does: with no process left."""
     for signum in STOP_SIGNALS:
-        signal.signal(signum, _stop)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # what is to be ignored (nohup) stays so
+            signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -16,7 +16,8 @@ class Stopped(Exception):
 def stop_on_signals() -> None:
     """From here on these signals raise Stopped."""
     for signum in _STOP_SIGNALS:
-        signal.signal(signum, _stop)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # what is to be ignored (nohup) stays so
+            signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

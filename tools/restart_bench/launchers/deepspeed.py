@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from ..environment import write_private
 from ..errors import SettingsError
 from ..interpreter import replace_process
 from ..places import PROGRAM
 from ..run import Run
 from .launch import Launch, Launcher
-from .processes import exit_status
+from .processes import Processes, processes
 
 _HOST_GRACE_S = 30
 
@@ -36,11 +33,12 @@ class DeepSpeed(Launcher):
         hosts: list[str] = []
         file: list[str] = []
         if nodes.hosts.names:
-            variables_for_file(launch)  # which refuses what cannot be carried
             hosts = ["--hostfile", nodes.hosts.file, "--num_nodes", str(nodes.number)]
+        if run.over_hosts:
+            variables_for_file(launch)  # which refuses what cannot be carried
             # Without --force_multi the ranks of a single host would start here.
-            hosts += ["--force_multi"] if nodes.number == 1 and run.over_hosts else []
-            file = [f"DS_ENV_FILE={_file_of(run)}"]
+            hosts += ["--force_multi"] if nodes.number == 1 else []
+            file = [f"DS_ENV_FILE={launch.secrets or run.work_dir / 'deepspeed_env'}"]
         return [
             *launch.prefix, *file, run.interpreter.path, "-m", "deepspeed.launcher.runner", *hosts,
             "--num_gpus", str(nodes.gpus_per_node), "--master_addr", nodes.master_addr, "--master_port", launch.port,
@@ -49,17 +47,16 @@ class DeepSpeed(Launcher):
 
     def launch(self, launch: Launch) -> int:
         run = launch.run
-        command = self.command(launch, 0)
         if run.nodes.hosts.names:
-            write_private(_file_of(run), "".join(f"{line}\n" for line in variables_for_file(launch)))
             _write_hosts(run)
         if not run.over_hosts:
-            replace_process(command, run.environ)
-        return _launch_over_hosts(command, run)
-
-
-def _file_of(run: Run) -> Path:
-    return run.work_dir / "deepspeed_env"
+            replace_process(self.command(launch, 0), run.environ)
+        with processes() as mine:
+            variables = "".join(f"{line}\n" for line in variables_for_file(launch))
+            file = mine.private_file(run.work_dir.absolute(), "deepspeed_env.", variables)
+            launch = launch.carrying((), file)
+            return _status_of_runner(mine.start(self.command(launch, 0), launch), mine, run)
+        raise AssertionError("a signal that ends the block ends this process")
 
 
 def _write_hosts(run: Run) -> None:
@@ -117,31 +114,26 @@ def _line(variable: str) -> str:
     return f"{name}={value}"
 
 
-def _launch_over_hosts(command: list[str], run: Run) -> int:
-    """Run DeepSpeed's launcher. HOST_GRACE seconds after the launch on one host has ended, it gets SIGTERM.
+def _status_of_runner(runner: subprocess.Popen[bytes], mine: Processes, run: Run) -> int:
+    """Wait for DeepSpeed's launcher. HOST_GRACE seconds after the launch on one host has ended, it gets SIGTERM.
 
     pdsh waits for every host even if the launch on one has failed; at SIGTERM DeepSpeed's launcher ends those on all
     hosts. When all have ended, nothing is left to end: the launcher's own end, which takes seconds, decides.
     """
     grace = int(run.given.host_grace or _HOST_GRACE_S)
-    runner = subprocess.Popen(command, env=dict(run.environ))
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda *_: runner.terminate())
-    most, ended = 0, None
-    while runner.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            runner.wait(1)
+    most, fewer_since, told = 0, None, False
+    while (ended := mine.wait_for_one(1)) is None:
         now = _connections(runner.pid)
         most = max(most, now)
         if not 0 < now < most:
             continue
-        ended = ended or time.monotonic()
-        if time.monotonic() - ended >= grace:
+        fewer_since = fewer_since or time.monotonic()
+        if not told and time.monotonic() - fewer_since >= grace:
             message = f"the launch on {most - now} of {most} hosts ended {grace} s ago: ending the others"
             print(message, file=sys.stderr, flush=True)
             runner.terminate()
-            break
-    return exit_status(runner.wait())
+            told = True
+    return ended[1]
 
 
 def _connections(runner: int) -> int:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..places import PROGRAM, ROOT
 from ..run import Run
 from .launch import Launch, Launcher
-from .processes import Processes, carrying_user_env, exit_status, launch_per_node, processes
+from .processes import Processes, carrying_user_env, launch_per_node, processes
 
 _LAUNCHER = str(ROOT / "megatron" / "launch")
 _POLL_S = 0.02
@@ -75,15 +74,15 @@ def _launch_with_coordinator(launch: Launch) -> int:
     """The coordinator decides the exit status of the launch: lost nodes are its business."""
     import tempfile  # most launches do not wait for it
 
-    launch, nodes = carrying_user_env(launch), launch.run.nodes
-    with processes(launch.secrets) as mine, tempfile.TemporaryDirectory() as directory:
+    nodes = launch.run.nodes
+    with processes() as mine, tempfile.TemporaryDirectory() as directory:
+        launch = carrying_user_env(launch, mine)
         port_file = Path(directory) / "port"
         words = Fork(port_file=str(port_file)).command(launch, nodes.used)
-        coordinator = mine.start(words, launch)
+        coordinator = mine.start(words, launch, leads=True)
         while not port_file.exists():
-            if coordinator.poll() is not None:
-                return exit_status(coordinator.returncode)
-            time.sleep(_POLL_S)
+            if (ended := mine.wait_for_one(_POLL_S)) is not None:
+                return ended[1]
         launcher = Fork(coordinator=f"{nodes.coordinator_addr}:{port_file.read_text().strip()}")
         for node in range(nodes.used):
             mine.start_node(launcher, launch, node)
