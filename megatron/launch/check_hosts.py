@@ -34,6 +34,7 @@ from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import MEETING, connect
 from megatron.net.listening import EVERYWHERE, listen_for_hosts, listen_on
 from megatron.net.secret import VARIABLE, SecretError, launch_secret
+from megatron.net.tls import TlsSettingsError, take_files
 from megatron.processes.source import difference, what_runs
 from restart_trace.command_line import CommandParser
 
@@ -288,7 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         launch_secret()
-    except SecretError as error:
+        if args.action in ("meet", "refuse"):
+            take_files({})
+    except (SecretError, TlsSettingsError) as error:
         print(error)
         return 1
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for what a script starts with &

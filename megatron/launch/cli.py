@@ -22,6 +22,8 @@ from megatron.launch.supervise import COULD_NOT_RUN, say, supervise
 from megatron.net.listening import listen_on
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.net.secret import SecretError, make_secret, required_secret, take_secret_of
+from megatron.net.tls import FLAGS as TLS_FLAGS
+from megatron.net.tls import TlsSettingsError, take_files
 from restart_trace import clock
 from restart_trace.command_line import CommandParser
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -67,6 +69,27 @@ def _adder(parser: argparse.ArgumentParser) -> Any:
         parser.add_argument(*spellings, help=help, **options)  # type: ignore[arg-type]
 
     return add
+
+
+_TLS_HELP = {
+    "--tls-cert-file": "certificate of this host in PEM, with those that lead to the CA; with this file and the two "
+    "that follow, the parts of the launch speak TLS 1.3 with each other (docs/security.md)",
+    "--tls-key-file": "its private key, without a passphrase, accessible to its owner alone",
+    "--tls-ca-cert-file": "certificate of the CA that has issued those of all hosts",
+}
+
+
+def _add_tls(add: Any) -> None:
+    for flag, text in _TLS_HELP.items():
+        add(flag, f"{text} (default: the variable {TLS_FLAGS[flag]})", type=Path, metavar="FILE")
+
+
+def _take_tls_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Have this process and those that it starts use TLS, if that is asked for."""
+    try:
+        take_files({flag: getattr(args, flag[2:].replace("-", "_")) for flag in TLS_FLAGS})
+    except TlsSettingsError as error:
+        parser.error(str(error))
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
     )
+    _add_tls(add)
     _add_script(parser)
     return parser
 
@@ -166,6 +190,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     if args.standby:
         _check_standby(parser, args)
     _check_script(parser, args.script)
+    _take_tls_files(parser, args)
     return Plan(
         script=args.script,
         arguments=tuple(args.arguments),
@@ -283,6 +308,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         type=Path,
         metavar="FILE",
     )
+    _add_tls(add)
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")
     _add_script(parser)
@@ -298,6 +324,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         parser.error(f"--replacement-hook {hook}: is no program that can be started; give an executable file")
     _check_bind(parser, args.bind)
     _check_script(parser, args.script)
+    _take_tls_files(parser, args)
     return Launch(
         script=args.script,
         arguments=tuple(args.arguments),

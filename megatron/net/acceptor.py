@@ -1,8 +1,9 @@
 """Who is let in at a port of a launch: whoever knows its secret. One thread, which never waits for a stranger.
 
-Until it is authenticated, a connection costs a descriptor and a few hundred bytes, has `PATIENCE_S`, and there are at
-most `MOST` of them. Whoever comes when there are as many waits in the kernel's backlog until one is through, or is
-`SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep nobody out.
+Until it is authenticated, a connection costs a descriptor and a few hundred bytes, or a session of TLS. It has
+`PATIENCE_S`, and there are at most `MOST` of them. Whoever comes when there are as many waits in the kernel's backlog
+until one is through, or is `SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep
+nobody out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 
 from megatron.net.handshake import ServerSide
+from megatron.net.tls import tls_of_launch
 
 MOST = 256
 PATIENCE_S = 10.0
@@ -23,12 +25,15 @@ _POLL_S = 0.1
 
 
 class Acceptor:
-    """Takes the sockets `listening` over. Call `accepted` when `fileno` can be read, and some times a second, or after
-    `wait`."""
+    """Takes the sockets `listening` over; with TLS if the launch uses it. Raises TlsSettingsError if it cannot.
+
+    Call `accepted` when `fileno` can be read, and some times a second, or after `wait`.
+    """
 
     def __init__(self, listening: Sequence[socket.socket], secret: bytes, purpose: bytes) -> None:
         self._listening = list(listening)
         self._secret, self._purpose = secret, purpose
+        self._tls = tls_of_launch()
         self._epoll = select.epoll()
         for one in self._listening:
             one.setblocking(False)
@@ -82,9 +87,13 @@ class Acceptor:
             except OSError:  # no descriptor is left
                 self._drop_before(time.monotonic() - SURE_S, at_most=1)
                 return True
-            side = ServerSide(connected, self._secret, self._purpose)
-            self._waiting[connected.fileno()] = side
-            self._epoll.register(connected, select.EPOLLIN)
+            try:
+                side = ServerSide(connected, self._secret, self._purpose, self._tls)
+            except OSError:  # it has left already
+                connected.close()
+                continue
+            self._waiting[side.connected.fileno()] = side
+            self._epoll.register(side.connected, select.EPOLLIN)
             self._go_on(side, found)
 
     def _go_on(self, side: ServerSide, found: list[tuple[socket.socket, bytes]]) -> None:

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+from megatron.net.tls import is_encrypted
+
 LEADERS = 8
 LOCAL = 16
 
@@ -112,6 +114,7 @@ class Connection:
         try:
             sent = self.sock.send(self.unsent)
         except (BlockingIOError, InterruptedError):
+            self._partly_sent = self._partly_sent or is_encrypted(self.sock)  # TLS has made a record of its beginning
             return
         except OSError as error:
             while self.ended is None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from megatron.fileio.checksums import crc32
 from megatron.net import handshake
 from megatron.net.secret import SecretError, required_secret
+from megatron.net.tls import is_encrypted
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 256 << 20  # bytes of a message: a record has the names of all tensors
@@ -166,12 +167,13 @@ class Channel:
                 )
 
     def send_file(self, fd: int, num_bytes: int, before: Callable[[int], int] | None = None, *, start: int = 0) -> None:
-        """Send bytes [start, num_bytes) of a file; the kernel copies none of them. Raises PeerError.
+        """Send bytes [start, num_bytes) of a file; without TLS, the kernel copies none of them. Raises PeerError.
 
         `before` is asked before each chunk: how many bytes of so many may go now. It may wait.
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLOUT)
+        send = self._send_encrypted if is_encrypted(self._socket) else self._send_by_kernel
         position = start
         while position < num_bytes:
             count = min(_CHUNK, num_bytes - position)
@@ -181,7 +183,7 @@ class Channel:
                 if not waiting.poll(self.deadline_s * 1000):
                     raise PeerError(f"is stalled: it took nothing for {self.deadline_s:g} s")
                 try:
-                    sent = os.sendfile(self._socket.fileno(), fd, position, stop - position)
+                    sent = send(fd, position, stop - position)
                 except BlockingIOError:
                     continue
                 except OSError as error:
@@ -189,6 +191,15 @@ class Channel:
                 if not sent:
                     raise PeerError("was to get more bytes than there are")
                 position += sent
+
+    def _send_by_kernel(self, fd: int, position: int, count: int) -> int:
+        return os.sendfile(self._socket.fileno(), fd, position, count)
+
+    def _send_encrypted(self, fd: int, position: int, count: int) -> int:
+        """All that was read: what TLS has begun to send is not to be read again."""
+        part = os.pread(fd, count, position)
+        self._socket.sendall(part)
+        return len(part)
 
     def abort(self) -> None:
         """From another thread: whatever is waited for, and all that follows, fails."""

@@ -21,6 +21,7 @@ NASTY = {
     "TORCH_NCCL_TRACE": "",
     "LD_LIBRARY_PATH": "/opt/a b/lib:/opt/c",
     "HF_HOME": "$(touch broken)",
+    "MEGATRON_TLS_CERT_FILE": "/certificates/this host's.pem",
     "AWS_ENDPOINT_URL": "https://store:9000",
     "MY_SETTING": "{a,b} [c]\\",
 }

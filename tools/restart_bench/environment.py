@@ -15,7 +15,7 @@ from pathlib import Path
 from .errors import SettingsError
 
 _FAMILIES = re.compile(
-    r"(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS)_|(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$"
+    r"(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS|MEGATRON_TLS)_|(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$"
 )
 # Settings of setup_env.sh, which runs on this node only; variables that describe one container or machine of a cloud.
 _NOT_CARRIED = re.compile(r"TORCH_(VARIANT|INDEX_URL)$|AWS_(CONTAINER_|EXECUTION_ENV$|LAMBDA_)")

@@ -15,6 +15,7 @@ import pytest
 from megatron.launch.check_hosts import Host, tell, what_is_wrong
 from megatron.net.secret import VARIABLE
 from megatron.processes.free_port import free_port
+from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import ROOT, SECRET
 
 SAME = {"torch": "2.13.0"}
@@ -155,6 +156,24 @@ def test_who_does_not_know_the_secret_ends_no_launch(monkeypatch: pytest.MonkeyP
     assert said(meet(1, 2, port), first) == [(0, "")] * 2
     stranger.kill()
     stranger.communicate()
+
+
+def test_hosts_meet_with_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that has no certificate is not heard, and says why; files that cannot be used are refused at once."""
+    port, files = free_port(), make_files(tmp_path / "tls")
+    stranger = refuse(1, 2, port, "mine")
+    for variable, path in files.variables.items():
+        monkeypatch.setenv(variable, path)
+    first = meet(0, 2, port)
+    for line in stranger.stderr or ():
+        assert "does it alone use TLS?" in line
+        break
+    assert said(meet(1, 2, port), first) == [(0, "")] * 2
+    stranger.kill()
+    stranger.communicate()
+    files.key.chmod(0o644)
+    ((code, text),) = said(meet(0, 2, free_port()))
+    assert code == 1 and text.startswith(f"--tls-key-file {files.key}: others may access it (mode 644)")
 
 
 def test_without_a_secret_host_0_says_so_and_one_that_is_too_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,17 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from megatron.net.handshake import COORDINATOR, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import end_all, kill_all
+from tests.unit.certificates import make_files
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, RANKS, Nodes
 from tests.unit.trace_helpers import ROOT, SECRET
@@ -31,8 +33,9 @@ KILLS = ROUNDS * (
     ((0,), ()), ((1,), ()), ((2,), ()), ((3,), ()), ((0, 1, 2, 3), ()),
     ((), (0,)), ((), (1,)), ((2,), (0,)), ((0, 1), (1,)),
 )  # fmt: skip
-SPARES = sum(len(nodes) for _, nodes in KILLS)
+KILLS_WITH_TLS = (((2,), ()), ((), (0,)))
 WAIT_MS = 30
+WAIT_S = 300.0
 TRAIN = "from tests.unit.megatron.launch.memory_nodes import train\ntrain()\n"
 
 
@@ -55,11 +58,11 @@ class MemoryNodes(Nodes):
         self._forker: subprocess.Popen[str] | None = None
         self.agents: dict[str, int] = {}  # name of the node -> pid
 
-    def fork_agents(self, count: int) -> None:
+    def fork_agents(self, count: int, *options: str) -> None:
         where = f"127.0.0.1:{(self.directory / 'port').read_text().strip()}"
         command = [
             sys.executable, "-m", "tests.unit.megatron.launch.memory_nodes", "--coordinator", where, "--address",
-            "127.0.0.1", "--nproc-per-node", RANKS, "script.py", "--checkpoint-engine", "memory",
+            "127.0.0.1", "--nproc-per-node", RANKS, *options, "script.py", "--checkpoint-engine", "memory",
         ]  # fmt: skip
         env = os.environ | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory), "DS_ACCELERATOR": "cpu"}
         env[SECRET_VARIABLE] = SECRET
@@ -110,12 +113,36 @@ def nodes(tmp_path: Path) -> Iterator[MemoryNodes]:
 
 @pytest.mark.slow
 def test_what_is_killed_leaves_a_whole_save_and_nothing_else(nodes: MemoryNodes) -> None:
+    kill_in_turn(nodes, KILLS)
+
+
+@pytest.mark.slow
+def test_it_does_with_tls_too(nodes: MemoryNodes) -> None:
+    """Coordinator, agents, copies and agreements; who has no certificate is not let in."""
+
+    def try_without(port: int) -> None:
+        with pytest.raises(ConnectionResetError, match="does it alone use TLS"):
+            connect(("127.0.0.1", port), SECRET.encode(), COORDINATOR, WAIT_S)
+
+    kill_in_turn(nodes, KILLS_WITH_TLS, make_files(nodes.directory / "tls").flags, try_without)
+
+
+def kill_in_turn(
+    nodes: MemoryNodes,
+    kills: Sequence[tuple[Sequence[int], Sequence[int]]],
+    options: Sequence[str] = (),
+    meanwhile: Callable[[int], object] = lambda _: None,
+) -> None:
+    """`options`: of coordinator and agents. `meanwhile` is told the coordinator's port."""
+    spares = sum(len(places) for _, places in kills)
     coordinator = nodes.coordinate(
-        "--nnodes", "2", "--spares", str(SPARES), "--max-restarts", str(len(KILLS)), "--heartbeat-timeout", NEVER_SILENT
-    )
-    nodes.fork_agents(2 + SPARES)
+        "--nnodes", "2", "--spares", str(spares), "--max-restarts", str(len(kills)),
+        "--heartbeat-timeout", NEVER_SILENT, *options,
+    )  # fmt: skip
+    meanwhile(int((nodes.directory / "port").read_text()))
+    nodes.fork_agents(2 + spares, *options)
     generator = random.Random(17)
-    for restart, (ranks, places) in enumerate(KILLS):
+    for restart, (ranks, places) in enumerate(kills):
         started = nodes.all_started(restart)
         nodes.until(lambda restart=restart: len(nodes.steps("agreed", restart)) >= 2, f"two saves of start {restart}")
         time.sleep(generator.random() * WAIT_MS / 1000)

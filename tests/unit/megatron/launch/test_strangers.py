@@ -23,6 +23,7 @@ import pytest
 
 from megatron.net.handshake import AGREEMENT, COORDINATOR, COPIES, MAGIC, AuthenticationError, connect
 from tests.dist.harness import end_all
+from tests.unit.certificates import make_files
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes
 from tests.unit.trace_helpers import SECRET
@@ -203,14 +204,20 @@ class Strangers:
             one.close()
 
 
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Nodes]:
+@pytest.fixture(params=["plain", "tls"])
+def launched(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Two nodes whose ranks wait for the last one to connect."""
     nodes = Nodes(tmp_path, RANK)
     nodes.arguments = ["--checkpoint-engine", "memory"]
-    nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT)
+    tls: list[str] = []
+    if request.param == "tls":
+        files = make_files(tmp_path / "tls")
+        tls = files.flags
+        for variable, path in files.variables.items():  # of this process, which has to be let in, too
+            monkeypatch.setenv(variable, path)
+    nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT, *tls)
     for number in (0, 1):
-        nodes.agent(number)
+        nodes.agent(number, *tls)
     until((tmp_path / "all_but_one").exists, nodes.said())
     yield nodes
     end_all(nodes.left)

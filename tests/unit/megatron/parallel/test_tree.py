@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from megatron.net.handshake import MAGIC
 from megatron.parallel.connecting import Listener, neighbours_of_all, own_address
 from megatron.parallel.tree import LEADERS, LOCAL, AgreementLostError, AgreementTimeoutError, Tree, tree_nodes
+from tests.unit.certificates import make_files
 
 AT_MOST_S = 120.0
 
@@ -84,6 +87,20 @@ def test_ranks_that_are_dealt_over_the_hosts() -> None:
     assert found[0].children == (1, 2, 3, 6, 9) and found[1].children == (4, 7, 10)
 
 
+@pytest.fixture
+def tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable, path in make_files(tmp_path / "tls").variables.items():
+        monkeypatch.setenv(variable, path)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def either(request: pytest.FixtureRequest) -> None:
+    """Connections without TLS, and with it."""
+    if request.param == "tls":
+        request.getfixturevalue("tls")
+
+
+@pytest.mark.usefixtures("either")
 def test_what_goes_up_and_down() -> None:
     """Large items, too, and ranks that give none."""
     with trees(hosts_of(12, 5)) as found:
@@ -137,6 +154,7 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
     assert "the ranks do not do the same, which is a defect" in str([*results, *again])
 
 
+@pytest.mark.usefixtures("either")
 def test_what_was_said_is_read_before_a_connection_is_given_up() -> None:
     """Rank 0 is in the middle of sending more than any buffer holds; rank 1 says why it ends, and does."""
     with trees(["a", "a"]) as found:
@@ -154,6 +172,7 @@ def test_what_was_said_is_read_before_a_connection_is_given_up() -> None:
         assert str(results[0]) == "rank 1 on a: the disk is gone"
 
 
+@pytest.mark.usefixtures("either")
 def test_what_was_said_is_read_when_a_small_message_cannot_be_sent() -> None:
     """Rank 1 has gone and said why. The kernel takes what rank 0 sends at first, and then refuses it."""
     with trees(["a", "a"]) as found:
@@ -161,6 +180,25 @@ def test_what_was_said_is_read_when_a_small_message_cannot_be_sent() -> None:
         with pytest.raises(AgreementLostError, match="rank 1 on a: the disk is gone"):
             while True:
                 found[0].down(b"small")
+
+
+def test_with_tls_a_last_word_follows_no_part_of_another_message(tls: None) -> None:
+    """The kernel took nothing of a message, but a record of its beginning waits to be sent."""
+    why = b"the disk is gone " * 300
+    with trees(["a", "a"]) as found:
+        (down,), (up,) = (tree._open.values() for tree in found)
+        down.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least
+        number = 0
+        while not down.unsent:
+            number += 1
+            down.put(1, number, b"0123456789")
+        assert select.select([], [down.sock], [], AT_MOST_S)[1], "now there is room"
+        down.say_last(2, why)
+        down.sock.close()
+        while up.ended is None:
+            up.receive()
+        assert {(kind, content) for kind, _, content in up.frames} <= {(1, b"0123456789"), (2, why)}
+        assert not up._buffer
 
 
 def test_strangers_are_turned_away() -> None:

@@ -21,6 +21,7 @@ from megatron.fileio.checksums import crc32
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import COPIES
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
+from megatron.net.tls import FLAGS
 from megatron.peers import holder
 from megatron.peers.client import (
     VARIABLE,
@@ -41,6 +42,7 @@ from megatron.processes.free_port import free_port
 from megatron.processes.memory_slots import VARIABLE as SLOTS
 from megatron.processes.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots, slots_held_by
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import SECRET
 
 LAYOUT = {"tp": 1, "pp": 1, "dp": 2}
@@ -101,6 +103,13 @@ class Host:
         let_go_of_slots()
         os.environ.pop(VARIABLE)
         os.environ.pop(STEP_TIMES, None)
+
+
+@pytest.fixture
+def tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Connections of this process, and of processes that it starts from now on, use TLS."""
+    for variable, path in make_files(tmp_path / "tls").variables.items():
+        monkeypatch.setenv(variable, path)
 
 
 @pytest.fixture
@@ -200,6 +209,23 @@ def test_ranks_hear_of_hosts_on_which_none_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(WAITING_VARIABLE, "")  # given back afterwards
     tell_of_waiting(others)
     assert waiting_peers() == others
+
+
+def test_copies_travel_with_tls(tls: None, two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a peer and back, a part of one too; a process without the certificates gets nothing."""
+    one, other = two
+    saved = content(5_000_000)
+    fill(one.slots[0], saved, "s1")
+    reserve(other, len(saved))
+    assert send_copies(one.peer, 0, [other.peer], None, DEADLINE_S).errors == []
+    assert got(other.peer, "s1") == saved
+    part = bytearray(len(saved))
+    fetch_parts(other.peer, "s1", KEY, [(100_000, 3_100_000)], memoryview(part), DEADLINE_S)
+    assert part[100_000:3_100_000] == saved[100_000:3_100_000] and not any(part[3_100_000:])
+    for variable in FLAGS.values():
+        monkeypatch.delenv(variable)
+    with pytest.raises(PeerError, match="cannot be reached: the connection was closed before .*does it alone use TLS"):
+        got(other.peer, "s1")
 
 
 def test_what_is_to_be_kept_is_not_written_over(two: tuple[Host, Host]) -> None:
