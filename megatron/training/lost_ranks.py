@@ -1,8 +1,8 @@
-"""Explains errors of operations between ranks that fail because another rank is stopped, hangs or has ended.
+"""Explains errors that come from outside a rank: from another one that is stopped, hangs or has ended, or its host.
 
 Gloo raises RuntimeError in each rank that waits, and torch's store its own errors: none says which flag sets the limit,
-or which rank was waited for. NCCL raises no exception: its watchdog thread prints the operation and its ranks, and
-aborts the process.
+or which rank was waited for. NCCL raises DistBackendError where a connection breaks; of a wait that passes its limit it
+raises no exception: its watchdog thread prints the operation and its ranks, and aborts the process.
 """
 
 from __future__ import annotations
@@ -30,21 +30,32 @@ ACTIVITIES = {
 }
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _CONNECTION_LOST = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|pair closure|socket.*(closed|error)|recv.*0 bytes",
+    r"connection (closed|reset|refused|was)|broken pipe|pair closure|socket.*(closed|error)|recv.*0 bytes"
+    r"|ncclRemoteError|ncclSystemError|communicator was aborted|remote process exited",
     re.IGNORECASE,
 )
 _OF_C10D = "torch.distributed.distributed_c10d"
 _TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b")
-_PEER_LENGTH = 300
+# A worker that the kernel ends when memory runs out, and devices that fail.
+_OF_HOST = re.compile(
+    r"DataLoader worker \(pid.*?(killed by signal|exited unexpectedly)"
+    r"|CUDA error: (uncorrectable \w+ error|unspecified launch failure|hardware stack error)"
+)
+_TEXT_LENGTH = 300
 
 
 def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
-    """One line about an operation that failed because of another rank; None if `error` is of another kind.
+    """One line about what failed because of another rank or this host; None if `error` is of another kind.
 
     The caller prints it and ends the process. It names the rank that this rank waited for, if `watch` can find it.
     """
     text = _text(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if comes_from_host(error):
+        return (
+            f"this host or its device failed {_activity(frames)} ({text[:_TEXT_LENGTH]}): see the kernel's log (dmesg: "
+            "memory that ran out, Xid of a GPU) before you restart on it"
+        )
     if isinstance(error, AgreementLostError):
         if not has_timed_out(error):
             watch.wait_if_called()
@@ -61,7 +72,7 @@ def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
     watch.wait_if_called()
     return (
         f"{where} lost the connection to another rank, which has ended: see the message of that rank; a rank that "
-        f"waits longer than {flag} ends, and so do the ranks that wait for it ({text[:_PEER_LENGTH]})"
+        f"waits longer than {flag} ends, and so do the ranks that wait for it ({text[:_TEXT_LENGTH]})"
     )
 
 
@@ -71,6 +82,11 @@ def comes_from_another_rank(error: BaseException) -> bool:
     of_transport = isinstance(error, RuntimeError) and _TRANSPORT.search(text) is not None
     lost = _TIMED_OUT.search(text) or _CONNECTION_LOST.search(text)
     return isinstance(error, AgreementLostError) or (of_transport and lost is not None)
+
+
+def comes_from_host(error: BaseException) -> bool:
+    """Whether `error` means that a data worker was ended from outside, or that a device failed."""
+    return isinstance(error, RuntimeError) and _OF_HOST.search(_text(error)) is not None
 
 
 def has_timed_out(error: BaseException) -> bool:

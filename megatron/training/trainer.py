@@ -242,7 +242,7 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
 
 
 def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
-    """Whether `error` means that another rank did not answer; if so, close the trace and print the reason."""
+    """Whether `error` comes from another rank or the host; if so, close the trace and print the reason."""
     from megatron.startup.watch import tell
     from megatron.training.lost_ranks import explain
 
@@ -251,7 +251,7 @@ def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: R
         return False
     recorder.close()
     rank = config.parallel.rank
-    logger.debug("rank %d waited in vain", rank, exc_info=True)
+    logger.debug("rank %d was ended from outside", rank, exc_info=True)
     tell(f"error on rank {rank}, {os.uname().nodename}: {explained}")
     return True
 
@@ -272,13 +272,14 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
 
 
 def _is_its_own(error: BaseException) -> bool:
-    """Whether the training itself went wrong: not another rank, --save, or somebody who ends this process."""
+    """Whether the training itself went wrong: not another rank, the host, --save, or who ends this process."""
     from megatron.checkpointing.engines.errors import CheckpointError
     from megatron.startup.injected_faults import InjectedFault
-    from megatron.training.lost_ranks import comes_from_another_rank
+    from megatron.training.lost_ranks import comes_from_another_rank, comes_from_host
 
-    of_others = isinstance(error, (CheckpointError, ConfigError, InjectedFault)) or comes_from_another_rank(error)
-    return isinstance(error, Exception) and not of_others
+    of_others = isinstance(error, (CheckpointError, ConfigError, InjectedFault))
+    outside = of_others or comes_from_another_rank(error) or comes_from_host(error)
+    return isinstance(error, Exception) and not outside
 
 
 class _Providers(NamedTuple):

@@ -7,13 +7,14 @@ import datetime
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistBackendError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from megatron.startup.watch import Watch
 from megatron.training.lost_ranks import ACTIVITIES, explain, has_timed_out
+from megatron.training.trainer import _is_its_own  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAGS = (
@@ -56,6 +57,48 @@ def test_gloo(config: Config, watch: Watch, text: str, part: str) -> None:
     assert found is not None and "\n" not in found
     assert part in found and "--distributed-timeout-minutes 0.5" in found
     assert has_timed_out(error) == (part == "waited longer than")
+
+
+# As torch (NCCLUtils.cpp, ProcessGroupNCCL.cpp) says it where a node was lost: the names of NCCL's results.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2353, remote process exited or there "
+        "was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a "
+        "remote process exiting prematurely.",
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
+        "external library call failed or device error.",
+        "NCCL communicator was aborted on rank 1.",
+    ],
+)
+def test_nccl(config: Config, watch: Watch, text: str) -> None:
+    error = DistBackendError(text)
+    assert not _is_its_own(error)
+    found = explain(error, config, watch)
+    assert found is not None and "\n" not in found and "lost the connection to another rank" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 4711) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 4711, 4712) exited unexpectedly",
+        "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: uncorrectable NVLink error detected during the execution",
+        "CUDA error: unspecified launch failure\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+    ],
+)
+def test_faults_of_the_host(config: Config, watch: Watch, text: str) -> None:
+    error = RuntimeError(text)
+    assert not _is_its_own(error)
+    found = explain(error, config, watch)
+    assert found is not None and "\n" not in found and "this host or its device failed" in found
+
+
+def test_errors_of_the_program_on_the_device_are_its_own(config: Config, watch: Watch) -> None:
+    for text in ("CUDA error: device-side assert triggered", "CUDA error: an illegal memory access was encountered"):
+        assert _is_its_own(RuntimeError(text)) and explain(RuntimeError(text), config, watch) is None
 
 
 def test_store(config: Config, watch: Watch) -> None:
