@@ -32,9 +32,10 @@ constraints() {
     sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" "$ROOT/constraints.txt"
 }
 
-# A checksum of everything whose change makes an installed environment stale.
+# A checksum of everything whose change makes an installed environment stale. The checkout counts by its physical path: to reach
+# it through a symbolic link changes nothing.
 fingerprint() {
-    { cat "$ROOT/setup.py" && constraints && echo "$EXTRAS $ROOT"; } | cksum
+    { cat "$ROOT/setup.py" && constraints && echo "$EXTRAS $(cd "$ROOT" && pwd -P)"; } | cksum
 }
 
 up_to_date() {

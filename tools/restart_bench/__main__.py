@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
 
 if not __package__:
     # Run as a directory: Python put this directory on the path instead of the one with the packages.
-    package = Path(__file__).resolve().parent
+    package = Path(os.path.abspath(__file__)).parent  # by the path that the user gave: see places.py
     sys.path[0] = str(package.parents[1])
     __package__ = f"{package.parent.name}.{package.name}"
 

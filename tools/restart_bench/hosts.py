@@ -13,7 +13,7 @@ from .interpreter import Interpreter
 from .launchers.launch import DEFAULT_PORT
 from .launchers.slurm_step import srun_shape
 from .nodes import is_this_host
-from .places import ROOT
+from .places import ROOT, working_directory
 from .run import Run, Start
 
 _CHECK_HOSTS = "megatron.launch.check_hosts"
@@ -99,9 +99,8 @@ def _on_host(host: str, command: Sequence[str]) -> list[str]:
         return list(command)
     there = quoted(str(ROOT / "pretrain_gpt.py"))
     missing = quoted(f"{ROOT} is not there; it must be on a file system that all nodes share")
-    script = (
-        f"test -f {there} || {{ echo {missing} >&2; exit 1; }}; cd {quoted(os.getcwd())} && exec {quoted(*command)}"
-    )
+    directory = quoted(working_directory())
+    script = f"test -f {there} || {{ echo {missing} >&2; exit 1; }}; cd {directory} && exec {quoted(*command)}"
     return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, script]
 
 

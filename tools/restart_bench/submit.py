@@ -20,7 +20,7 @@ from .errors import SettingsError
 from .launchers.registry import LAUNCHERS
 from .modes import check_work_dir, checked_flags, show_needs
 from .nodes import Hosts
-from .places import PACKAGE, ROOT, SCRIPTS
+from .places import PACKAGE, ROOT, SCRIPTS, working_directory
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Run, Start, settle
 from .schedulers import SCHEDULERS, Resources, Scheduler
@@ -287,7 +287,7 @@ def script_of(job: Job, variables: Sequence[str]) -> list[str]:
     resources = Resources(asked.preset.name, job.nodes, job.tasks, gpus, asked.time, run.work_dir)
     lines = ["#!/usr/bin/env bash", *job.scheduler.directives(resources)]
     lines.append(f"# MODE={run.mode} of {asked.preset.name}: {run.layout.ranks}. Written by submit.sh.")
-    lines.append(f"cd {shlex.quote(os.getcwd())}")
+    lines.append(f"cd {shlex.quote(working_directory())}")
     lines += [f"export {for_assignment(variable)}" for variable in variables]
     if run.given.image:
         lines.append("unset IMAGE")  # PYTHON already names it, and sbatch passes this environment on

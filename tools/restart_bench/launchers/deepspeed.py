@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ..errors import SettingsError
 from ..interpreter import replace_process
-from ..places import PROGRAM
+from ..places import PROGRAM, working_directory
 from ..run import Run
 from .launch import Launch, Launcher
 from .processes import Processes, processes
@@ -81,7 +80,7 @@ def variables_for_file(launch: Launch) -> list[str]:
     lines = []
     for variable in (*launch.run.user_env, *launch.environment):
         if variable.startswith("PYTHONPATH="):
-            variable = f"PYTHONPATH={os.getcwd()}:{variable.partition('=')[2]}"  # as DeepSpeed does
+            variable = f"PYTHONPATH={working_directory()}:{variable.partition('=')[2]}"  # as DeepSpeed does
         lines.append(_line(variable))
     name = environ.get("DS_ENV_FILE") or ".deepspeed_env"
     for directory in (environ.get("HOME", ""), "."):

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..environment import is_secret, new_private, quoted
 from ..interpreter import replace_process
 from ..nodes import is_this_host
+from ..places import working_directory
 from .launch import Launch, Launcher, with_secret
 
 # What a terminal, a scheduler or a user sends to a launch that it wants to end
@@ -68,7 +69,7 @@ class Processes:
             self.start(words, launch)
             return
         secrets = f"&& . {quoted(str(launch.secrets))} " if launch.secrets else ""
-        there = f"cd {quoted(os.getcwd())} {secrets}&& exec {quoted(*words)}"
+        there = f"cd {quoted(working_directory())} {secrets}&& exec {quoted(*words)}"
         # With a terminal (-tt), the remote processes end with the connection.
         self.start(["ssh", "-tt", "-o", "BatchMode=yes", host, there], launch, stdin=subprocess.DEVNULL)
 

@@ -1,4 +1,4 @@
-"""The scripts find a Python to read settings with."""
+"""The scripts find a Python to read settings with, and keep the paths by which they were called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.script_helpers import BENCH, TINY
+from tests.unit.script_helpers import BENCH, ROOT, TINY
 
 TOO_OLD = '#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.1\nexit 1\n'  # stands in for a Python 3.9
 
@@ -74,3 +74,40 @@ def test_an_environment_with_a_python_that_is_too_old_is_refused_by_name(
     )
     assert done.returncode == 1
     assert f"VENV_DIR={venv} has Python 3.9.1, and Python 3.10 to 3.12 is needed" in done.stderr, done.stderr
+
+
+def test_a_job_names_the_checkout_and_the_directory_as_the_user_does(tmp_path: Path) -> None:
+    """Other nodes may have them mounted elsewhere than this one, under the same name."""
+    checkout, here = tmp_path / "checkout", tmp_path / "here"
+    checkout.symlink_to(ROOT)
+    (tmp_path / "physical").mkdir()
+    here.symlink_to(tmp_path / "physical")
+    script = checkout / "examples_deepspeed" / "restart_bench" / "submit.sh"
+    done = subprocess.run(
+        ["bash", "-c", f"cd {here} && bash {script} 1b_tp1_pp1 --scheduler slurm"],
+        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"cd {here}" in lines and f"exec bash {script.with_name('run_1b_tp1_pp1.sh')}" in lines
+    assert lines[-1].endswith(f" {checkout}/runs/1b_tp1_pp1_dp1/job.slurm")
+    assert str(ROOT) not in done.stdout
+
+
+def test_an_environment_is_up_to_date_by_any_path_of_its_checkout(environ: dict[str, str], tmp_path: Path) -> None:
+    """The scripts call setup_env.sh by another path than a user does who has a symbolic link to the checkout."""
+    versions = b"".join((ROOT / name).read_bytes() for name in ("setup.py", "constraints.txt"))
+    summed = subprocess.run(["cksum"], input=versions + f"dev,engines {ROOT}\n".encode(), capture_output=True).stdout
+    venv = tmp_path / "venv"
+    executable(venv / "bin" / "python", TOO_OLD)  # so that it is refused if it is not up to date
+    (venv / ".setup_stamp").write_bytes(summed + b"cpu\n")
+    (tmp_path / "checkout").symlink_to(ROOT)
+    for checkout in (ROOT, tmp_path / "checkout"):
+        script = checkout / "examples_deepspeed" / "restart_bench" / "setup_env.sh"
+        done = subprocess.run(
+            ["bash", str(script)], env={**environ, "VENV_DIR": str(venv)}, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
