@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-__path__ = [str(Path(__file__).resolve().with_name("tools"))]
+__path__ = [str(Path(__file__).absolute().with_name("tools"))]

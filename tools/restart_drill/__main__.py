@@ -8,7 +8,7 @@ from pathlib import Path
 if __package__:
     from .cli import main
 else:  # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).absolute().parents[2])
     from tools.restart_drill.cli import main
 
 if __name__ == "__main__":

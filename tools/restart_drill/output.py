@@ -17,7 +17,7 @@ from .plan import Injection
 from .reference import Reference
 from .verify import Verdict, check_losses, judge, with_last_resume_source
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]
 _ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
 REFERENCE = "an uninterrupted reference run"
 REPETITION = "iterations that several launches did; there was no reference run"

@@ -17,7 +17,7 @@ from ..restart_drill.faults import ON_NODES
 from ..restart_drill.plan import LAUNCH
 
 PACKAGE = __name__.split(".")[0]  # tools in a checkout, megatron_restart_tools where it is installed
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]
 # Settings that the cells of a sweep do not take from the user's shell, and what to use instead.
 _NOT_TAKEN = {name: setting.instead for name, setting in DECLARATIONS.items() if setting.instead is not None}
 _DROPPED = {*_NOT_TAKEN, "LAUNCHER", "RESTART_TRACE_LAUNCH_ID"}

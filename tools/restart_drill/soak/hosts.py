@@ -11,7 +11,7 @@ from pathlib import Path
 from ..nodes import Nodes
 from .snapshot import INTERVAL_S, Snapshot, take
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).absolute().parents[3]
 _POLL_S = 0.2
 
 
