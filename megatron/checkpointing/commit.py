@@ -429,6 +429,8 @@ class Search:
             try:
                 listed = _listed(directory, self._known)
             except (OSError, ValueError) as exc:
+                if is_private(directory.name, exc):
+                    continue
                 problems.append((directory.name, self._cannot_be_used(directory, exc)))
             else:
                 self._left += listed
@@ -526,6 +528,11 @@ def wrong_in(share: Share) -> list[str]:
 def describe_damage(directory: Path, wrong: Sequence[str]) -> str | None:
     """A message on a checkpoint with what is `wrong` with its files; None if nothing is."""
     return f"{directory.name}: " + "; ".join(wrong) if wrong else None
+
+
+def is_private(name: str, error: Exception) -> bool:
+    """Whether `error` is of a directory that others keep to themselves, such as lost+found, by its `name`."""
+    return isinstance(error, PermissionError) and names.step_of(name) is None
 
 
 def _listed(directory: Path, known: Known) -> list[Listed]:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest, is_upstreams
+from megatron.checkpointing.commit import Manifest, is_private, is_upstreams
 from megatron.checkpointing.first_start import FirstStart, first_start, newest_manifest, resumes
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
@@ -88,7 +88,12 @@ def newest_tag(directory: Path) -> str | None:
 
 
 def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and is_there(os.path.join(entry.path, names.MANIFEST))
+    try:
+        return not entry.name.startswith(".") and is_there(os.path.join(entry.path, names.MANIFEST))
+    except PermissionError as error:
+        if is_private(entry.name, error):
+            return False
+        raise
 
 
 def _first_start_of(directory: Path) -> FirstStart | None:

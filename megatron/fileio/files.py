@@ -22,14 +22,15 @@ def with_name(exc: OSError, path: Path | str) -> OSError:
     return OSError(exc.errno, exc.strerror, str(path))
 
 
-_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def is_there(path: Path | str) -> bool:
     """Whether something has this name; a link counts itself.
 
-    A directory that may not be searched has nothing in it for this process. Raises OSError for any other failure, as
-    storage that does not answer (EIO, ESTALE) tells of no absence; os.path.lexists takes it for one.
+    Raises OSError for any other failure, as storage that does not answer (EIO, ESTALE), or that does not let this
+    process look (EACCES, which NFS also answers once a Kerberos ticket has expired), tells of no absence;
+    os.path.lexists takes it for one.
     """
     try:
         os.lstat(path)

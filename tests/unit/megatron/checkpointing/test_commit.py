@@ -20,6 +20,7 @@ from megatron.checkpointing.manifest import content_checksum
 from megatron.checkpointing.naming import temporary_directory
 from megatron.checkpointing.ownership import Ownership, claim
 from restart_trace.recorder import untraced_operation
+from tests.unit.trace_helpers import start_python
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -77,6 +78,36 @@ def prune(
     removals.begin(removal.Removal(pruned.set_aside, [], [], {}, untraced_operation()))
     removals.close()
     return pruned.removed
+
+
+def test_what_may_not_be_looked_at_does_not_count_as_absent(tmp_path: Path) -> None:
+    """As with an expired Kerberos ticket of NFS. A directory that has not the name of a checkpoint is others'."""
+    committed(tmp_path, 1, 2)
+    (tmp_path / "lost+found").mkdir()
+    code = f"""
+        import os, pathlib
+        from megatron.checkpointing.commit import Search
+        from megatron.checkpointing.directories import newest_tag
+        from tests.dist.storage import drop_root_rights
+        drop_root_rights()
+        save = pathlib.Path({str(tmp_path)!r})
+        os.chmod(save / "lost+found", 0)
+        search = Search(save, None)
+        print(search.steps, search.problems, search.unanswered, newest_tag(save))
+        os.chmod(save / "global_step2", 0)
+        search = Search(save, None)
+        print(search.steps, len(search.problems), type(search.unanswered).__name__)
+        os.chmod(save, 0)
+        try:
+            print(Search(save / "inner", None).problems)
+        except PermissionError as error:
+            print(error.filename)
+        for path in (save, save / "global_step2", save / "lost+found"):
+            os.chmod(path, 0o700)
+    """
+    process = start_python(code)
+    output, _ = process.communicate(timeout=300)
+    assert output.splitlines() == ["[2, 1] [] None global_step2", "[1] 1 PermissionError", str(tmp_path / "inner")]
 
 
 def upstream_checkpoint(save: Path, tag: str) -> None:
