@@ -27,7 +27,7 @@ from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
-from megatron.net.handshake import COORDINATOR, AuthenticationError, connect
+from megatron.net.handshake import COORDINATOR, AuthenticationError, NoAnswerError, connect
 from megatron.net.secret import required_secret
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0  # for one attempt
 _WELCOME_S = 30.0  # from the connection to the coordinator's first word
+_JOIN_S = 60.0  # how long an agent tries to be answered at first, where others may keep the coordinator busy
 _REJOIN_S = 600.0  # how long an agent that was cut off tries to be let in again
 _REJOIN_POLL_S = 0.5
 _FAILOVER_S = 2.0  # in place of the first two where another coordinator may lead by then
@@ -176,7 +177,7 @@ class Agent:
     def _join(self) -> int | None:
         """Connect for the first time; an exit status if that is not possible."""
         waits = False
-        deadline = time.monotonic() + _REJOIN_S
+        began = time.monotonic()
         while True:
             try:
                 self._connect()
@@ -185,8 +186,11 @@ class Agent:
                 # With etcd, the coordinator may not be there yet: an earlier launch of this name may have ended.
                 moves = isinstance(self._plan.coordinator, StoreAddress)
                 unreachable = isinstance(error, MembershipError) and not waits
-                final = not moves or unreachable or isinstance(error, OtherLaunchError)
-                if final or time.monotonic() > deadline:
+                # Strangers may have taken its place: they give way to it in a later attempt.
+                hung_up = isinstance(error.__cause__ or error, (ConnectionResetError, BrokenPipeError))
+                crowded = hung_up or isinstance(error, TimeoutError)
+                final = not (moves or crowded) or unreachable or isinstance(error, OtherLaunchError)
+                if final or time.monotonic() - began > (_REJOIN_S if moves else _JOIN_S):
                     self._say_unreachable(error)
                     return COULD_NOT_RUN
                 if not waits:
@@ -206,6 +210,11 @@ class Agent:
             say(f"error: --coordinator {where}: {host} has found no coordinator in {_REJOIN_S:g} s: {error}; start one")
         elif isinstance(error, AuthenticationError):
             say(f"error: --coordinator {where}, from {host}: {error}")
+        elif isinstance(error, (NoAnswerError, ConnectionResetError)):
+            say(
+                f"error: --coordinator {where}, from {host}: {error}, for {_JOIN_S:g} s: it is stopped, connections of "
+                "strangers keep it busy, or it is another program"
+            )
         else:
             say(
                 f"error: --coordinator {where}: cannot be reached from {host}: "

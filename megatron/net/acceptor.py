@@ -2,8 +2,9 @@
 
 Until it is authenticated, a connection costs a descriptor and a few hundred bytes, or a session of TLS. It has
 `PATIENCE_S`, and there are at most `MOST` of them. Whoever comes when there are as many waits in the kernel's backlog
-until one is through, or is `SURE_S` old and has to give way: strangers that say nothing delay others by that, and keep
-nobody out.
+until one is through or has to give way: one that has not begun the handshake when it is `SILENT_S` old, another when it
+is `SURE_S` old. Strangers delay others by that for each `MOST` of them that came before; those that come faster keep
+others out meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.net.tls import tls_of_launch
 
 MOST = 256
 PATIENCE_S = 10.0
+SILENT_S = 0.1  # a client of the launch speaks first, and at once
 SURE_S = 1.0
 _POLL_S = 0.1
 
@@ -75,7 +77,7 @@ class Acceptor:
         """Accept whoever waits; whether some may be left for whom there is no room."""
         while True:
             if len(self._waiting) >= MOST:
-                self._drop_before(time.monotonic() - SURE_S, at_most=1)
+                self._make_room()
             if len(self._waiting) >= MOST:
                 return True
             try:
@@ -85,7 +87,7 @@ class Acceptor:
             except ConnectionAbortedError:  # it has left already
                 continue
             except OSError:  # no descriptor is left
-                self._drop_before(time.monotonic() - SURE_S, at_most=1)
+                self._make_room()
                 return True
             try:
                 side = ServerSide(connected, self._secret, self._purpose, self._tls)
@@ -107,11 +109,19 @@ class Acceptor:
         self._epoll.unregister(side.connected)
         found.append((side.connected, side.claim))
 
-    def _drop_before(self, began: float, at_most: int = MOST) -> None:
-        """Close those that have begun before that, the oldest first."""
-        for side in list(self._waiting.values())[:at_most]:
+    def _drop_before(self, began: float) -> None:
+        """Close those that have begun before that."""
+        for side in list(self._waiting.values()):
             if side.began < began:
                 self._drop(side)
+
+    def _make_room(self) -> None:
+        """Close the oldest that has to give way, if there is one."""
+        now = time.monotonic()
+        for side in self._waiting.values():
+            if now - side.began > (SURE_S if side.has_begun else SILENT_S):
+                self._drop(side)
+                return
 
     def _drop(self, side: ServerSide) -> None:
         del self._waiting[side.connected.fileno()]

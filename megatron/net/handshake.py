@@ -8,7 +8,7 @@
 The three-pass mutual authentication of ISO/IEC 9798-4 with HMAC-SHA-256 (RFC 2104): the secret itself is not sent, and
 since each side chooses a nonce, what was recorded proves nothing later. The client has waited for one round trip when
 it may send. All parts have a fixed length, so that nothing of a stranger's is allocated. Each HMAC also covers the
-`purpose` of the port, which makes one port's answer useless at another.
+`purpose` of the port, which makes its answer useless at a port of another purpose.
 
 Only the beginning of the connection is authenticated: who can change packets on the way can take it over
 (docs/security.md). Where the launch uses TLS (tls.py), all of this is said inside the TLS session, which protects the
@@ -82,6 +82,11 @@ class ServerSide:
         self._nonces = b""  # the client's and ours, once the client has told its
         self._said = b""
         self._awaited = len(MAGIC) + _NONCE
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has said what one of this program says first; with TLS, which takes longer, at once."""
+        return bool(self._nonces or self._binding)
 
     def go_on(self) -> bool | None:
         """Read what has come; True when the client is authenticated, False if it never will be, None until then."""

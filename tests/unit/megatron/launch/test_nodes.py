@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -587,6 +588,30 @@ def test_a_hook_that_fails_is_named_and_not_waited_for(nodes: Nodes) -> None:
     assert f"--replacement-hook {hook}: ended with 3: no host comes" in nodes.said()
     assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 3 s" in nodes.said()
     nodes.until_gone()
+
+
+def test_an_agent_that_is_hung_up_on_comes_again(nodes: Nodes) -> None:
+    """As one that had to give way to strangers at a crowded port. A relay stands for that port."""
+    coordinator = nodes.coordinate("--nnodes", "1", "--heartbeat-timeout", NEVER_SILENT)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        port = int((nodes.directory / "port").read_text())
+        agent = nodes.agent(0, where=f"127.0.0.1:{relay.getsockname()[1]}")
+        for _ in range(2):
+            relay.accept()[0].close()
+        client, _ = relay.accept()
+        with client, socket.create_connection(("127.0.0.1", port)) as server, ThreadPoolExecutor(2) as pool:
+            pool.submit(pump, client, server)
+            pool.submit(pump, server, client)
+            nodes.ranks(0, 2)
+            nodes.finish()
+            assert [process.wait(300) for process in (coordinator, agent)] == [0, 0], nodes.said("agent0")
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := source.recv(1 << 16):
+            target.sendall(part)
+        target.shutdown(socket.SHUT_WR)
 
 
 def test_a_coordinator_that_cannot_be_reached_is_named(nodes: Nodes) -> None:

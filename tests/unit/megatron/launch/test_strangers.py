@@ -21,6 +21,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from megatron.net.acceptor import MOST
 from megatron.net.handshake import AGREEMENT, COORDINATOR, COPIES, MAGIC, AuthenticationError, connect
 from tests.dist.harness import end_all
 from tests.unit.certificates import make_files
@@ -30,7 +31,8 @@ from tests.unit.trace_helpers import SECRET
 
 pytestmark = pytest.mark.slow
 CONNECTIONS = int(os.environ.get("STRANGERS", "240"))
-HALF_OPEN = 300  # at once, more than there is room for at one port
+HALF_OPEN = 300  # at once, over all ports
+CROWD = MOST + 44  # silent ones at one port: more than there is room for
 GROWTH = 64 << 20  # bytes of a process: what its own work may take
 WAIT_S = 300.0
 # Ports that torch serves: it authenticates nobody (docs/security.md).
@@ -199,6 +201,10 @@ class Strangers:
         with pytest.raises((AuthenticationError, ConnectionError)):
             connect(port.where, b"x" * 32, port.purpose, WAIT_S).close()
 
+    def crowd(self, port: Port) -> list[socket.socket]:
+        self.kinds["crowd"] += CROWD
+        return [socket.create_connection(port.where, WAIT_S) for _ in range(CROWD)]
+
     def close(self) -> None:
         for one in self.half_open:
             one.close()
@@ -256,6 +262,11 @@ def test_no_stranger_stops_a_launch(launched: Nodes) -> None:
     assert after.keys() == before.keys(), "no process has ended, none was started"
     growth = {pid: after[pid] - before[pid] for pid in before}
     assert max(growth.values()) < GROWTH
+    for port in ports:
+        crowd = strangers.crowd(port)
+        connect(port.where, port.secret(nodes), port.purpose, WAIT_S).close()
+        for one in crowd:
+            one.close()
     (nodes.directory / "go").touch()
     coordinator, *agents = nodes.started
     assert [process.wait(WAIT_S) for process in (coordinator, *agents)] == [0, 0, 0], nodes.said()

@@ -146,12 +146,23 @@ def test_the_servers_own_proof_is_no_clients(port: Port) -> None:
 def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for: the oldest give way. They cost a bounded number of descriptors."""
     monkeypatch.setattr(acceptor, "MOST", 8)
-    monkeypatch.setattr(acceptor, "SURE_S", 0.05)
+    monkeypatch.setattr(acceptor, "SURE_S", WAIT_S)
     with closing(Port()) as port:
         before = len(os.listdir("/proc/self/fd"))
         strangers = [stranger(port, MAGIC[: number % 8]) for number in range(40)]
         assert known(port.address)
         assert len(os.listdir("/proc/self/fd")) - before <= len(strangers) + 8 + 1
+        for one in strangers:
+            one.close()
+
+
+def test_strangers_that_begin_the_handshake_give_way_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "MOST", 8)
+    monkeypatch.setattr(acceptor, "SILENT_S", WAIT_S)
+    monkeypatch.setattr(acceptor, "SURE_S", 0.05)
+    with closing(Port()) as port:
+        strangers = [stranger(port, MAGIC + bytes(32)) for _ in range(20)]
+        assert known(port.address)
         for one in strangers:
             one.close()
 
