@@ -35,7 +35,7 @@ CHILD_PROCESSES = {
     "tools.ckpt_replay.worker", "benchmarks.hooks.rank", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
     "benchmarks.launchers.plain_deepspeed", "benchmarks.analysis_speed.naive", "megatron.launch.rank",
     "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
-    "tools.restart_drill.soak.snapshot",
+    "tools.restart_drill.soak.snapshot", "benchmarks.reshard.convert",
 }  # fmt: skip
 SCRIPTS = [
     *sorted(path for path in BENCH.rglob("*.*") if path.suffix in (".sh", ".sbatch") and path.read_text()[:2] == "#!"),
