@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.peers.wire import CONNECT_S, Channel, Key, PeerError, connect, file_size, key_of
+from megatron.peers.wire import Channel, Key, PeerError, connect, file_size, key_of
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 VARIABLE = "MEGATRON_MEMORY_COPIES"  # ADDRESS:PORT of this host's process; unset: the launcher has none
@@ -72,9 +72,13 @@ def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: 
         raise PeerError(f"{peer} {error}") from error
 
 
-def tell(port: int, **message: Any) -> None:
-    """Say something to this host's process, and wait for no answer. Raises PeerError if nothing listens there."""
-    with connect(_LOOPBACK, port, CONNECT_S) as channel:
+def tell(port: int, at_most_s: float, **message: Any) -> None:
+    """Say something to this host's process, and wait for no answer to it.
+
+    The process has to let the caller in within `at_most_s`, for the connection and for each step after it. Raises
+    PeerError if it does not.
+    """
+    with connect(_LOOPBACK, port, at_most_s) as channel:
         channel.tell(launch=_launch(), **message)
 
 

@@ -25,6 +25,7 @@ from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 PROCESS_NAME = "memory-copies"  # as ps shows it
 _ANSWER_S = 30.0  # to a question of how much memory there is
+_TELL_S = 0.1  # the agent that tells has one thread, and must not miss a beat of its heartbeat timeout
 
 
 class CopyProcess:
@@ -66,12 +67,12 @@ class CopyProcess:
         os.environ[MEMBERS_VARIABLE] = json.dumps(members)
 
     def prepare_like(self, members: Sequence[Sequence[str | int]]) -> None:
-        """On a spare: have the process take the memory that those processes' hosts have for saves. Waits for nothing.
+        """On a spare: have the process take the memory that those processes' hosts have for saves.
 
-        A process that is started again takes it when it is needed.
+        A process that is started again, or is busy for _TELL_S, takes it when it is needed.
         """
         with contextlib.suppress(PeerError):  # it is not there
-            tell(self.port, ask="prepare", like=members)
+            tell(self.port, _TELL_S, ask="prepare", like=members)
 
     def lack_of_memory(self) -> str | None:
         """On a spare: that its memory is too little for what a host which trains has there, as the process says."""
@@ -84,12 +85,12 @@ class CopyProcess:
         return None if lack is None else str(lack)
 
     def expect(self, node_rank: int, holders: Sequence[Sequence[str | int]]) -> None:
-        """On a spare: have the process fetch what the ranks of that node would load. Waits for nothing.
+        """On a spare: have the process fetch what the ranks of that node would load, unless it is busy for _TELL_S.
 
         `holders`: (host, address, port) of the processes that may have it, those to be asked first in front.
         """
         with contextlib.suppress(PeerError):  # it is not there
-            tell(self.port, ask="expect", node_rank=node_rank, holders=holders)
+            tell(self.port, _TELL_S, ask="expect", node_rank=node_rank, holders=holders)
 
     def close_in_child(self) -> None:
         """In a process that the agent has forked for something else."""

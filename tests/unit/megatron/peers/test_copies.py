@@ -32,6 +32,7 @@ from megatron.peers.client import (
     fetch_parts,
     own_peer,
     send_copies,
+    tell,
     tell_of_waiting,
     waiting_peers,
 )
@@ -466,3 +467,10 @@ def test_a_peer_that_trickles_is_stalled() -> None:
 
 def test_a_record_says_whose_save_it_is() -> None:
     assert key_of(record_of(b"x", "s", dp=1)) == (1, 1, 2, 0, 0, 1)
+
+
+def test_who_tells_waits_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that waited for its own process, stopped or busy, would miss its heartbeats."""
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerError, match="does not answer"):
+        tell(silent.getsockname()[1], 0.05, ask="expect")
