@@ -58,12 +58,16 @@ def take_secret_of(path: Path, *, create: bool) -> None:
             text = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is no text"
+        first = "" if create else "start the coordinator first, which makes the file, or "
         raise SecretError(
-            f"--secret-file {path}: {why}; start the coordinator first, which makes the file, or make it: "
-            f"(umask 077; openssl rand -hex 32 > {path})"
+            f"--secret-file {path}: {why}; {first}make it yourself where you may write: "
+            f"(umask 077; openssl rand -hex 32 > FILE)"
         ) from error
     if mode & 0o077:
-        raise SecretError(f"--secret-file {path}: others may access it (mode {mode:o}); chmod 600 {path}")
+        raise SecretError(
+            f"--secret-file {path}: others may access it (mode {mode:o}); chmod 600 {path}; where Kubernetes mounts a "
+            f"Secret, give the volume `defaultMode: 0400` and no fsGroup, or {VARIABLE} from the Secret"
+        )
     given = os.environ.get(VARIABLE)
     if given and given != text:
         raise SecretError(f"--secret-file {path}: {VARIABLE} is another secret; give one of them")

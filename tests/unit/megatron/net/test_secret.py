@@ -52,8 +52,11 @@ def test_a_file_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
         take_secret_of(file, create=True)
     os.environ.pop(VARIABLE)
     file.chmod(0o604)
-    with pytest.raises(SecretError, match=re.escape(f"others may access it (mode 604); chmod 600 {file}")):
+    with pytest.raises(SecretError, match=re.escape(f"others may access it (mode 604); chmod 600 {file}")) as refused:
         take_secret_of(file, create=False)
+    assert "defaultMode: 0400" in str(refused.value) and VARIABLE in str(refused.value)
+    with pytest.raises(SecretError, match=r"--secret-file \S+: No such file or directory; make it yourself"):
+        take_secret_of(tmp_path / "absent" / "secret", create=True)  # the coordinator itself
     for content, why in ((b"short", "has 5 characters"), (b"\xff" * 40, "is no text"), (b"", "has 0 characters")):
         file.write_bytes(content)
         file.chmod(0o600)
