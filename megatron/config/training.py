@@ -46,7 +46,8 @@ class TrainingConfig(FlagGroup):
     torch_compile: bool = flag(
         False,
         "compile transformer layers with torch.compile, as phase compile of the start-up; a host keeps the result in "
-        "TORCHINDUCTOR_CACHE_DIR for its next start; without dropout only",
+        "TORCHINDUCTOR_CACHE_DIR for its next start (default: in TMPDIR; set it where each job has its own); without "
+        "dropout only",
     )
     data_parallel_random_init: bool = flag(
         False, "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0"

@@ -2,8 +2,8 @@
 
 All layers run the same code on tensors of the same shapes, so that what the first one compiles serves all of them: a
 graph for each direction. Collectives and attention are calls within the graph; what lies between products is fused.
-torch keeps what it has compiled in TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_USER, where a restart on the
-same host finds it.
+torch keeps what it has compiled in TORCHINDUCTOR_CACHE_DIR, by default torchinductor_USER in TMPDIR (or /tmp), where a
+restart on the same host finds it.
 """
 
 from __future__ import annotations

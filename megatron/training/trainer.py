@@ -477,13 +477,13 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
 
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
         engine = build_engine(config, model, batch_fn)
+    if config.parallel.warmup_communicators:  # before the collectives of layers that compute in the compilation
+        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
     if config.training.torch_compile:
         from megatron.startup.compilation import compile_layers
 
         with runtime.communicators.startup.phase("compile"), UnderWay(RANKS, "compilation of layers"):
             compile_layers(config, runtime, model)
-    if config.parallel.warmup_communicators:
-        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
     if config.parallel.warmup_kernels:
         with runtime.communicators.startup.phase("warmup", "kernels"), UnderWay(RANKS, "warm-up of kernels"):
             warm_up_kernels(config, runtime, model, batch_fn)
