@@ -68,7 +68,7 @@ ROWS = table()
 OF_FLAG = {flag: row for row in ROWS for flag in row.flags}
 OF_DIRECTORIES = {row.changed: row for row in ROWS if not row.flags}
 
-# Two runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
+# Three runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
 COMMON = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 --split 100,0,0 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --num-workers 0 --eval-iters 0 "
@@ -78,24 +78,34 @@ LEARNED = (
     f"{COMMON} --bf16 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 "
     "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {tokenizer}"
 )
+DECAYING = (
+    f"{LEARNED} --lr-decay-tokens 1000 --lr-warmup-tokens 9 --start-weight-decay 0.05 --end-weight-decay 0.1 "
+    "--weight-decay-incr-style linear"
+)
 ROTARY = (
     f"{COMMON} --fp16 --use-rotary-position-embeddings --optimizer sgd --lr-decay-style constant "
     "--tokenizer-type NullTokenizer --vocab-size 1000"
 )
 
-REFUSED = [
+REFUSED_OF_LEARNED = [
     "--num-layers 4", "--hidden-size 128", "--ffn-hidden-size 128", "--num-attention-heads 8",
     "--num-key-value-heads 2", "--kv-channels 8", "--use-rotary-position-embeddings", "--no-position-embedding",
     "--normalization rmsnorm", "--swiglu", "--untie-embeddings-and-output-weights", "--disable-bias-linear",
     "--max-position-embeddings 64", "--make-vocab-size-divisible-by 1000", "!--bf16", "!--bf16 --fp16",
     "--optimizer sgd", "--lr 2e-3", "--min-lr 2e-4", "--lr-decay-style linear", "--lr-decay-iters 5",
     "!--train-iters --train-samples 16 --lr-decay-samples 20", "--lr-decay-tokens 1000", "--lr-warmup-iters 1",
-    "!--train-iters --train-samples 16 --lr-warmup-samples 2", "--lr-decay-tokens 1000 --lr-warmup-tokens 9",
-    "--lr-warmup-fraction 0.5", "--weight-decay 0.2",
-    "--start-weight-decay 0.05 --end-weight-decay 0.1 --weight-decay-incr-style linear",
-    "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
-    "--start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
+    "!--train-iters --train-samples 16 --lr-warmup-samples 2", "--lr-warmup-fraction 0.5",
+    "--weight-decay 0.2",
 ]  # fmt: skip
+# Flags that a start accepts only with others: these are in the run already, so that each is changed alone.
+REFUSED_OF_DECAYING = [
+    "--lr-decay-tokens 2000", "--lr-warmup-tokens 11", "--start-weight-decay 0.02", "--end-weight-decay 0.2",
+    "--weight-decay-incr-style cosine",
+]  # fmt: skip
+REFUSED = [
+    *((LEARNED, changes) for changes in REFUSED_OF_LEARNED),
+    *((DECAYING, changes) for changes in REFUSED_OF_DECAYING),
+]
 
 
 class Start(NamedTuple):
@@ -173,7 +183,14 @@ ACCEPTED = {
         "--no-load-lr-state",
     ),
     "reset": Start(LEARNED, "--reset-iteration --train-iters 5 --override-opt_param-scheduler"),
-    "finetune": Start(LEARNED, "--finetune --layernorm-epsilon 1e-6 --clip-grad 0.5"),
+    "finetune": Start(
+        LEARNED,
+        "--finetune --layernorm-epsilon 1e-6 --no-bias-gelu-fusion --clip-grad 0.5 !--tokenizer-model "
+        "--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}",
+    ),
+    "finetune rotary": Start(
+        ROTARY, "--finetune --rotary-percent 0.5 --rotary-position-embeddings-theta 500000 --vocab-size 1001"
+    ),
     "tensors": Start(
         LEARNED,
         "--tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "
@@ -219,7 +236,7 @@ def changed_flags(changes: str) -> list[str]:
 
 
 class Saved(NamedTuple):
-    """Checkpoints after 2 of 4 iterations of the two runs, an uninterrupted run's losses, and the files of starts."""
+    """Checkpoints after 2 of 4 iterations of the three runs, an uninterrupted run's losses, and the files of starts."""
 
     launcher: Launcher
     given: dict[str, object]
@@ -244,7 +261,7 @@ def saved(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
         "vocab": tmp / "vocab.json", "merges": tmp / "merges.txt", "domains": tmp / "domains",
         "deepspeed": tmp / "ds.json", "index": tmp / "index",
     }  # fmt: skip
-    load = {LEARNED: tmp / "learned", ROTARY: tmp / "rotary"}
+    load = {LEARNED: tmp / "learned", DECAYING: tmp / "decaying", ROTARY: tmp / "rotary"}
     for base, save in load.items():
         flags = ["--save", save, "--save-interval", "2", "--verify-restored-state", "--checkpoint-durability", "none"]
         launcher.train(SINGLE, *command(given, base), *flags)
@@ -274,19 +291,26 @@ def _write_given(given: Mapping[str, object], data: Path) -> None:
 def test_every_row_is_run() -> None:
     """A new flag of the table needs a start here; a row about directories needs a case below."""
     refused = {flag for flag, row in OF_FLAG.items() if row.happens.startswith("refused")}
-    tried = {flag for changes in REFUSED for flag in changed_flags(changes)}
+    tried = {flag for _, changes in REFUSED for flag in changed_flags(changes)}
     assert not refused - tried, "flags that are refused, and no light start gives them another value"
     accepted = {flag for start in ACCEPTED.values() for flag in changed_flags(start.changes)} | ELSEWHERE.keys()
     assert not OF_FLAG.keys() - refused - accepted, "flags to which no start gives another value"
+    changed = {
+        flag for start in ACCEPTED.values() if "--finetune" in start.changes for flag in changed_flags(start.changes)
+    }
+    with_finetune = {flag for flag, row in OF_FLAG.items() if "also with --finetune" in row.happens}
+    assert not with_finetune - changed, "flags that no start changes with --finetune"
     assert OF_DIRECTORIES.keys() == {case.row for case in (*LIGHT, *LOADS)}
 
 
 def test_what_is_refused_is_refused_before_the_imports(saved: Saved) -> None:
     """Each flag alone, and by the words of its row; with the flag that the row names it is accepted."""
-    load = ["--load", str(saved.load[LEARNED])]
-    starts = light_starts([[*saved.words(LEARNED, changes), *load] for changes in ("", *REFUSED)])
-    assert starts[0].exit_code == IMPORTS, starts[0].output
-    for changes, start in zip(REFUSED, starts[1:], strict=True):
+    tried = [*((base, "") for base in (LEARNED, DECAYING)), *REFUSED]
+    starts = light_starts([[*saved.words(base, changes), "--load", str(saved.load[base])] for base, changes in tried])
+    for (_, changes), start in zip(tried, starts, strict=True):
+        if not changes:
+            assert start.exit_code == IMPORTS, start.output
+            continue
         rows = [OF_FLAG[flag] for flag in changed_flags(changes) if OF_FLAG[flag].happens.startswith("refused")]
         assert start.exit_code == 2, f"{changes}: {start}"
         assert all(row.decided == BEFORE_IMPORTS for row in rows)
