@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,10 @@ def _ask_hosts(run: Run, command: Sequence[str]) -> str:
     Raises SettingsError: one message that names all hosts that fail.
     """
     hosts = run.nodes.hosts
+    names = hosts.names[: run.nodes.used]
+    path = run.environ.get("PATH")
+    if not all(map(is_this_host, names)) and shutil.which("ssh", path=path) is None:
+        raise SettingsError(f"{hosts.named_by}: its hosts are reached through ssh, and ssh is not on PATH; install it")
     asked = [
         subprocess.Popen(
             _on_host(host, [*command, "--place", str(place)]),
@@ -77,7 +82,7 @@ def _ask_hosts(run: Run, command: Sequence[str]) -> str:
             text=True,
             errors="replace",
         )
-        for place, host in enumerate(hosts.names[: run.nodes.used])
+        for place, host in enumerate(names)
     ]
     failed, advice, answers = [], "", []
     for host, process in zip(hosts.names, asked, strict=False):

@@ -53,12 +53,17 @@ class Interpreter:
     def run(
         self, module: str, *words: str, environ: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module in the current directory, so that relative paths stay valid. `environ`: variables to add."""
+        """Run a module in the current directory, so that relative paths stay valid. `environ`: variables to add.
+
+        The returncode is an exit status: 127 if it cannot be started, 128 + N if signal N has ended it.
+        """
         env = self.environment() | dict(environ or {})
         try:
-            return subprocess.run([*self.module(module), *words], env=env, text=True, **options)
+            done = subprocess.run([*self.module(module), *words], env=env, text=True, **options)
         except OSError as error:
             return subprocess.CompletedProcess([], 127, "", f"{self.path}: {error.strerror}")
+        done.returncode = exit_status_told(done.returncode, module)
+        return done
 
     def set_up(self) -> None:
         """Make or update the environment. Raises LaunchEnded if setup_env.sh, which says why, fails."""
@@ -66,7 +71,7 @@ class Interpreter:
             return
         made = subprocess.run(["bash", str(SETUP_SCRIPT)], env=dict(self.environ), stdout=2)
         if made.returncode != 0:
-            raise LaunchEnded(made.returncode)
+            raise LaunchEnded(exit_status_told(made.returncode, SETUP_SCRIPT.name))
 
     def check_torch_build(self, device: str) -> None:
         """Refuse an environment without CUDA, as one made on a machine without GPUs, such as a login node, is."""
@@ -84,6 +89,18 @@ class Interpreter:
         except OSError:
             return []
         return asked.stdout.split() if asked.returncode == 0 else []
+
+
+def exit_status(returncode: int) -> int:
+    """That of a shell: 128 + N for a process that signal N has ended."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def exit_status_told(returncode: int, name: str) -> int:
+    """exit_status of the program `name`, which cannot say itself that a signal has ended it."""
+    if returncode < 0:
+        print(f"{name} was ended by signal {-returncode} ({signal.strsignal(-returncode)})", file=sys.stderr)
+    return exit_status(returncode)
 
 
 def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -13,7 +13,7 @@ from . import data, hosts, nodes, slurm
 from .effects import check_given, check_launch
 from .environment import for_display, for_shell_line
 from .errors import LaunchEnded, SettingsError
-from .interpreter import Interpreter
+from .interpreter import Interpreter, exit_status_told
 from .launchers.launch import Launch, launch_of
 from .launchers.registry import LAUNCHERS
 from .places import PACKAGE, PROGRAM
@@ -36,7 +36,7 @@ def train(start: Start, flags: Sequence[str] | None = None) -> int:
         if given.dry_run:
             return _show_training(run, flags)
         if given.command_to:
-            Path(given.command_to).write_bytes(b"".join(os.fsencode(word) + b"\0" for word in _command(run)))
+            _write_command(Path(given.command_to), _command(run))
             return 0
         launch = _ready(run, flags)
     except (SettingsError, LaunchEnded) as error:
@@ -49,6 +49,13 @@ def train(start: Start, flags: Sequence[str] | None = None) -> int:
             hosts.tell_refusal(start, run, error.reason if isinstance(error, LaunchEnded) else str(error))
         raise
     return LAUNCHERS[run.launcher].launch(launch)
+
+
+def _write_command(file: Path, words: Sequence[str]) -> None:
+    try:
+        file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+    except OSError as error:
+        raise SettingsError(f"COMMAND_TO={file}: cannot be written: {error.strerror}; name another file") from None
 
 
 def command_for(preset: Preset, environ: Mapping[str, str]) -> list[str]:
@@ -322,10 +329,11 @@ def shown_and_kept(
     sys.stdout.flush()
     env = run.interpreter.environment() | dict(environ or {})
     command = [*run.interpreter.module(module), *words]
+    file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "wb") as kept, subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as tool:
         assert tool.stdout is not None
         for line in tool.stdout:
             kept.write(line)
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-    return tool.returncode
+    return exit_status_told(tool.returncode, module)

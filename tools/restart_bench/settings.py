@@ -240,9 +240,9 @@ class Settings:
     )
     export: str = setting(
         "names of further variables for the ranks on all nodes of `HOSTFILE`. Always exported: `NCCL_*`, `GLOO_*`, "
-        "`FI_*`, `UCX_*`, `OMP_*`, `CUDA_*`, `TORCH_*`, `HF_*`, `AWS_*` (except those that a cloud sets for one "
-        "container or function), `LD_LIBRARY_PATH`, `PYTHONPATH`; with `LAUNCHER=deepspeed` also the content of "
-        "`~/.deepspeed_env` and `./.deepspeed_env`"
+        "`FI_*`, `UCX_*`, `OMP_*`, `CUDA_*`, `TORCH_*`, `HF_*`, `MEGATRON_TLS_*` ([TLS](security.md#tls)), `AWS_*` "
+        "(except those that a cloud sets for one container or function), `LD_LIBRARY_PATH`, `PYTHONPATH`; with "
+        "`LAUNCHER=deepspeed` also the content of `~/.deepspeed_env` and `./.deepspeed_env`"
     )
     nnodes: str = setting(
         "number of nodes, each with `GPUS_PER_NODE` ranks",

@@ -17,6 +17,7 @@ from .drilled import check_drill
 from .effects import check_given, check_launch, check_launcher, injects_fault, restarts_in_place
 from .environment import for_assignment, for_display, for_shell_line, write_private
 from .errors import SettingsError
+from .interpreter import exit_status_told
 from .launchers.registry import LAUNCHERS
 from .modes import check_work_dir, checked_flags, show_needs
 from .nodes import Hosts
@@ -310,7 +311,7 @@ def _hand_over(command: list[str], job: Job, environ: Mapping[str, str]) -> int:
     sys.stderr.write(done.stderr)
     print(number.read_text(), end="", flush=True)
     job.run.say(f"submitted {job.file}; its output goes to {job.run.work_dir}. {_results(job)}")
-    return done.returncode
+    return exit_status_told(done.returncode, command[0])
 
 
 def _results(job: Job) -> str:

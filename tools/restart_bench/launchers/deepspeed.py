@@ -137,10 +137,19 @@ def _status_of_runner(runner: subprocess.Popen[bytes], mine: Processes, run: Run
 
 def _connections(runner: int) -> int:
     """The number of hosts to which pdsh, a child of DeepSpeed's launcher, is connected."""
-    pdsh = _children(runner, r"pdsh(\.bin)?")
+    pdsh = _children(runner, "pdsh", "pdsh.bin")
     return len(_children(pdsh[0], "ssh")) if pdsh else 0
 
 
-def _children(parent: int, name: str) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(parent), "-x", name], stdout=subprocess.PIPE, text=True)
-    return [int(word) for word in found.stdout.split()]
+def _children(parent: int, *names: str) -> list[int]:
+    """Processes whose command has one of these names, by proc(5): pgrep is not on every machine."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, _, rest = file.read_text(errors="replace").partition(" (")
+        except OSError:  # it has ended meanwhile
+            continue
+        name, _, fields = rest.rpartition(") ")
+        if name in names and int(fields.split()[1]) == parent:
+            found.append(int(pid))
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..environment import is_secret, new_private, quoted
-from ..interpreter import replace_process
+from ..interpreter import exit_status, replace_process
 from ..nodes import is_this_host
 from ..places import working_directory
 from .launch import Launch, Launcher, with_secret
@@ -123,11 +123,6 @@ class Processes:
             signal.signal(stopped, signal.SIG_DFL)
             os.kill(os.getpid(), stopped)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-
-def exit_status(returncode: int) -> int:
-    """That of a shell: 128 + N for a process that signal N has ended."""
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 @contextlib.contextmanager
