@@ -246,11 +246,13 @@ class Scenario:
     def _wrong_with(self, of: str, fault: Fault, traced: Traced) -> tuple[str | None, str | None]:
         """(what is wrong or None, what was said of a failure or None)."""
         ended: Ended | None = traced.result
+        if traced.hit is None:
+            return "the fault hit no call", None
         if traced.hangs:
             return "hangs", None
         if traced.raised is not None:
             return f"ends with {traced.raised}", None
-        if ended is None and (fault.effect != KILL or traced.hit is None):
+        if ended is None and fault.effect != KILL:
             return f"ended with status {traced.status}", None
         said = None if ended is None else ended.failed
         if of == START:
