@@ -39,7 +39,8 @@ def check_save(options: CheckpointConfig, *, warn: bool = True) -> None:
     if newest is None:
         return
     mine = first_start(options)
-    if options.start_over is not None and kept is not None and kept.loaded_from == mine.loaded_from:
+    same_place = kept is not None and kept.loaded_from == mine.loaded_from
+    if options.start_over is not None and same_place:
         if warn:
             logger.warning(
                 "--save %s: holds checkpoints of this run (the newest is %s), and it begins once more, as --start-over "
@@ -48,7 +49,7 @@ def check_save(options: CheckpointConfig, *, warn: bool = True) -> None:
         return
     begins = f"begins from --load {options.load}" if mine.loaded_from else "begins from iteration 0"
     before = f", of a run that began with {kept.flags}" if kept is not None and kept.flags else ""
-    own = ", --start-over LABEL to begin this run once more among its own" if before else ""
+    own = ", --start-over LABEL to begin this run once more among its own" if before and same_place else ""
     raise ConfigError(
         f"--save {options.save}: holds checkpoints already (the newest is {newest}{before}), and this run {begins}: "
         f"its own would replace them or hide them; give --load {options.save} to resume from there, another --save"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_a_resume_of_its_own_directory_keeps_how_the_run_began(tmp_path: Path) -
     assert began(back) == first_start(back)
 
 
+def test_the_first_command_after_going_back_is_refused_with_what_is_possible(tmp_path: Path) -> None:
+    """The checkpoints of the new course are not those of that command; beginning once more is no way to go on."""
+    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    pretrained.mkdir()
+    first = options(save, pretrained, finetune=True)
+    back = options(save, save, load_tag="global_step5")
+    saved_by(first)
+    saved_by(back, 6, sequence=2)
+    assert goes_on(back) and not goes_on(first)
+    with pytest.raises(ConfigError, match=f"give --load {save} to resume from there") as caught:
+        check_save(first)
+    assert "--start-over" not in str(caught.value)
+
+
 @pytest.mark.parametrize("state", ["optim", "rng"])
 def test_a_run_that_does_not_save_a_state_does_not_load_it_later(tmp_path: Path, state: str) -> None:
     lacks = {f"no_load_{state}": True, f"no_save_{state}": True}
@@ -131,7 +146,10 @@ def test_another_begin_is_another_run(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             check_save(another)
         assert f"of a run that began with --load {pretrained} --finetune)" in str(caught.value)
-        assert "--start-over LABEL" in str(caught.value)
+        offered = "--start-over LABEL" in str(caught.value)
+        with contextlib.nullcontext() if offered else pytest.raises(ConfigError):
+            check_save(dataclasses.replace(another, start_over="again"))
+        assert offered == (another.load == str(pretrained)), "where it is offered, and there alone, it is accepted"
 
 
 def test_a_label_begins_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
