@@ -221,7 +221,7 @@ def test_variables_reach_other_nodes_through_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "lines", "message"),
     [
-        ({}, "NCCL_ALGO", "/.deepspeed_env: 'NCCL_ALGO' is not of the form NAME=VALUE"),
+        ({}, "NCCL_ALGO", "/.deepspeed_env: line 1 is not of the form NAME=VALUE"),
         ({"DS_ENV_FILE": "other"}, "", ""),
         ({"NCCL_X": "a\nb"}, "", "NCCL_X: DeepSpeed's launcher cannot carry a value with a line break"),
         ({"NCCL_X": "a "}, "", "NCCL_X: DeepSpeed's launcher cannot carry a value with a line break"),
@@ -251,13 +251,28 @@ def test_dry_run_prints_variables_and_no_secret(launcher: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("export", "message"),
     [
-        ("MINE NOT_THERE", "EXPORT=MINE NOT_THERE: NOT_THERE is not set; set it, or leave it out"),
-        ("MINE=1", "EXPORT=MINE=1: MINE=1 is not the name of a variable; give names only"),
+        ("MINE NOT_THERE", "EXPORT: NOT_THERE is not set; set it, or leave it out"),
+        ("MINE=1", "EXPORT: a word that begins with MINE is not the name of a variable; give names only"),
     ],
 )
 def test_bad_names_are_named(export: str, message: str, tmp_path: Path) -> None:
     done = run_script(TINY, tmp_path, DRY_RUN="1", EXPORT=export, MINE="x")
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("script", [TINY, "submit.sh"])
+@pytest.mark.parametrize("misspelt", ["MEGATRON_LAUNCH_SECRT", "EXPORT", "argument", "second argument"])
+def test_no_message_has_the_value_of_a_secret_in_the_wrong_place(script: str, misspelt: str, tmp_path: Path) -> None:
+    """A misspelt name, a value where names belong, and an assignment after the command."""
+    value = "0123456789abcdef" * 4
+    given = {"EXPORT": {"EXPORT": f"HF_TOKEN={value}"}}.get(misspelt, {misspelt: value})
+    given = {} if misspelt.endswith("argument") else given
+    arguments = [] if misspelt == "argument" or script == TINY else ["7b_tp4_pp2"]
+    arguments += [] if given else [f"HF_TOKEN={value}"]
+    arguments += ["--scheduler", "slurm"] * (script != TINY)
+    done = run_script(script, tmp_path, *arguments, DRY_RUN="1", **given)
+    assert done.returncode == 2 and value not in done.stdout + done.stderr, done.stderr
+    assert (misspelt if given else "HF_TOKEN") in done.stderr
 
 
 def master_of(tmp_path: Path, **given: str) -> str:

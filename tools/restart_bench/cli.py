@@ -95,6 +95,7 @@ def _no_arguments(script: str, arguments: Sequence[str]) -> None:
         return
     word, meant = arguments[0], "see --help"
     if re.match("[A-Z].*=", word):
+        word = f"{word.partition('=')[0]}=..."  # its value may be a secret
         meant = f"settings are environment variables: {word} bash {script}"
     for option, pattern in (("--help", "-h|--h"), ("--version", "-v|-V|--v")):
         meant = f"did you mean {option}?" if re.match(pattern, word) else meant

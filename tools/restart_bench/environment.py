@@ -32,9 +32,12 @@ def variables_of_user(environ: Mapping[str, str], export: str) -> list[str]:
     further = export.split()
     for name in further:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise SettingsError(f"EXPORT={export}: {name} is not the name of a variable; give names only")
+            name = name.partition("=")[0]  # a value may be a secret
+            raise SettingsError(
+                f"EXPORT: a word that begins with {name} is not the name of a variable; give names only"
+            )
         if name not in environ:
-            raise SettingsError(f"EXPORT={export}: {name} is not set; set it, or leave it out")
+            raise SettingsError(f"EXPORT: {name} is not set; set it, or leave it out")
     return [
         f"{name}={value}"
         for name, value in sorted(environ.items())

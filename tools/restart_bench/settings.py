@@ -395,7 +395,10 @@ def check_values(given: Settings) -> None:
 
 
 def check_names(environ: Mapping[str, str]) -> None:
-    """Raise SettingsError for a variable that is fixed by the preset, or that can only be a misspelt setting."""
+    """Raise SettingsError for a variable that is fixed by the preset, or that can only be a misspelt setting.
+
+    Where the setting is given, too, the other name is another program's. The value of a misspelt one may be a secret.
+    """
     for name in FIXED:
         if environ.get(name):
             raise SettingsError(
@@ -403,8 +406,8 @@ def check_names(environ: Mapping[str, str]) -> None:
             )
     for name in sorted(environ):
         meant = misspelt(name)
-        if meant is not None:
-            raise SettingsError(f"{name}={environ[name]}: there is no such setting; did you mean {meant}?")
+        if meant is not None and not environ.get(meant):
+            raise SettingsError(f"{name}: there is no such setting; did you mean {meant}?")
 
 
 def misspelt(name: str) -> str | None:

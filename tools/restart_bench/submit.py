@@ -103,6 +103,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         elif word.startswith("-"):
             raise SettingsError(f"{word}: unknown option; options of sbatch or qsub come after --")
         elif name:
+            word, name = word.partition("=")[0], name.partition("=")[0]  # a value may be a secret
             raise SettingsError(f"{word}: a job runs one preset, and {name} is already given")
         else:
             name = word
@@ -111,6 +112,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SettingsError(f"PRESET is missing; give one of {known}")
     preset = preset_named(name)
     if preset is None:
+        name = name.partition("=")[0]  # a value may be a secret
         raise SettingsError(f"PRESET {name}: there is no such preset; give one of {known}, or MODEL_tpT_ppP")
     if given["--nodes"] and whole_number(given["--nodes"]) is not None:
         raise SettingsError(f"--nodes {given['--nodes']}: give a whole number, at least 1")

@@ -87,11 +87,11 @@ def variables_for_file(launch: Launch) -> list[str]:
         path = Path(name) if name.startswith("/") else Path(f"{directory}/{name}")
         if not path.is_file():
             continue
-        for line in path.read_text(errors="surrogateescape").splitlines():
+        for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), start=1):
             if not line.strip() or line.startswith("#"):
                 continue
             if "=" not in line:
-                raise SettingsError(f"{path}: '{line}' is not of the form NAME=VALUE")
+                raise SettingsError(f"{path}: line {number} is not of the form NAME=VALUE")  # it may be a secret
             lines.append(line)
     return lines
 

@@ -87,8 +87,9 @@ def test_a_misspelt_setting_is_refused_with_what_was_meant(name: str, meant: str
     if meant is None:
         check_names({name: "3"})
         return
-    with pytest.raises(SettingsError, match=f"{name}=3: there is no such setting; did you mean {meant}?"):
+    with pytest.raises(SettingsError, match=f"^{name}: there is no such setting; did you mean {meant}?"):
         check_names({name: "3"})
+    check_names({name: "3", meant: "3"})  # the name is another program's
 
 
 def test_no_setting_is_a_misspelling_of_another() -> None:
