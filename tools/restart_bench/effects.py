@@ -158,6 +158,11 @@ def check_launch(given: Settings, launcher: str, engine: str, device: str, nodes
             )
     if not nodes.over_hosts(given):
         refuse(given, _ONLY_DEEPSPEED, ["HOST_GRACE"])
+    if launcher == "deepspeed" and nodes.over_hosts(given) and given.megatron_launch_secret:
+        raise SettingsError(
+            "MEGATRON_LAUNCH_SECRET: DeepSpeed's launcher would put it on command lines, which every user of the hosts "
+            "can read; use LAUNCHER=torchrun or fork, or leave it out"
+        )
     if not given.node_rank or nodes.number == 1:
         why = "has an effect only if you start the launch on each of several nodes with NODE_RANK; leave it out"
         refuse(given, why, ["MEET_TIMEOUT"])
