@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     except SettingsError as error:
         print(f"{command.name}: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{command.name}: error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except LaunchEnded as ended:
         return ended.status
 

@@ -77,7 +77,11 @@ class Interpreter:
         """Refuse an environment without CUDA, as one made on a machine without GPUs, such as a login node, is."""
         if device == "cpu" or self.venv is None:
             return
-        lines = (self.venv / ".setup_stamp").read_text().splitlines()
+        stamp = self.venv / ".setup_stamp"
+        try:
+            lines = stamp.read_text().splitlines()
+        except OSError as error:
+            raise SettingsError(f"{stamp}: cannot be read: {error.strerror}; run {SETUP_SCRIPT} again") from None
         if lines[1:2] != ["cuda"]:
             raise SettingsError(f"the installed torch is a CPU build; run TORCH_VARIANT=cuda {SETUP_SCRIPT} first")
 

@@ -39,13 +39,10 @@ def train(start: Start, flags: Sequence[str] | None = None) -> int:
             _write_command(Path(given.command_to), _command(run))
             return 0
         launch = _ready(run, flags)
-    except (SettingsError, LaunchEnded) as error:
-        if (
-            given.node_rank
-            and not given.dry_run
-            and not given.command_to
-            and not isinstance(error, hosts.HostsDifferError)
-        ):
+    except hosts.HostsDifferError:
+        raise
+    except Exception as error:  # whatever it is: the other nodes wait
+        if given.node_rank and not given.dry_run and not given.command_to:
             hosts.tell_refusal(start, run, error.reason if isinstance(error, LaunchEnded) else str(error))
         raise
     return LAUNCHERS[run.launcher].launch(launch)
@@ -145,7 +142,10 @@ def runner(interpreter: Interpreter) -> Callable[..., int]:
 
 def _tell(run: Run, recomputed: Recomputation) -> None:
     if not run.saves_to_store:
-        Path(run.save_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(run.save_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"SAVE_DIR={run.save_dir}: cannot be created: {error.strerror}; set another") from None
         latest = Path(run.save_dir) / "latest"
         if latest.exists():
             run.say(f"resuming from {latest.read_text().strip()} in {run.save_dir}")
