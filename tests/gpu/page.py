@@ -128,7 +128,7 @@ def _predictions(out: Path, rehearsal: bool) -> list[str]:
 
 def _step_times(out: Path) -> list[str]:
     lines: list[str] = []
-    for part in ("step-time", "step-time-4"):
+    for part in ("step-time", "step-time-4", "step-time-compiled"):
         times = timed(out, part)
         if not times:
             continue

@@ -206,14 +206,14 @@ def _machine(setting: Setting) -> list[Step]:
     ]
 
 
-def _step_time(part: str, micro_batches: int) -> Callable[[Setting], list[Step]]:
+def _step_time(part: str, micro_batches: int, *flags: str) -> Callable[[Setting], list[Step]]:
     """Iterations of the preset without saves; torch.profiler records the last three, which the figures leave out."""
 
     def steps(setting: Setting) -> list[Step]:
         sizes, trace = setting.sizes, str(setting.out / part / "trace")
         first = TIMED_ITERATIONS + 1
         extra = f"--profile pt --profile_steps {first},{first + 2} --restart-trace-probes-interval 0.5"
-        training = _training(setting, sizes, extra, iterations=first + 2)
+        training = _training(setting, sizes, extra, *flags, iterations=first + 2)
         training |= {
             "RECOMPUTE": "none",
             "ENGINE": "none",
@@ -332,6 +332,12 @@ PARTS: tuple[Part, ...] = (
     Part("machine", 40, "libraries, engines; a tiny training to its end, with NCCL and NVTX ranges", _machine),
     Part("step-time", 50, "1b: time of an iteration, MFU, memory, a profile", _step_time("step-time", 1)),
     Part("step-time-4", 55, "the same with four micro-batches", _step_time("step-time-4", 4)),
+    Part(
+        "step-time-compiled",
+        110,
+        "step-time with --torch-compile",
+        _step_time("step-time-compiled", 1, "--torch-compile"),
+    ),
     Part("copies", 35, "pinning, copies to the host: GB/s, beside computing", _pytest("copies", _COPIES)),
     Part("tests", 100, "the other tests marked gpu", _pytest("tests", "tests/gpu", "--ignore", _COPIES)),
     _resume_part("lazy"),
