@@ -686,7 +686,7 @@ def test_a_layout_without_a_script_is_a_preset_too(tmp_path: Path, capfd: pytest
     parallel = configuration(split_command(capfd.readouterr().out.splitlines()[0]), 4).parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
     assert main(["submit", "3b_tp2_pp2", "--scheduler", "slurm"], environ) == 0
-    assert "/tools/restart_bench run 3b_tp2_pp2\n" in capfd.readouterr().out
+    assert f"exec bash {BENCH}/run.sh 3b_tp2_pp2\n" in capfd.readouterr().out
 
 
 @pytest.mark.slow

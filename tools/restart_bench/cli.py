@@ -16,7 +16,7 @@ from . import drilled, modes, usage
 from .effects import check_given, injects_fault
 from .errors import LaunchEnded, SettingsError
 from .kill_resume import drill_slurm, kill_resume
-from .places import PROGRAM, SCRIPTS
+from .places import PROGRAM
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Start
 from .settings import table
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 def _command_of(words: list[str]) -> tuple[Command, list[str]]:
     preset = preset_named(words[1]) if words[:1] == ["run"] and len(words) > 1 else None
     if preset is not None:
-        name = f"run_{preset.name}.sh" if preset in SCRIPTED else "restart_bench"
+        name = f"run_{preset.name}.sh" if preset in SCRIPTED else "run.sh"
         return Command(name, partial(usage.of_preset, preset), partial(run, preset)), words[2:]
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]], words[1:]
@@ -82,25 +82,24 @@ def run(preset: Preset, arguments: Sequence[str], environ: Mapping[str, str]) ->
     Users give no arguments; for a launch over several nodes a drill gives `pretrain_gpt.py FLAG ...`, which trains with
     these flags.
     """
-    script = str(SCRIPTS / f"run_{preset.name}.sh") if preset in SCRIPTED else f"restart_bench run {preset.name}"
-    start = Start(preset, environ, script)
+    start = Start(preset, environ)
     if arguments[:1] == [PROGRAM]:
         return modes.train(start, arguments[1:])
-    _no_arguments(script, arguments)
+    _no_arguments(start.command, arguments)
     check_given(environ, start.given)
     if injects_fault(start.given):
         return drilled.kill_and_resume(start)
     return modes.replay(start) if start.given.mode == "replay" else modes.train(start)
 
 
-def _no_arguments(script: str, arguments: Sequence[str]) -> None:
+def _no_arguments(command: str, arguments: Sequence[str]) -> None:
     """Refuse any argument, and suggest what was probably meant."""
     if not arguments:
         return
     word, meant = arguments[0], "see --help"
     if re.match("[A-Z].*=", word):
         word = f"{word.partition('=')[0]}=..."  # its value may be a secret
-        meant = f"settings are environment variables: {word} bash {script}"
+        meant = f"settings are environment variables: {word} {command}"
     for option, pattern in (("--help", "-h|--h"), ("--version", "-v|-V|--v")):
         meant = f"did you mean {option}?" if re.match(pattern, word) else meant
     raise SettingsError(f"{word}: this script takes no arguments; {meant}")

@@ -143,7 +143,7 @@ slowest rank.
 
 Next, try
   # the same on the storage that you train on
-  {mode}SAVE_DIR=/mnt/your_storage/{run.mode} bash {run.start.script}
+  {mode}SAVE_DIR=/mnt/your_storage/{run.mode} {run.start.command}
   # another fault at another injection point, compared with a run without a fault
   bash {SCRIPTS}/kill_resume.sh --fault bitflip --at after-commit
   # the commands of a 70B run on 64 GPUs

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import SettingsError
+from .settings import DECLARATIONS
 
 _FAMILIES = re.compile(
     r"(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS|MEGATRON_TLS)_|(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$"
@@ -46,9 +47,13 @@ def variables_of_user(environ: Mapping[str, str], export: str) -> list[str]:
 
 
 def is_secret(variable: str) -> bool:
-    """Whether NAME=VALUE is a secret: by its name, or because the value is an address with a password."""
+    """Whether NAME=VALUE is a secret: by its name, or because the value is an address with a password.
+
+    Of the settings of the launch scripts only the secret of a launch has such a name because it is one.
+    """
     name, _, value = variable.partition("=")
-    return bool(_SECRET_NAME.search(name.upper()) or _ADDRESS_WITH_PASSWORD.search(value))
+    named = _SECRET_NAME.search(name.upper()) and (name not in DECLARATIONS or name == "MEGATRON_LAUNCH_SECRET")
+    return bool(named or _ADDRESS_WITH_PASSWORD.search(value))
 
 
 def for_display(variables: Iterable[str]) -> list[str]:

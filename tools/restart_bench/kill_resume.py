@@ -1,5 +1,4 @@
-"""kill_resume.sh: the restart drill with other defaults; and drill_slurm.sh, which is that within a Slurm "
-"allocation."""
+"""kill_resume.sh: the restart drill with other defaults; and drill_slurm.sh, which is that in a Slurm allocation."""
 
 from __future__ import annotations
 

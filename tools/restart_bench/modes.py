@@ -67,7 +67,7 @@ def command_for(preset: Preset, environ: Mapping[str, str]) -> list[str]:
 
 def for_program(preset: Preset, environ: Mapping[str, str]) -> Start:
     """A start whose command another program gets, as with COMMAND_TO."""
-    return Start(preset, {**environ, "COMMAND_TO": os.devnull}, preset.name)
+    return Start(preset, {**environ, "COMMAND_TO": os.devnull})
 
 
 def _settled(start: Start) -> Run:
@@ -163,7 +163,7 @@ def check_devices(run: Run) -> None:
     if launcher == "srun" and not allocated and not given.command_to:
         raise slurm.no_allocation()
     if run.device != "cpu" and launcher != "srun":
-        nodes.check_gpus(run.environ, run.nodes, run.layout, run.start.script)
+        nodes.check_gpus(run.environ, run.nodes, run.layout, run.start.command)
     nodes.check_nodes(given, run.nodes, run.layout)
     nodes.check_node_rank(given, run.nodes, launcher)
     if launcher == "srun" and allocated:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import slurm
+from .environment import for_shell_line
 from .errors import SettingsError
-from .places import SCRIPTS
-from .presets import largest_scripted
+from .presets import largest_scripted, start_of
 from .settings import Settings, whole_number
 
 
@@ -252,7 +252,7 @@ def check_slots(nodes: Nodes, layout: Layout) -> None:
             )
 
 
-def check_gpus(environ: Mapping[str, str], nodes: Nodes, layout: Layout, script: str) -> None:
+def check_gpus(environ: Mapping[str, str], nodes: Nodes, layout: Layout, command: str) -> None:
     """Refuse more ranks than there are GPUs. Within an allocation Slurm assigns and refuses them itself."""
     if nodes.gpus_seen >= layout.world_size:
         return
@@ -263,8 +263,8 @@ def check_gpus(environ: Mapping[str, str], nodes: Nodes, layout: Layout, script:
         f"needs {layout.world_size} GPUs ({layout}), sees {nodes.gpus_seen} ({nodes.seen_where}). {advice} the nodes "
         "in HOSTFILE=<file of 'HOST slots=N' lines>, or start this script on every node with NNODES, NODE_RANK and "
         f"MASTER_ADDR set.{advise_largest(nodes.gpus_seen)} DRY_RUN=1 prints the commands. Without these GPUs: "
-        f"'MODE=replay DP={layout.dp} bash {script}' does the I/O of this layout's checkpoints, "
-        f"'MODE=scaled DP={layout.dp} bash {script}' trains, kills and resumes all {layout.world_size} ranks on CPUs "
+        f"'MODE=replay DP={layout.dp} {command}' does the I/O of this layout's checkpoints, "
+        f"'MODE=scaled DP={layout.dp} {command}' trains, kills and resumes all {layout.world_size} ranks on CPUs "
         "with a narrow model."
     )
 
@@ -274,8 +274,7 @@ def advise_largest(ranks: int) -> str:
     preset = largest_scripted(ranks)
     if preset is None:
         return ""
-    script = SCRIPTS / f"run_{preset.name}.sh"
-    return f" The largest preset that fits: DP={ranks // (preset.tp * preset.pp)} bash {script}."
+    return f" The largest preset that fits: DP={ranks // (preset.tp * preset.pp)} {for_shell_line(start_of(preset))}."
 
 
 def check_node_rank(given: Settings, nodes: Nodes, launcher: str) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .errors import SettingsError
+from .places import SCRIPTS
+
 
 @dataclass(frozen=True)
 class Model:
@@ -97,9 +100,28 @@ def preset_named(name: str) -> Preset | None:
 
 
 def preset_of_word(word: str) -> Preset | None:
-    """The preset that a word names, by its name or by its script; None for another word."""
+    """The preset that a word names, by its name or by its script; None for another word.
+
+    Raises SettingsError for the script of another checkout.
+    """
     file = _SCRIPT.fullmatch(Path(word).name)
-    return preset_named(file[1] if file and Path(word).is_file() else word)
+    if not file or not Path(word).is_file():
+        return preset_named(word)
+    preset = preset_named(file[1])
+    own = SCRIPTS / f"run_{file[1]}.sh"
+    if preset is not None and not (own.is_file() and own.samefile(word)):
+        raise SettingsError(
+            f"{word}: is not a script of this checkout, whose {preset.name} would be started; give {preset.name} for "
+            f"that, or 'bash {word}' for the script"
+        )
+    return preset
+
+
+def start_of(preset: Preset) -> list[str]:
+    """The command by which a user, or a job, starts a preset."""
+    if preset in SCRIPTED:
+        return ["bash", str(SCRIPTS / f"run_{preset.name}.sh")]
+    return ["bash", str(SCRIPTS / "run.sh"), preset.name]
 
 
 def model_names() -> list[str]:

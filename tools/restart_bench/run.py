@@ -13,11 +13,12 @@ from megatron.checkpointing.engines.entries import ENGINES
 
 from . import data, effects, environment, nodes
 from .data import Data
+from .environment import for_shell_line
 from .errors import SettingsError
 from .interpreter import Interpreter
 from .nodes import Layout, Nodes
 from .places import runs
-from .presets import Model, Preset
+from .presets import Model, Preset, start_of
 from .settings import Settings, check_values
 
 _REPLAYED = ("raw-rank", "raw-host", "raw-all", "s3torchconnector", "all")  # what a replay takes beside engines
@@ -31,11 +32,15 @@ _SCALED = {
 
 @dataclass(frozen=True)
 class Start:
-    """How a preset was started. `script`: what the user can start again."""
+    """A preset, and the environment that it is started in."""
 
     preset: Preset
     environ: Mapping[str, str]
-    script: str
+
+    @property
+    def command(self) -> str:
+        """What the user can type to start it again."""
+        return for_shell_line(start_of(self.preset))
 
     @cached_property
     def given(self) -> Settings:

@@ -21,8 +21,8 @@ from .interpreter import exit_status_told
 from .launchers.registry import LAUNCHERS
 from .modes import check_work_dir, checked_flags, show_needs
 from .nodes import Hosts
-from .places import PACKAGE, ROOT, SCRIPTS, working_directory
-from .presets import SCRIPTED, Preset, preset_named, scripted_names
+from .places import ROOT, working_directory
+from .presets import Preset, preset_named, scripted_names, start_of
 from .run import Run, Start, settle
 from .schedulers import SCHEDULERS, Resources, Scheduler
 from .settings import CARRIED, REFUSED, names, whole_number
@@ -155,7 +155,7 @@ def _scheduler(name: str, environ: Mapping[str, str]) -> Scheduler | None:
 def job_of(asked: CommandLine, scheduler: Scheduler, environ: Mapping[str, str]) -> Job:
     """The job of a preset. Raises SettingsError for settings that no job can have."""
     inherited = {name: value for name, value in environ.items() if name not in ("SLURM_JOB_ID", "PBS_JOBID")}
-    start = Start(asked.preset, inherited, "submit.sh")
+    start = Start(asked.preset, inherited)
     check_given(environ, start.given, as_job=True)
     given, mode, drills = start.given, start.given.mode, injects_fault(start.given)
     defaults = {"MODE": mode, **asked.preset.defaults}
@@ -294,11 +294,8 @@ def script_of(job: Job, variables: Sequence[str]) -> list[str]:
     lines += [f"export {for_assignment(variable)}" for variable in variables]
     if run.given.image:
         lines.append("unset IMAGE")  # PYTHON already names it, and sbatch passes this environment on
-    script = SCRIPTS / f"run_{asked.preset.name}.sh"
-    words = ["bash", str(script)]
-    if asked.preset not in SCRIPTED:
-        words = [sys.executable, "-ES", str(PACKAGE), "run", asked.preset.name]
-    return [*lines, f"exec {for_shell_line(words)}"]
+    # The script finds a Python there: that of this machine may be missing on the nodes.
+    return [*lines, f"exec {for_shell_line(start_of(asked.preset))}"]
 
 
 def _hand_over(command: list[str], job: Job, environ: Mapping[str, str]) -> int:

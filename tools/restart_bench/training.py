@@ -50,7 +50,7 @@ def training_flags(run: Run) -> list[str]:
 def preset_flags(preset: Preset, dp: int) -> list[str]:
     """Flags of a preset that is trained without any settings, whatever devices this machine has."""
     environ = {"DP": str(dp), "SKIP_SETUP": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return training_flags(settle(Start(preset, environ, preset.name)))
+    return training_flags(settle(Start(preset, environ)))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ that all nodes share.
 COMMAND = """\
 What the scripts of examples_deepspeed/restart_bench run:
 
-  run PRESET               the name in run_PRESET.sh, or MODEL_tpT_ppP for a layout without a script
+  run PRESET               run_PRESET.sh; run.sh PRESET, where it may also be MODEL_tpT_ppP, a layout without a script
   submit PRESET ...        submit.sh
   kill-resume ...          kill_resume.sh
   drill-slurm ...          drill_slurm.sh
@@ -89,7 +89,7 @@ What the scripts of examples_deepspeed/restart_bench run:
 Each answers --help.
 
 examples:
-  DRY_RUN=1 python -m tools.restart_bench run 3b_tp2_pp2
+  DRY_RUN=1 bash run.sh 3b_tp2_pp2
   python -m tools.restart_bench settings --write docs/cluster.md
 
 exit status: that of the script; 2 wrong settings or arguments

@@ -24,11 +24,14 @@ def expanded(words: list[str]) -> list[str]:
 
 
 def preset_of(words: list[str]) -> Preset | None:
-    """The preset that `words` name; None for a command. Raises DrillError for an unknown single word."""
+    """The preset that `words` name; None for a command. Raises DrillError for another single word."""
     if len(words) != 1:
         return None
     (word,) = words
-    preset = preset_of_word(word)
+    try:
+        preset = preset_of_word(word)
+    except SettingsError as error:
+        raise DrillError(str(error)) from None
     if preset is None and shutil.which(word) is None:
         raise DrillError(f"{word}: no program and no preset; there are {', '.join(scripted_names())}")
     return preset

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.script_helpers import ROOT
+from tests.unit.script_helpers import BENCH, ROOT
 from tools.restart_bench.cli import main
+from tools.restart_bench.environment import for_display
 from tools.restart_bench.errors import SettingsError
+from tools.restart_bench.modes import command_for
 from tools.restart_bench.presets import MODELS, SCRIPTED, Preset, model_names, preset_named, scripted_names
 from tools.restart_bench.settings import (
     CARRIED,
@@ -111,6 +113,26 @@ def test_a_value_of_wrong_form_is_refused_by_name(field: dataclasses.Field[str])
     else:
         with pytest.raises(SettingsError, match=name):
             check_values(given)
+
+
+def test_settings_are_shown_but_for_the_secret() -> None:
+    shown = ["TOKENIZER_TYPE=GPT2BPETokenizer", "TOKENIZER_MODEL=/m", "HF_HOME=/h"]
+    assert for_display(shown) == shown
+    secret = ["MEGATRON_LAUNCH_SECRET=a", "HF_TOKEN=b", "SAVE_DIR=s3://user:c@host/d", "AWS_CREDENTIALS=e"]
+    assert for_display(secret) == [f"{variable.partition('=')[0]}=***" for variable in secret]
+
+
+@pytest.mark.parametrize(("name", "script"), [("7b_tp4_pp2", "run_7b_tp4_pp2.sh"), ("3b_tp2_pp2", "run.sh 3b_tp2_pp2")])
+def test_what_is_advised_can_be_typed(
+    name: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a drill, which knows the preset's name alone, and by the script itself."""
+    preset = preset_named(name)
+    assert preset is not None
+    with pytest.raises(SettingsError, match=re.escape(f"'MODE=replay DP=1 bash {BENCH}/{script}' does the I/O")):
+        command_for(preset, {"CUDA_VISIBLE_DEVICES": "", "PATH": "", "WORK_DIR": str(tmp_path)})
+    assert main(["run", name, "DP=2"], {}) == 2
+    assert f"settings are environment variables: DP=... bash {BENCH}/{script}\n" in capsys.readouterr().err
 
 
 def test_presets_are_named_by_model_and_layout() -> None:

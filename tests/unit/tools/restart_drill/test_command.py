@@ -236,6 +236,13 @@ def test_a_script_that_is_no_preset(tmp_path: Path) -> None:
         expanded([str(script)])
 
 
+def test_the_script_of_another_checkout_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run_1b_tp1_pp1.sh"
+    script.touch()
+    with pytest.raises(DrillError, match="run_1b_tp1_pp1.sh: is not a script of this checkout, whose 1b_tp1_pp1 "):
+        expanded([str(script)])
+
+
 def test_nodes_that_take_a_command_each(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUS_PER_NODE", "4")
     with pytest.raises(DrillError, match="COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun"):
