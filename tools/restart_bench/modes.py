@@ -307,8 +307,8 @@ def replay(start: Start) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     if not run.saves_to_store and not _writable(Path(run.save_dir)):  # ckpt_replay checks object storage itself
         raise SettingsError(f"SAVE_DIR={run.save_dir}: cannot be written to; set another")
-    run.say(f"replaying ranks {ranks} of {layout.ranks} into {run.save_dir}")
     where = f"TP{layout.tp} x PP{layout.pp} x DP{layout.dp}"
+    run.say(f"replaying --ranks {ranks} of {where} into {run.save_dir}")
     own = f"Replay: ranks {ranks} of {model} on {where}, synthetic state; no training."
     label = {"RESTART_TRACE_LABEL": run.label or own}
     status = shown_and_kept(run, directory / "replay.txt", "ckpt_replay", words, label)

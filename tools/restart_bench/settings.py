@@ -89,22 +89,25 @@ class Settings:
     """What the user has set, as text; "" is not set."""
 
     mode: str = setting(
-        "`train`, or a mode of [Without the GPUs](#without-the-gpus): `restart`, `replay`, `scaled`",
+        "`train`; `restart`: train, kill, resume and analyse; [without the GPUs of the layout](#without-the-gpus) "
+        "`replay` or `scaled`",
         "`train` (tiny: `restart`)",
         check=_one_of(*_MODES),
         instead="mode",
     )
-    engine: str = setting("checkpoint engine, see [engines.md](engines.md)", "`torch`", instead="engines")
+    engine: str = setting(
+        "checkpoint engine, see [engines.md](engines.md)", "`torch` (replay: `all`)", instead="engines"
+    )
     save_dir: str = setting(
         "directory of the checkpoints; the run resumes from the newest one in it",
         "`WORK_DIR/checkpoints`",
         instead="--dir",
     )
     save_interval: str = setting(
-        "iterations between saves", "5", of=TRAINING, check=whole_number, instead="save_interval"
+        "iterations between saves", "5 (scaled: 2)", of=TRAINING, check=whole_number, instead="save_interval"
     )
     trace_dir: str = setting(
-        "the restart trace; the demonstration keeps it beside its report instead",
+        "directory of the restart trace; the demonstration keeps it beside its report instead",
         "`SAVE_DIR/restart_trace`",
         instead="--out",
     )
@@ -112,13 +115,13 @@ class Settings:
     iters: str = setting(
         "iterations to train for, over all restarts. If you change it on resume, add "
         "`EXTRA_ARGS=--override-opt_param-scheduler`, since it changes the learning-rate schedule",
-        "15 (tiny: 12)",
+        "15 (tiny: 12, scaled: 4)",
         of=TRAINING,
         check=whole_number,
         instead="iterations",
     )
     micro_batch: str = setting(
-        "samples in a micro batch", "16 (tiny: 2)", of=TRAINING, check=whole_number, instead="micro_batch"
+        "samples in a micro batch", "16 (tiny: 2, scaled: 1)", of=TRAINING, check=whole_number, instead="micro_batch"
     )
     global_batch: str = setting(
         "samples in an iteration",
@@ -128,7 +131,7 @@ class Settings:
         instead="global_batch",
     )
     seq_length: str = setting(
-        "tokens in a sample", "2048 (tiny: 128)", of=TRAINING, check=whole_number, instead="seq_length"
+        "tokens in a sample", "2048 (tiny: 128, scaled: 32)", of=TRAINING, check=whole_number, instead="seq_length"
     )
     sequence_parallel: str = setting(
         "1: `--sequence-parallel`; 0: without", "0 (70b: 1)", of=TRAINING, check=_one_of("1", "0")
@@ -166,10 +169,14 @@ class Settings:
     merge_file: str = setting("with `DATA_PATH`: the merges of a GPT-2 tokenizer", of=TRAINING)
     vocab_size: str = setting("size of the vocabulary: `--vocab-size`", "that of the tokenizer", instead="vocab_size")
     extra_args: str = setting("more flags of `pretrain_gpt.py`, split at white space", of=TRAINING, instead="flags")
-    work_dir: str = setting("directory for data and checkpoints", "`runs/NAME`", instead="--out")
+    work_dir: str = setting(
+        "directory for data and checkpoints",
+        "`runs/NAME`, as `runs/7b_tp4_pp2_dp1` (tiny: `runs/tiny`, scaled: `runs/scaled_NAME`)",
+        instead="--out",
+    )
     launcher: str = setting(
         "`torchrun`, `deepspeed`, `srun` within a Slurm allocation, or `fork`: [megatron.launch](launch.md)",
-        "`torchrun`",
+        "`torchrun` (scaled: `fork`)",
         of=LAUNCH,
         check=_one_of("torchrun", "deepspeed", "srun", "fork"),
         job=SETTLED,
@@ -228,7 +235,7 @@ class Settings:
     megatron_launch_secret: str = setting(
         "[the secret of the launch](security.md); the same on all nodes if the script is started on each with "
         "`NODE_RANK`",
-        "over `HOSTFILE` and with srun a random one for each launch, but with DeepSpeed's launcher",
+        "over `HOSTFILE` and with srun a random one for each launch; none with DeepSpeed's launcher",
         job=SETTLED,  # carried with the variables that every rank gets
     )
     host_grace: str = setting(
@@ -271,7 +278,11 @@ class Settings:
         job=REFUSED,
     )
     gpus_per_node: str = setting(
-        "GPUs, and so ranks, per node", "the visible GPUs", of=LAUNCH, check=whole_number, job=SETTLED
+        "GPUs, and so ranks, per node",
+        "the slots of a host of `HOSTFILE`, otherwise the visible GPUs",
+        of=LAUNCH,
+        check=whole_number,
+        job=SETTLED,
     )
     master_port: str = setting(
         "port of the rendezvous",
@@ -281,14 +292,15 @@ class Settings:
     )
     device: str = setting(
         "`cuda`, or `cpu`: only with the tiny preset, `MODE=scaled` and `MODE=replay`",
-        "`cuda` (tiny: `cpu` if there are too few GPUs)",
+        "`cuda` (tiny: `cpu` if there are too few GPUs, scaled: `cpu`)",
         check=_one_of("cuda", "cpu"),
         job=SETTLED,
     )
     dry_run: str = setting(
         "1: [check](#before-ranks-are-started) and print the command of each node (`MODE=restart` and `scaled`: of the "
-        "drill), and change nothing; values of variables whose names contain TOKEN, KEY, SECRET or PASSWORD appear as "
-        "`***`. plan: also print on stderr what [ckpt_plan](ckpt_plan.md#what-a-run-needs) computes: configuration, "
+        "drill), and change nothing; values of variables whose names contain TOKEN, KEY, SECRET, PASSW or CREDENTIAL, "
+        "and addresses with a password, appear as `***`. plan: also print on stderr what "
+        "[ckpt_plan](ckpt_plan.md#what-a-run-needs) computes: configuration, "
         "files and sizes, memory of devices and hosts, free space of `SAVE_DIR` compared with the checkpoints that the "
         "run keeps, and the storage speed that it needs",
         of=DRY_RUN,
@@ -310,7 +322,7 @@ class Settings:
     )
     kill_at: str = setting(
         "`MODE=restart` and `scaled`: iteration at which all ranks are killed; `none` for no fault",
-        "8 (scaled: 3)",
+        "8 (scaled: `SAVE_INTERVAL` + 1)",
         of=FAULT,
         check=lambda value: None if value == "none" else whole_number(value),
         instead="faults",
@@ -328,7 +340,10 @@ class Settings:
         instead="ranks",
     )
     limit_bytes: str = setting(
-        "`MODE=replay`: `--limit-bytes` of ckpt-replay", "`fit`", of=REPLAY, instead="limit_bytes"
+        "`MODE=replay`: `--limit-bytes` of ckpt-replay",
+        "`fit` (object storage: `1GiB`)",
+        of=REPLAY,
+        instead="limit_bytes",
     )
     repeat: str = setting("`MODE=replay`: `--repeat` of ckpt-replay", "4", of=REPLAY, instead="repeats")
     steps_between: str = setting(
@@ -337,7 +352,7 @@ class Settings:
     restart_trace_label: str = setting(
         "a caveat that every report and comparison of this run shows; with `MODE=scaled` after the differences from "
         "the preset",
-        "(scaled and replay: the differences from the preset)",
+        "with scaled and replay the differences from the preset",
         instead="",
     )
     image: str = setting(
@@ -345,7 +360,9 @@ class Settings:
     )
     skip_setup: str = setting("1: run with `PYTHON` instead of `.venv`", of=SET_UP)
     python: str = setting(
-        "with `SKIP_SETUP`: the interpreter to train with. Otherwise `.venv` is created with it", "`python3`", of=SET_UP
+        "with `SKIP_SETUP`: the interpreter to train with. Otherwise `.venv` is created with it",
+        "`python3`; for `.venv` the first of `python3.11`, `python3.12`, `python3.10` and `python3`",
+        of=SET_UP,
     )
     venv_dir: str = setting("directory of the virtual environment", "`.venv`", of=SET_UP)
     extras: str = setting("extras of `setup.py` that are installed at set-up", "`dev,engines`", of=SET_UP)
@@ -451,7 +468,7 @@ def help_text() -> str:
     lines = ["Settings, all from the environment:"]
     for name, declared in DECLARATIONS.items():
         text = _plain(declared.meaning) + (f" (default: {_plain(declared.default)})" if declared.default else "")
-        lines += [f"  {name}", *textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")]
+        lines += [f"  {name}", *_wrapped(text)]
     lines += [
         "A setting that would have no effect, as MAX_RESTARTS with LAUNCHER=torchrun, is refused by name: "
         "docs/cluster.md."
@@ -459,5 +476,16 @@ def help_text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _wrapped(text: str) -> list[str]:
+    indent = " " * 6
+    return textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _plain(markdown: str) -> str:
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
+    """Without marks; a link is its text and the document that it leads to."""
+    return re.sub(r"\[([^]]*)\]\(([^)#]*)[^)]*\)", _plain_link, markdown).replace("`", "")
+
+
+def _plain_link(link: re.Match[str]) -> str:
+    text, page = link[1], f"docs/{link[2] or 'cluster.md'}"
+    return page if text == link[2] else f"{text} ({page})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tools.restart_bench.environment import for_display
 from tools.restart_bench.errors import SettingsError
 from tools.restart_bench.modes import command_for
 from tools.restart_bench.presets import MODELS, SCRIPTED, Preset, model_names, preset_named, scripted_names
+from tools.restart_bench.run import _DEFAULTS, _SCALED
 from tools.restart_bench.settings import (
     CARRIED,
     DECLARATIONS,
@@ -103,16 +103,40 @@ def test_an_empty_value_is_not_given() -> None:
     assert Settings.read({"DP": "", "MODE": "scaled"}, {"DP": "2", "MODE": "train"}) == Settings(dp="2", mode="scaled")
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(Settings), ids=lambda field: field.name)
-def test_a_value_of_wrong_form_is_refused_by_name(field: dataclasses.Field[str]) -> None:
-    """Each setting that has a form: none has the form of this value."""
-    name = field.name.upper()
-    given = Settings(**{field.name: "[$(touch x)]"})
-    if DECLARATIONS[name].check("[$(touch x)]") is None:
-        check_values(given)
-    else:
-        with pytest.raises(SettingsError, match=name):
-            check_values(given)
+WHOLE = ["0", "-1", "two", "1.5", "08"]
+# What the document says cannot be given; a setting that is not here takes any text.
+WRONG = {
+    "MODE": ["Train", "drill"], "SAVE_INTERVAL": WHOLE, "DP": WHOLE, "ITERS": WHOLE, "MICRO_BATCH": WHOLE,
+    "GLOBAL_BATCH": WHOLE, "SEQ_LENGTH": WHOLE, "SEQUENCE_PARALLEL": ["yes", "2"], "DTYPE": ["fp8", "BF16"],
+    "RECOMPUTE": ["some"], "DEVICE_GB": WHOLE, "LAUNCHER": ["mpirun"], "MAX_RESTARTS": ["-1", "1.5", "many"],
+    "SPARES": ["-1", "all"], "STANDBY": ["0", "yes"], "ALLOW_SHRINK": ["0", "yes"],
+    "HEARTBEAT_TIMEOUT": ["0", "0.05", "2s"], "COORDINATOR_PORT": ["0", "65536", "any"], "HOST_GRACE": ["-1", "1.5"],
+    "NNODES": WHOLE, "MEET_TIMEOUT": WHOLE, "GPUS_PER_NODE": WHOLE, "MASTER_PORT": ["0", "65536", "any"],
+    "DEVICE": ["gpu", "CPU"], "DRY_RUN": ["0", "yes"], "KILL_AT": [*WHOLE, "never"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DECLARATIONS))
+def test_a_value_of_wrong_form_is_refused_by_name(name: str) -> None:
+    for value in WRONG.get(name, []):
+        with pytest.raises(SettingsError, match=f"^{name}={re.escape(value)}: "):
+            check_values(Settings.read({name: value}))
+    if name not in WRONG:
+        check_values(Settings.read({name: "[$(touch x)]"}))
+
+
+def test_the_defaults_that_are_told_are_those_that_are_taken() -> None:
+    for of_whom, defaults in (("", _DEFAULTS), ("tiny: ", MODELS["tiny"].defaults), ("scaled: ", _SCALED)):
+        for name, value in defaults.items():
+            label = of_whom if value != _DEFAULTS.get(name) else ""
+            assert f"{label}{value}" in DECLARATIONS[name].default.replace("`", ""), name
+
+
+def test_help_is_plain_text() -> None:
+    told = help_text()
+    assert "see docs/engines.md (default: torch (replay: all))" in told
+    assert "with MAX_RESTARTS on one node" in told and "failure (docs/launch.md)" in " ".join(told.split())
+    assert not re.search(r"\]\(|`|\(default: \(|-$", told, re.MULTILINE)
 
 
 def test_settings_are_shown_but_for_the_secret() -> None:
