@@ -30,9 +30,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SYS_PIDFD_OPEN = 434  # asm-generic/unistd.h, and the same everywhere
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # the second one is each rank's own
 _DEEPSPEED = ("CROSS_SIZE",)
-SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"  # of restart-launch for its ranks: seconds
-# From the signal to SIGKILL, as DeepSpeed's launcher and torchrun have it: time for a save (--exit-signal-handler).
-GRACE_S = 30.0
+# Seconds from a signal to SIGKILL, in which a rank saves (--exit-signal-handler). restart-launch sets it for its ranks,
+# and a scheduler's job or a user for those of other launchers.
+SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"
+GRACE_S = 30.0  # where it is not set: as torchrun, DeepSpeed's launcher and Slurm (KillWait) have it
 _END_LAUNCHERS = ("SIGUSR1", "SIGUSR2")  # torchrun and DeepSpeed's launcher handle neither
 _DEEPSPEED_LAUNCHER = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py")
 _DEEPSPEED_RUNNER = ("deepspeed.launcher.runner", "deepspeed/launcher/runner.py", "deepspeed", "ds")
@@ -80,12 +81,16 @@ def end_with_launcher(env: Mapping[str, str], exit_signals: Sequence[str] = ()) 
     """Have a rank end with the launcher that started it: torchrun, DeepSpeed's, or Slurm's step daemon.
 
     `exit_signals`: names of the signals at which the rank saves before it ends (--exit-signal-handler). One that goes
-    to all processes of the job may end the launcher first. The rank then gets the first of them, and 30 s to save.
+    to all processes of the job may end the launcher first. The rank then gets the first of them, and the seconds of
+    MEGATRON_SHUTDOWN_TIMEOUT to save (30).
 
     A rank that trains on without its launcher would save into the directory of the launch that replaces it. Ranks of
     megatron.launch have seen to this themselves. A process that was started in another way (by hand, under nohup) may
     outlive its parent, and nothing is done. Ends the process at once, with a message, if torchrun is gone already.
+    Raises ValueError for a MEGATRON_SHUTDOWN_TIMEOUT that is no number of seconds.
     """
+    grace_s = shutdown_timeout_s(env)
+    grace_s = GRACE_S if grace_s is None else grace_s
     if sys.platform != "linux":
         return
     asks = signal.Signals[exit_signals[0]] if exit_signals else signal.SIGTERM
@@ -98,17 +103,32 @@ def end_with_launcher(env: Mapping[str, str], exit_signals: Sequence[str] = ()) 
             _tell_of_orphan(launcher)
             _end()
         else:
-            _end_with(launcher, dies_of_it)
+            _end_with(launcher, dies_of_it, grace_s)
     elif "CROSS_SIZE" in env:
         launcher = launcher_of(env, _DEEPSPEED)
         if _runs(launcher, _DEEPSPEED_LAUNCHER):
-            _end_with(launcher, dies_of_it)
+            _end_with(launcher, dies_of_it, grace_s)
             runner = parent_of(launcher)
             # On another node than the one where `deepspeed` was started, the parent is a shell of ssh.
             if _runs(runner, _DEEPSPEED_RUNNER):
-                _end_with(runner, asks)
+                _end_with(runner, asks, grace_s)
     elif "SLURM_PROCID" in env and _name(os.getppid()) == "slurmstepd":
         end_with_parent(os.getppid())
+
+
+def shutdown_timeout_s(env: Mapping[str, str]) -> float | None:
+    """Seconds that the launcher leaves its ranks from a signal to SIGKILL; None: nobody has said. Raises ValueError."""
+    text = env.get(SHUTDOWN_TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if 0 <= seconds < float("inf"):
+            return seconds
+    raise ValueError(
+        f"{SHUTDOWN_TIMEOUT_VARIABLE}={text}: give the seconds that the launcher leaves between a signal and SIGKILL, "
+        "such as 30, or unset it"
+    )
 
 
 def _tell_of_orphan(adopter: int) -> None:
@@ -121,10 +141,10 @@ def _tell_of_orphan(adopter: int) -> None:
         )
 
 
-def _end_with(ancestor: int, asks: signal.Signals | None) -> None:
+def _end_with(ancestor: int, asks: signal.Signals | None, grace_s: float) -> None:
     """As `end_with_parent`, with an ancestor further up, too: then a thread waits for its end.
 
-    `asks`: the signal that asks this process to end, before SIGKILL; None: SIGKILL at once.
+    `asks`: the signal that asks this process to end, `grace_s` before SIGKILL; None: SIGKILL at once.
     """
     if ancestor == os.getppid() and asks is None:
         end_with_parent(ancestor)
@@ -136,7 +156,7 @@ def _end_with(ancestor: int, asks: signal.Signals | None) -> None:
     except OSError as error:  # a kernel without it
         logger.warning("this rank does not notice the end of its launcher (pid %d): %s", ancestor, error)
         return
-    threading.Thread(target=_end_after, args=(fd, asks), name="launcher-watch", daemon=True).start()
+    threading.Thread(target=_end_after, args=(fd, asks, grace_s), name="launcher-watch", daemon=True).start()
 
 
 def _pidfd_open(pid: int) -> int:
@@ -148,7 +168,7 @@ def _pidfd_open(pid: int) -> int:
     return int(fd)
 
 
-def _end_after(fd: int, asks: signal.Signals | None) -> NoReturn:
+def _end_after(fd: int, asks: signal.Signals | None, grace_s: float) -> NoReturn:
     """Wait for the process of a pidfd to end, then end this one."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
@@ -156,7 +176,7 @@ def _end_after(fd: int, asks: signal.Signals | None) -> NoReturn:
         continue
     if asks is not None:
         os.kill(os.getpid(), asks)
-        time.sleep(GRACE_S)
+        time.sleep(grace_s)
     _end()
 
 

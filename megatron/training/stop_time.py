@@ -6,20 +6,21 @@ import logging
 from collections.abc import Mapping
 
 from megatron.config import Config
-from megatron.processes.parent_process import GRACE_S, SHUTDOWN_TIMEOUT_VARIABLE
+from megatron.processes.parent_process import GRACE_S, SHUTDOWN_TIMEOUT_VARIABLE, shutdown_timeout_s
 
 logger = logging.getLogger(__name__)
 
 
 class StopTime:
-    """Tells once if a stop takes longer than the launcher's --shutdown-timeout.
+    """Tells once if a stop takes longer than what is left of the ranks after a signal: MEGATRON_SHUTDOWN_TIMEOUT.
 
-    A launcher that names none to its ranks leaves 30 s by default: torchrun, DeepSpeed's, Slurm (KillWait).
+    restart-launch sets it to its --shutdown-timeout. Where it is not set, the launcher leaves 30 s by default:
+    torchrun, DeepSpeed's, Slurm (KillWait).
     """
 
     def __init__(self, config: Config, env: Mapping[str, str]) -> None:
-        given = env.get(SHUTDOWN_TIMEOUT_VARIABLE)
-        self._grace_s = GRACE_S if given is None else float(given)
+        given = shutdown_timeout_s(env)
+        self._grace_s = GRACE_S if given is None else given
         self._grace_is_known = given is not None
         self._told = not config.training.stops_at or config.checkpoint.save is None or config.parallel.rank != 0
 
@@ -36,17 +37,20 @@ class StopTime:
             return
         self._told = True
         if self._grace_is_known:
-            leaves = f"restart-launch kills the ranks {self._grace_s:g} s after the signal: give it --shutdown-timeout"
+            killed = (
+                f"the ranks are killed {self._grace_s:g} s after the signal ({SHUTDOWN_TIMEOUT_VARIABLE}, which "
+                "restart-launch sets to its --shutdown-timeout); allow more"
+            )
         else:
-            leaves = (
-                f"launchers kill the ranks {self._grace_s:g} s after the signal by default: give the launcher or the "
-                "scheduler"
+            killed = (
+                f"launchers kill the ranks {self._grace_s:g} s after the signal by default; have the launcher or the "
+                f"scheduler allow more, and name the seconds in {SHUTDOWN_TIMEOUT_VARIABLE}"
             )
         logger.warning(
-            "--exit-signal-handler: a stop takes %.3g s, since an iteration takes %.3g s and a save %.3g s, and %s "
-            "more than that; otherwise a signal loses the work since the last save",
+            "--exit-signal-handler: a stop takes %.3g s, since an iteration takes %.3g s and a save %.3g s, and %s; "
+            "otherwise a signal loses the work since the last save",
             needed,
             iteration_s,
             save_s,
-            leaves,
+            killed,
         )

@@ -80,8 +80,11 @@ def pretrain(
     (megatron.checkpointing.repeated_errors). `entered_ns`: when the program's own code began (monotonic, ns).
     """
     config = parse_or_exit()
-    end_with_launcher(os.environ, config.training.stops_at)
     rank = config.parallel.rank
+    try:
+        end_with_launcher(os.environ, config.training.stops_at)
+    except ValueError as error:
+        exit_with(error, rank, every_rank_sees_it=True)
     if config.training.allow_injected_faults:
         from megatron.startup.injected_faults import allow_injected_faults
 

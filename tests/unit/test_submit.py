@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE
 from tests.unit.script_helpers import BENCH, ROOT, TINY, run_script
 
 SECRET = "s3cr;et"
@@ -72,6 +73,7 @@ def test_a_slurm_job_has_the_nodes_of_the_layout_and_the_settings(tmp_path: Path
     settings["EXTRA_ARGS"] += " --exit-signal-handler"  # Slurm signals the ranks before the time limit
     assert variables.items() >= (settings | secret | {"LAUNCHER": "srun", "DP": "2", "GPUS_PER_NODE": "8"}).items()
     assert "--signal=SIGTERM@120" in directives
+    assert variables[SHUTDOWN_TIMEOUT_VARIABLE] == "120"
     assert f"ckpt_analysis {tmp_path / 'work' / 'checkpoints' / 'restart_trace'}\n" in done.stderr
     assert last == f"exec bash {BENCH / 'run_70b_tp8_pp8.sh'}"
 

@@ -31,8 +31,12 @@ class Scheduler(ABC):
         """Comment lines at the top of the job script."""
 
 
+SIGNALLED_BEFORE_END_S = 120
+SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"  # of megatron.processes.parent_process
+
+
 class Slurm(Scheduler):
-    """SIGTERM comes 120 s before the time limit, in which a training saves."""
+    """SIGTERM comes SIGNALLED_BEFORE_END_S before the time limit, in which a training saves."""
 
     name = "slurm"
     command = ("sbatch", "--parsable")
@@ -40,7 +44,8 @@ class Slurm(Scheduler):
     def directives(self, asked: Resources) -> list[str]:
         options = [
             f"job-name={asked.name}", f"nodes={asked.nodes}", f"ntasks-per-node={asked.tasks}", f"time={asked.time}",
-            "requeue", "signal=SIGTERM@120", f"output={asked.output}/slurm-%j.out", "open-mode=append",
+            "requeue", f"signal=SIGTERM@{SIGNALLED_BEFORE_END_S}", f"output={asked.output}/slurm-%j.out",
+            "open-mode=append",
         ]  # fmt: skip
         options += [f"gpus-per-node={asked.tasks}"] if asked.gpus else []
         return [f"#SBATCH --{option}" for option in options]

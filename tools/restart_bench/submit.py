@@ -24,7 +24,7 @@ from .nodes import Hosts
 from .places import ROOT, working_directory
 from .presets import Preset, preset_named, scripted_names, start_of
 from .run import Run, Start, settle
-from .schedulers import SCHEDULERS, Resources, Scheduler
+from .schedulers import SCHEDULERS, SHUTDOWN_TIMEOUT_VARIABLE, SIGNALLED_BEFORE_END_S, Resources, Scheduler
 from .settings import CARRIED, REFUSED, names, whole_number
 from .training import Recomputation
 
@@ -187,6 +187,9 @@ def job_of(asked: CommandLine, scheduler: Scheduler, environ: Mapping[str, str])
     settings = [f"{name}={value}" for name, value in carried.items()]
     settings += [f"LAUNCHER={run.launcher}"] if launcher else []
     settings.append(f"DEVICE={run.device}")
+    own_signal = any(option.startswith("--signal") for option in asked.options)
+    if signalled and not own_signal and not environ.get(SHUTDOWN_TIMEOUT_VARIABLE):
+        settings.append(f"{SHUTDOWN_TIMEOUT_VARIABLE}={SIGNALLED_BEFORE_END_S}")  # srun's ranks are killed at the limit
     settings += [f"GPUS_PER_NODE={run.nodes.gpus_per_node}"] if mode != "replay" else []
     image = given.image
     if image:

@@ -31,7 +31,7 @@ def stop_time(shutdown_timeout: str | None, *, handler: bool = True, save: str |
             20.5,
             40.0,
             False,
-            "a stop takes 60.5 s, since an iteration takes 20.5 s and a save 40 s, and restart-launch",
+            "a stop takes 60.5 s, since an iteration takes 20.5 s and a save 40 s, and the ranks are killed 60 s",
         ),
         ("60", 20.0, 40.0, True, "a stop takes 80 s"),  # a save that has just begun comes first
         ("60", 50.0, 10.0, True, None),
@@ -60,3 +60,9 @@ def test_a_stop_that_takes_too_long_is_told_of_once(
 def test_without_a_save_at_the_stop_nothing_is_told(caplog: pytest.LogCaptureFixture, given: dict[str, bool]) -> None:
     stop_time("1", **given).compare(100.0, 100.0, asynchronous=True)  # type: ignore[arg-type]
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("text", ["two minutes", "-1", "nan", "inf"])
+def test_what_is_no_number_of_seconds_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{SHUTDOWN_TIMEOUT_VARIABLE}={text}: give the seconds"):
+        stop_time(text)
