@@ -545,7 +545,7 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
     for agent in agents:
         until(lambda agent=agent: hears(agent, "start"), "the start")
     agents[1].send("failed", generation=0, why="rank 3: exit code 2")
-    agents[1].send("ended", generation=0, failures=["rank 3: exit code 2"], refused=True)
+    agents[1].send("ended", generation=0, failures=["rank 3: exit code 2"], refused=2)
     until(lambda: hears(agents[1], "stop"), "the late stop")
     agents[1].send("ended", generation=0, failures=[], refused=False)
     agents[1].send("beat", number=1)

@@ -34,8 +34,10 @@ ASKING = (*EXIT_SIGNALS, "SIGHUP")  # signals by which schedulers, launchers and
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the handlers back that were there."""
+    """Begin with the default ones, whatever an earlier test of this process has left, and put those back."""
     before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in ASKING}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -12,6 +12,7 @@ from megatron.peers.client import VARIABLE as COPIES
 from megatron.peers.client import ask, send_copies
 from megatron.processes.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots
 from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
+from tests.unit.megatron.peers.conftest import in_a_launch  # noqa: F401
 from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, fill, two  # noqa: F401
 from tests.unit.tools.restart_drill.test_faults import checkpoint
 from tools.restart_drill.checkpoints import Checkpoints

@@ -83,6 +83,8 @@ def test_every_class_that_may_be_unpickled_has_its_place() -> None:
     # What is written out as it stands, by tags of its own, and what NumPy's pickles are made of.
     plain = {"argparse.Namespace", "collections.OrderedDict", "torch.Size"}
     plain |= {name for name in named if name.startswith(("numpy", "builtins.", "_codecs."))}
+    # Of universal checkpoints alone, whose files no engine writes.
+    plain.add("deepspeed.checkpoint.universal_checkpoint.SubparamShape")
     assert named - plain == set(CLASSES)
 
 
