@@ -547,10 +547,10 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
     agents[1].send("failed", generation=0, why="rank 3: exit code 2")
     agents[1].send("ended", generation=0, failures=["rank 3: exit code 2"], refused=2)
     until(lambda: hears(agents[1], "stop"), "the late stop")
-    agents[1].send("ended", generation=0, failures=[], refused=False)
+    agents[1].send("ended", generation=0, failures=[], refused=0)
     agents[1].send("beat", number=1)
     until(lambda: hears(agents[1], "ack"), "an answer to what follows the second end")
-    agents[0].send("ended", generation=0, failures=[], refused=False)
+    agents[0].send("ended", generation=0, failures=[], refused=0)
     assert coordinator.wait(300) == 2, nodes.said()
     assert nodes.said().count(REFUSED) == 1
 
