@@ -531,7 +531,7 @@ def describe_damage(directory: Path, wrong: Sequence[str]) -> str | None:
 
 
 def is_private(name: str, error: Exception) -> bool:
-    """Whether `error` is of a directory that others keep to themselves, such as lost+found, by its `name`."""
+    """Whether `error` denies access to a directory whose `name` is no checkpoint's, such as lost+found."""
     return isinstance(error, PermissionError) and names.step_of(name) is None
 
 

@@ -141,7 +141,7 @@ def _check_training(theirs: Mapping[str, Any], place: str, config: Config) -> No
 def _check_saved(theirs: Mapping[str, Any], place: str, config: Config, other_layout: bool) -> None:
     """Raises CheckpointMismatchError if a state was not saved that this run would load.
 
-    Random state is of one layout, and on another one seeded anew. `theirs`: as in _check_training.
+    Random state fits the layout that saved it; on another one it is seeded anew. `theirs`: as in _check_training.
     """
     for saving, (loading, what) in _NOT_SAVED.items():
         needed = not (getattr(config.checkpoint, loading) or config.checkpoint.finetune)

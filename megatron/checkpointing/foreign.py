@@ -132,7 +132,7 @@ def describe(directory: Path, state: Any, *, universal: bool = False) -> Foreign
 
 
 def check_vocabulary(directory: Path, found: ForeignCheckpoint, vocab_size: int) -> None:
-    """Raises CheckpointMismatchError if the checkpoint is of a tokenizer that has not `vocab_size` tokens."""
+    """Raises CheckpointMismatchError if the checkpoint's tokenizer has another number of tokens than `vocab_size`."""
     if found.vocab_size not in (None, vocab_size):
         raise CheckpointMismatchError(
             f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "

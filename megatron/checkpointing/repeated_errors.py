@@ -116,7 +116,7 @@ def _last_back(save: str) -> _Back | None:
 def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     """The tag to go back to, as --on-repeated-error back says; None if there is nothing to go back from.
 
-    `options`: as the command gives them; `later`: they are of a first start, and --save holds checkpoints of its run.
+    `options`: of the command; `later`: --save holds checkpoints of this run, and flags of its first start are given.
     Raises RepeatedErrorError if the same error has ended STARTS starts of this run in a row at the same step and the
     flag is not `retry`, or if going back has not helped or is not possible. Raises as `newest_manifest`.
     """
@@ -181,7 +181,7 @@ def _committed_before(save: str, step: int) -> str | None:
 
 
 def _committed_since(options: CheckpointConfig, back: _Back) -> bool:
-    """Whether a start has saved since one went back, so that the newest checkpoint is of the new course."""
+    """Whether a checkpoint was committed after a start went back: then the run goes on from that one."""
     newest = newest_manifest(options)
     return newest is not None and newest.sequence > back.sequence
 

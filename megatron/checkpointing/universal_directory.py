@@ -73,9 +73,9 @@ def is_universal(directory: Path) -> bool:
 
 
 def check_no_universal(options: CheckpointConfig, *, alone: bool) -> None:
-    """Check that a load without --universal-checkpoint is of no universal checkpoint.
+    """Refuse to load a universal checkpoint without --universal-checkpoint.
 
-    Looked at is what --load-tag or `latest` names, and with `alone`, whether universal ones alone are in --load.
+    Looks at what --load-tag or `latest` names and, with `alone`, at whether --load holds nothing but universal ones.
     Raises ConfigError naming --load, the universal checkpoint and the flag.
     """
     load = Path(options.load or "")
@@ -163,5 +163,5 @@ def _check_files(directory: Path, of_each: list[str]) -> None:
     if missing or not found:
         what = f"{directory / missing[0]} is missing" if missing else f"{directory / PARAMETERS} holds no parameter"
         raise CheckpointDamagedError(
-            f"--universal-checkpoint: {what}: the conversion has not ended, or was of another program; convert again"
+            f"--universal-checkpoint: {what}: the conversion did not finish, or is not DeepSpeed's; convert again"
         )

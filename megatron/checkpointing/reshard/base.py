@@ -41,7 +41,7 @@ class LayoutLoad(ABC):
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
 
     def _check_training(self) -> None:
-        """Raises CheckpointMismatchError if `_common` is of a run with another optimizer, or has no schedule."""
+        """Raises CheckpointMismatchError if the checkpoint's run had another optimizer, or its schedule is missing."""
         check_optimizer(self._common["args"], namespace_from_config(self._ctx.config), self._directory)
         check_schedule_is_there(self._common, self._ctx.config.checkpoint)
 

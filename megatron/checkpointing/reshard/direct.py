@@ -132,7 +132,7 @@ class DirectLoad(LayoutLoad):
 
     @property
     def _surveys_parameters(self) -> bool:
-        """Whether what a survey finds names the parameter that it is of, so that a rank needs but some of it."""
+        """Whether each entry of a survey names its parameter, so that a rank needs only some of the entries."""
         return self._reader.wants_placements
 
     @property

@@ -108,9 +108,9 @@ class UniversalLoad(DirectLoad):
             whole = replace(whole, shape=(*rows, *part.shape[1:]), blocks=tuple(rows)) if rows else whole
         if shape != whole.shape:
             raise CheckpointMismatchError(
-                f"{path}: has the shape {shape}, and {whole.shape} belongs there: it is of another model, or it was "
-                "converted with patterns that put its tensor-parallel parts together wrongly; give the flags of the "
-                "run that was converted, or load the checkpoint that was converted, without --universal-checkpoint"
+                f"{path}: its shape is {shape}, and this model's is {whole.shape}: another model was converted, or the "
+                "patterns of the conversion joined the tensor-parallel parts wrongly; give the model flags of the run "
+                "that was converted, or load the checkpoint before its conversion, without --universal-checkpoint"
             )
         fragment = weight_placement(saved["name"], whole, self._ctx.vocab_size)
         if saved["rank_by_rank"]:

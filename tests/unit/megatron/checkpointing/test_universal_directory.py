@@ -87,7 +87,7 @@ def test_a_missing_schedule_is_refused(load: Path) -> None:
 def test_a_missing_file_is_named(load: Path) -> None:
     for missing in (f"{WEIGHT}/exp_avg.pt", f"{TAG}/zero/optimizer_state.pt"):
         (load / missing).unlink()
-        with pytest.raises(CheckpointDamagedError, match=f"{load / missing} is missing: the conversion has not ended"):
+        with pytest.raises(CheckpointDamagedError, match=f"{load / missing} is missing: the conversion did not finish"):
             check_newest(config(load), HERE, GOLDEN.vocab)
         (load / missing).touch()
     (load / WEIGHT / "exp_avg.pt").unlink()
