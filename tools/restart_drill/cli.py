@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron.checkpointing.object_storage import ObjectStoreError
+from megatron.checkpointing.store.bucket import ObjectStoreError
 from megatron.config import ConfigError
 from megatron.config.uris import Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.object_storage import ObjectStoreError
+from megatron.checkpointing.store.bucket import ObjectStoreError
 from megatron.config.uris import Location, ObjectUri, below
 from restart_trace.command_line import CommandParser
 

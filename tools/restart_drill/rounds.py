@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.checkpointing.commit import discover
+from megatron.checkpointing.store.commit import discover
 from megatron.processes.free_port import free_port
 from restart_trace.command_line import CommandParser
 

@@ -13,6 +13,7 @@ from ..launch import DrillError
 
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
+_PORT = ("--master_port", "--master-port")
 # Without a launcher: each rank is started by hand, and nothing looks after them.
 _BY_HAND = 'for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank "$@" & done; wait'
 
@@ -56,7 +57,8 @@ def split(command: list[str]) -> Training:
         first = next(i for i, word in enumerate(command[1:], 1) if "=" not in word)
     fork, options = command[first : launcher[1]], command[launcher[1] : -len(flags) - 1]
     ranks = commands.option(options, _RANKS) or "1"
-    options = commands.without_option(options, (*_RANKS, *_RESTARTS))
+    # Of ports each start takes a free one: standby ranks refuse a fixed one.
+    options = commands.without_option(options, (*_RANKS, *_RESTARTS, *_PORT))
     return Training(command[:first] or ["env"], fork, options, ranks, command[-len(flags) - 1 :])
 
 

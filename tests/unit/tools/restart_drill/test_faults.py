@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing import commit
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.store import commit
 from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 from tests.dist.storage import small_disk
 from tools.restart_drill.checkpoints import Checkpoints, flip_bit, truncate

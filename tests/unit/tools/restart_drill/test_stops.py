@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.launch.cli import parse_arguments as parse_launch
 from tools.restart_drill import command as commands
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.soak.cli import main, parse_arguments
@@ -18,7 +19,8 @@ from tools.restart_drill.soak.stops import ENGINES, MOMENTS, SIGNALS, TARGETS, W
 
 FORK = [
     "env", "DS_ACCELERATOR=cpu", sys.executable, "-m", "megatron.launch", "--max-restarts", "0",
-    "--shutdown-timeout", "40", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "2",
+    "--shutdown-timeout", "40", "--master-port", "29500", "--nproc-per-node", "2",
+    "pretrain_gpt.py", "--num-layers", "2",
 ]  # fmt: skip
 HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save"
 ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation"
@@ -89,6 +91,13 @@ def test_every_launcher_starts_the_same_training() -> None:
     in_place = LAUNCHERS["restart-launch-in-place"].command(training)
     assert commands.option(in_place, ("--max-restarts",)) == "9"
     assert commands.option(in_place, ("--shutdown-timeout",)) == "40"
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name.startswith("restart-launch")])
+def test_the_launcher_takes_its_options(name: str) -> None:
+    command = LAUNCHERS[name].command(split(FORK))
+    plan = parse_launch(command[command.index("megatron.launch") + 1 :])  # standby ranks take no --master-port
+    assert plan.standby == ("--standby" in command)
 
 
 def test_a_command_of_another_launcher_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

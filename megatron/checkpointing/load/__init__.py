@@ -1,0 +1,1 @@
+"""Finding the checkpoint to go on from, and loading it, over all ranks."""

@@ -1,0 +1,1 @@
+"""Writing a checkpoint over all ranks, at once or in the background."""

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: names, manifests, commit, ownership, removal; in `bucket`, object storage."""
