@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from megatron.checkpointing.shard_metadata import FlatParameter, FlatPartition
+from megatron.checkpointing.state.shard_metadata import FlatParameter, FlatPartition
 from megatron.parallel.parameter_slice import ParameterSlice
 
 _ALIGNMENT = 2  # elements, times DP: DeepSpeed's nccl_start_alignment_factor

@@ -26,10 +26,10 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.object_storage.checkpoints import StoredCandidate, StoredCheckpoints
-from megatron.checkpointing.object_storage.ownership import claim
-from megatron.checkpointing.object_storage.saving import ObjectDirectory
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter
+from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints
+from megatron.checkpointing.store.bucket.ownership import claim
+from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
 from megatron.fileio.node_directory import remove_abandoned
 from megatron.fileio.object_store import Bucket

@@ -43,7 +43,7 @@ class Variants:
     """Carries out the variants of one rank. Each leaves its files in a directory that the caller removes."""
 
     def __init__(self, state: SavableState, trace_file: Path) -> None:
-        from megatron.checkpointing.state import Progress
+        from megatron.checkpointing.state.collect import Progress
 
         self._engine = state.engine
         self._state = state
@@ -80,7 +80,7 @@ class Variants:
         return load
 
     def _write(self, directory: Path, *, plain: bool) -> Callable[[], None]:
-        from megatron.checkpointing.state import collect_state
+        from megatron.checkpointing.state.collect import collect_state
 
         ctx = self._state.context
         sizes = (ctx.vocab_size, ctx.padded_vocab_size)
@@ -93,9 +93,9 @@ class Variants:
         self._files.save(files, directory, untraced_operation())
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
-        from megatron.checkpointing.commit import Manifest
         from megatron.checkpointing.engines.base import SavedCheckpoint
-        from megatron.checkpointing.state import live_state
+        from megatron.checkpointing.state.collect import live_state
+        from megatron.checkpointing.store.commit import Manifest
 
         names = [file.name for file in live_state(self._engine, self._state.context.place, True, False)]
         if plain:

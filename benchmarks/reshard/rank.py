@@ -98,7 +98,7 @@ class Rank:
     def _save(self, directory: Path, engine: str) -> None:
         from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
-        from megatron.checkpointing.state import Progress
+        from megatron.checkpointing.state.collect import Progress
 
         config = self._config(save=str(directory), save_interval=1)
         writer = create_engine(
@@ -204,7 +204,7 @@ class Rank:
         gc.collect()
 
     def _hashes(self) -> dict[str, str]:
-        from megatron.checkpointing.hashes import tensor_hashes
+        from megatron.checkpointing.state.hashes import tensor_hashes
 
         return tensor_hashes(self._engine)
 

@@ -23,7 +23,7 @@ from megatron.checkpointing.reshard.runs import parts_of
 from megatron.checkpointing.reshard.sources import SourceIndex, kind_of
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.verifying import Share, shares_of_each, to_verify
-from megatron.checkpointing.shard_metadata import FlatParameter, FlatPartition, fragments, shard_placement
+from megatron.checkpointing.state.shard_metadata import FlatParameter, FlatPartition, fragments, shard_placement
 from megatron.fileio.checksums import CheckedBytes
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Layout

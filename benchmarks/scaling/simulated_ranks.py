@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.ownership import Ownership, check_not_in_use, claim
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, Save, SaveDirectory
+from megatron.checkpointing.load.discovery import LookedAt, next_found, search_directory
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, Save, SaveDirectory
+from megatron.checkpointing.store.ownership import Ownership, check_not_in_use, claim
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel import control_plane
 from megatron.parallel.connecting import Listener, Neighbours, Where

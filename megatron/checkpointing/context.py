@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.engines.base import CheckpointEngine
-from megatron.checkpointing.first_start import FirstStart
-from megatron.checkpointing.naming import RankPlace
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
-    from megatron.checkpointing.prefetch import Prefetch
+    from megatron.checkpointing.preflight.prefetch import Prefetch
 
 
 @dataclass

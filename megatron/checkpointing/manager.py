@@ -1,7 +1,7 @@
 """Saves and loads the checkpoints of a training run on all ranks, with every phase recorded in the trace.
 
-Save: megatron.checkpointing.state collects the state, megatron.checkpointing.writer writes it.
-Load: megatron.checkpointing.loading.
+Save: megatron.checkpointing.state.collect collects the state, megatron.checkpointing.save.writer writes it.
+Load: megatron.checkpointing.load.loading.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.background import BackgroundSave
-from megatron.checkpointing.compatibility import model_identity, training_identity
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.hashes import tensor_hashes
-from megatron.checkpointing.loading import load_from_memory, load_newest
-from megatron.checkpointing.ownership import Ownership
-from megatron.checkpointing.state import Progress, collect_state
-from megatron.checkpointing.writer import (
+from megatron.checkpointing.load.loading import load_from_memory, load_newest
+from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
+from megatron.checkpointing.save.background import BackgroundSave
+from megatron.checkpointing.save.writer import (
     CheckpointIdentity,
     CheckpointStore,
     CheckpointWriter,
     ExtraFile,
     SaveDirectory,
 )
+from megatron.checkpointing.state.collect import Progress, collect_state
+from megatron.checkpointing.state.hashes import tensor_hashes
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.ownership import Ownership
 from megatron.config.uris import is_uri
 from megatron.parallel.control_plane import ControlPlane
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.object_storage.ownership import ObjectOwnership
-    from megatron.checkpointing.object_storage.saving import ObjectDirectory
+    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+    from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 
 
 class Checkpointer:
@@ -134,8 +134,8 @@ def open_object_directory(context: RunContext, ownership: Ownership | ObjectOwne
     options = context.config.checkpoint
     if options.save is None or not is_uri(options.save):
         return None
-    from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
-    from megatron.checkpointing.object_storage.saving import ObjectDirectory
+    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+    from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 
     assert not isinstance(ownership, Ownership)
     checkpoints = open_checkpoints("--save", options.save, options)

@@ -1,7 +1,7 @@
 """Which part of a full parameter a tensor-parallel rank holds; everything else is derived from this description.
 
 The shape of the tensor on a rank, its initial values (init.py) and what a checkpoint says about it
-(megatron.checkpointing.shard_metadata) are computed from it.
+(megatron.checkpointing.state.shard_metadata) are computed from it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.checkpointing.manifest import read_latest
+from megatron.checkpointing.store.manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
@@ -27,8 +27,8 @@ from megatron.peers.placement import PlacementError, number_of_copies, read_doma
 from restart_trace.cycles import is_restart_in_place
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.first_start import FirstStart
-    from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
+    from megatron.checkpointing.preflight.first_start import FirstStart
+    from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ def check_before_imports(config: Config) -> Checked:
 
     Raises ConfigError, CheckpointError or OSError, naming flag, file and fix.
     """
-    from megatron.checkpointing.compatibility import check_newest
-    from megatron.checkpointing.directories import check_save
     from megatron.checkpointing.engines.registry import check_engine_name
+    from megatron.checkpointing.preflight.compatibility import check_newest
+    from megatron.checkpointing.preflight.directories import check_save
 
     check_engine_name(config.checkpoint.checkpoint_engine)
     with store_refusals(config):
@@ -88,7 +88,7 @@ def check_not_lost(config: Config) -> None:
 
     Raises: ConfigError naming the directory, the last checkpoint that was saved there and the fixes; ObjectStoreError.
     """
-    from megatron.checkpointing.first_start import holds_checkpoints, is_started_again
+    from megatron.checkpointing.preflight.first_start import holds_checkpoints, is_started_again
     from megatron.startup.lost_checkpoints import last_committed
 
     options, trace_dir = config.checkpoint, config.trace.restart_trace_dir
@@ -110,15 +110,15 @@ def is_later_start(config: Config) -> bool:
 
     Raises: ConfigError naming the directory that cannot be read, or what object storage refuses.
     """
-    from megatron.checkpointing.first_start import has_own_checkpoint
+    from megatron.checkpointing.preflight.first_start import has_own_checkpoint
 
     with _reads_save(config):
         return has_own_checkpoint(config.checkpoint, os.environ)
 
 
 def how_the_run_began(config: Config) -> FirstStart:
-    """As megatron.checkpointing.first_start.began; raises as is_later_start."""
-    from megatron.checkpointing.first_start import began
+    """As megatron.checkpointing.preflight.first_start.began; raises as is_later_start."""
+    from megatron.checkpointing.preflight.first_start import began
 
     with _reads_save(config):
         return began(config.checkpoint)
@@ -140,7 +140,7 @@ def goes_back_to(config: Config, later: bool) -> str | None:
 
     Raises: RepeatedErrorError if an error that has ended several starts would end this one; ConfigError as above.
     """
-    from megatron.checkpointing.repeated_errors import checkpoint_before
+    from megatron.checkpointing.preflight.repeated_errors import checkpoint_before
 
     with _reads_save(config):
         return checkpoint_before(config.checkpoint, later)
@@ -148,7 +148,7 @@ def goes_back_to(config: Config, later: bool) -> str | None:
 
 def of_this_start(config: Config, later: bool, back_to: str | None) -> Config:
     """`config` without what describes the first start of the run, if it goes on from --save; and of that checkpoint."""
-    from megatron.checkpointing.first_start import later_start
+    from megatron.checkpointing.preflight.first_start import later_start
 
     options = later_start(config.checkpoint) if later else config.checkpoint
     if back_to is not None:
@@ -242,7 +242,7 @@ def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> 
 
     Raises: ConfigError naming flag, URI and fix; ObjectStoreError.
     """
-    from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
     from megatron.fileio.node_directory import remove_abandoned
 
     for flag, uri in (("--save", checkpoint.save), ("--load", checkpoint.load)):
@@ -424,7 +424,11 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
 
     Raises: ConfigError naming flag, directory and fix.
     """
-    from megatron.checkpointing.universal_directory import check_no_universal, is_universal, universal_directory
+    from megatron.checkpointing.preflight.universal_directory import (
+        check_no_universal,
+        is_universal,
+        universal_directory,
+    )
 
     load = checkpoint.load
     if load is None or is_uri(load):

@@ -8,18 +8,18 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing.background import BackgroundSave, release_before_steps
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.disk_space import rank_bytes
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.first_start import FirstStart, has_first_start, later_start, passed_over
 from megatron.checkpointing.manager import Checkpointer
-from megatron.checkpointing.naming import RankPlace, attempt_of
-from megatron.checkpointing.ownership import Ownership
-from megatron.checkpointing.prefetch import Prefetch
-from megatron.checkpointing.state import Progress, start_over
+from megatron.checkpointing.preflight.first_start import FirstStart, has_first_start, later_start, passed_over
+from megatron.checkpointing.preflight.prefetch import Prefetch
+from megatron.checkpointing.save.background import BackgroundSave, release_before_steps
+from megatron.checkpointing.state.collect import Progress, start_over
+from megatron.checkpointing.store.disk_space import rank_bytes
+from megatron.checkpointing.store.naming import RankPlace, attempt_of
+from megatron.checkpointing.store.ownership import Ownership
 from megatron.config import Config, ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.optimizer.build import warn_of_l2_weight_decay
@@ -29,7 +29,7 @@ from restart_trace.recorder import Operation, Recorder
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
-    from megatron.checkpointing.object_storage.ownership import ObjectOwnership
+    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
     from megatron.training.standby import LoadsAhead
 
 logger = logging.getLogger(__name__)

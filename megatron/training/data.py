@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing.state import Progress
+from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.parallel.control_plane import ControlPlane

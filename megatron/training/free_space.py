@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.disk_space import checkpoint_bytes, lack_of_space, no_space, saves_left
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.disk_space import checkpoint_bytes, lack_of_space, no_space, saves_left
 from megatron.config import Config, ConfigError
 from megatron.config.uris import is_uri
 from megatron.parallel.control_plane import ControlPlane

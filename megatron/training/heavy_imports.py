@@ -61,7 +61,7 @@ def import_for_forks(*, compiler: bool = False) -> None:
     import megatron.checkpointing.engines.lazy.early_copy
     import megatron.checkpointing.engines.lazy.memory_engine
     import megatron.checkpointing.engines.torch.engine
-    import megatron.checkpointing.prefetch
+    import megatron.checkpointing.preflight.prefetch
     import megatron.startup.once_per_host
     import megatron.startup.preflight
     import megatron.tokenizer.sentence_piece

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpointing.state import Progress
+from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.accelerator import accelerator

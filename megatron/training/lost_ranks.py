@@ -19,12 +19,12 @@ from megatron.startup.watch import Watch
 ACTIVITIES = {
     "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
     "megatron.training.trainer:_set_up": "in the start-up",
-    "megatron.checkpointing.loading:load_newest": "in a load",
+    "megatron.checkpointing.load.loading:load_newest": "in a load",
     "megatron.training.data:build_data_iterators": "while the data index was built",
     "megatron.training.trainer:_train_step": "in a training step",
     "megatron.training.trainer:_evaluate": "in an evaluation",
     "megatron.training.exit_conditions:reason": "in the agreement on whether to stop",
-    "megatron.checkpointing.writer:save": "in a save",
+    "megatron.checkpointing.save.writer:save": "in a save",
     "megatron.training.checkpoints:_check_agreement": "on a checkpoint, in the background,",
     "megatron.training.trainer:_shut_down": "at the end of the run",
 }

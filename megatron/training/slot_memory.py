@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.checkpointing.disk_space import rank_bytes, slot_bytes
 from megatron.checkpointing.manager import Checkpointer
+from megatron.checkpointing.store.disk_space import rank_bytes, slot_bytes
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout

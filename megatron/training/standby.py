@@ -66,14 +66,14 @@ def _fit_in_memory() -> bool:
 
 def of_a_restart(options: CheckpointConfig) -> CheckpointConfig:
     """`options` of the start that standby ranks are for: with --save it goes on from there, however the run began."""
-    from megatron.checkpointing.first_start import later_start
+    from megatron.checkpointing.preflight.first_start import later_start
 
     return options if options.save is None else later_start(options)
 
 
 def why_not_ahead(options: CheckpointConfig) -> str | None:
     """Why no checkpoint can be loaded ahead; None if it can."""
-    from megatron.checkpointing.first_start import FLAGS
+    from megatron.checkpointing.preflight.first_start import FLAGS
 
     options = of_a_restart(options)
     if options.load is None:
@@ -99,7 +99,7 @@ class LoadsAhead:
         from megatron.checkpointing.context import Ahead, RunContext
         from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
-        from megatron.checkpointing.naming import RankPlace
+        from megatron.checkpointing.store.naming import RankPlace
 
         options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
         self.ahead = Ahead()
@@ -123,7 +123,7 @@ class LoadsAhead:
         Problems are left to the start's own load.
         """
         from megatron.checkpointing.engines.errors import CheckpointError
-        from megatron.checkpointing.loading import load_newest
+        from megatron.checkpointing.load.loading import load_newest
 
         logging.disable()
         try:
@@ -137,7 +137,7 @@ class LoadsAhead:
 
     def _goes_on(self) -> bool:
         """False while a restart would begin as the flags of the first start say. Rank 0 decides; collective."""
-        from megatron.checkpointing.first_start import has_first_start
+        from megatron.checkpointing.preflight.first_start import has_first_start
         from megatron.startup.preflight import is_later_start
 
         goes_on = False

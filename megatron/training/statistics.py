@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing.shard_metadata import flat_partitions, fragments
+from megatron.checkpointing.state.shard_metadata import flat_partitions, fragments
 from megatron.config import TrainingConfig
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Coordinates, Layout

@@ -27,13 +27,13 @@ from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
-    from megatron.checkpointing.first_start import FirstStart
     from megatron.checkpointing.manager import Checkpointer
-    from megatron.checkpointing.object_storage.ownership import ObjectOwnership
-    from megatron.checkpointing.ownership import Ownership
-    from megatron.checkpointing.prefetch import Prefetch
-    from megatron.checkpointing.repeated_errors import StepErrors
-    from megatron.checkpointing.state import Progress
+    from megatron.checkpointing.preflight.first_start import FirstStart
+    from megatron.checkpointing.preflight.prefetch import Prefetch
+    from megatron.checkpointing.preflight.repeated_errors import StepErrors
+    from megatron.checkpointing.state.collect import Progress
+    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+    from megatron.checkpointing.store.ownership import Ownership
     from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.initialize import Runtime
     from megatron.startup.preflight import Vocabulary
@@ -77,7 +77,7 @@ def pretrain(
 
     0: trained to the end; 1: the last checkpoint could not be saved, or another rank did not answer; 2: the command
     line, the data or the checkpoint cannot be used, as the message says; 65: the same error has ended the starts before
-    (megatron.checkpointing.repeated_errors). `entered_ns`: when the program's own code began (monotonic, ns).
+    (megatron.checkpointing.preflight.repeated_errors). `entered_ns`: when the program's own code began (monotonic, ns).
     """
     config = parse_or_exit()
     rank = config.parallel.rank
@@ -152,7 +152,7 @@ class _Start:
 
         Raises CheckpointError, ConfigError, OSError or ValueError.
         """
-        from megatron.checkpointing.prefetch import start_prefetch
+        from megatron.checkpointing.preflight.prefetch import start_prefetch
         from megatron.startup.preflight import goes_back_to, is_later_start
 
         self.ownership = _claim_save_directory(self._config)
@@ -173,7 +173,7 @@ class _Start:
 
     def agreed(self, control: ControlPlane) -> tuple[Config, FirstStart]:
         """The configuration of this start and how its run began, as rank 0 decides; collective. Raises ConfigError."""
-        from megatron.checkpointing.first_start import FirstStart, passed_over
+        from megatron.checkpointing.preflight.first_start import FirstStart, passed_over
         from megatron.startup.preflight import how_the_run_began
 
         begins = how_the_run_began(self._config) if control.rank == 0 else FirstStart()
@@ -298,7 +298,7 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 
     Raises SaveDirectoryInUseError if another live launch saves there; ConfigError if the directory cannot be claimed.
     """
-    from megatron.checkpointing.ownership import check_not_in_use, claim
+    from megatron.checkpointing.store.ownership import check_not_in_use, claim
     from restart_trace.cycles import is_restart_in_place, job_key
 
     if config.checkpoint.save is None:
@@ -324,8 +324,8 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 
 def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarted: bool) -> ObjectOwnership | None:
     """As `_claim_save_directory`, for a --save that is a URI."""
-    from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
-    from megatron.checkpointing.object_storage.ownership import check_not_in_use, claim
+    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+    from megatron.checkpointing.store.bucket.ownership import check_not_in_use, claim
     from megatron.startup.preflight import store_refusals
 
     stored = open_checkpoints("--save", save, config.checkpoint)
@@ -380,10 +380,10 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 
 def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
-    from megatron.checkpointing.input_files import input_contents
-    from megatron.checkpointing.naming import layer_file
-    from megatron.checkpointing.repeated_errors import StepErrors
-    from megatron.checkpointing.state import Progress
+    from megatron.checkpointing.preflight.repeated_errors import StepErrors
+    from megatron.checkpointing.state.collect import Progress
+    from megatron.checkpointing.state.input_files import input_contents
+    from megatron.checkpointing.store.naming import layer_file
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory
@@ -511,7 +511,7 @@ def _record_runtime(
 
 def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:
     """Load a checkpoint if --load has one, otherwise initialise the state. Ends the prefetch in either case."""
-    from megatron.checkpointing.state import Progress
+    from megatron.checkpointing.state.collect import Progress
     from megatron.training.checkpoints import initialize_state, restore
 
     context = checkpointer.context

@@ -76,7 +76,7 @@ def _start(words: list[str]) -> LightStart:
 
 def _serve() -> None:
     sys.path.insert(0, str(ROOT))
-    import megatron.checkpointing.compatibility
+    import megatron.checkpointing.preflight.compatibility
     import megatron.startup.preflight
     import megatron.training  # noqa: F401
 

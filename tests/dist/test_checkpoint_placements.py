@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.naming import model_states_file
+from megatron.checkpointing.store.naming import model_states_file
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
 from tests.dist.tiny_runs import NO_DROPOUT, PRECISIONS, SINGLE, Launcher, buffered_saving, load_file

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.manifest import content_checksum
+from megatron.checkpointing.store.manifest import content_checksum
 from megatron.fileio.zip_records import directory_checksum, read_records
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.manifest import parse_manifest, read_manifest_text
+from megatron.checkpointing.store.manifest import parse_manifest, read_manifest_text
 from tests.dist.harness import HANGS_S, ROOT
 from tools.ckpt_plan.presets import config_for
 from tools.ckpt_plan.rank_state import planned_files

@@ -10,7 +10,7 @@ import pytest
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, records
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, from_iteration, losses_of_ranks, saving
-from tests.unit.megatron.checkpointing.test_prefetch import forget
+from tests.unit.megatron.checkpointing.preflight.test_prefetch import forget
 
 REPLICAS = Layout(tp=1, pp=1, dp=2)
 FLAGS = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT, "--bf16", "--train-iters", "4"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import position_in_file
+from megatron.checkpointing.store.commit import Manifest
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
 from tests.dist.harness import Run, Zygote, losses, records

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.first_start import FirstStart
-from megatron.checkpointing.repeated_errors import STARTS, StepErrors
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.repeated_errors import STARTS, StepErrors
+from megatron.checkpointing.store.commit import Manifest, write_manifest
 from megatron.config import CheckpointConfig
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, Zygote, records

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import naming as names
 from tests.dist.harness import Run, Zygote, records, wait_for
 from tests.dist.tiny_runs import Launcher, parallel
 from tests.dist.trace_runs import BIG, ONE_ITERATION, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import naming as names
 from megatron.processes.free_port import free_port
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.tiny_runs import Launcher, parallel

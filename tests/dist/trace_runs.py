@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import naming as names
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING

@@ -18,14 +18,14 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointSaveError, EngineUnavailableError
-from megatron.checkpointing.first_start import FirstStart
-from megatron.checkpointing.hashes import tensor_hashes
 from megatron.checkpointing.manager import Checkpointer
-from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
-from megatron.checkpointing.object_storage.ownership import ObjectOwnership
-from megatron.checkpointing.object_storage.ownership import claim as claim_prefix
-from megatron.checkpointing.ownership import Ownership, claim
-from megatron.checkpointing.state import Progress, start_over
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.state.collect import Progress, start_over
+from megatron.checkpointing.state.hashes import tensor_hashes
+from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+from megatron.checkpointing.store.bucket.ownership import claim as claim_prefix
+from megatron.checkpointing.store.ownership import Ownership, claim
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.uris import is_uri

@@ -108,7 +108,7 @@ def test_no_third_party_at_import_time(package: str) -> None:
         "import megatron.config.arguments",
         "from megatron.training import pretrain",
         "import megatron.checkpointing",
-        "import megatron.checkpointing.commit",
+        "import megatron.checkpointing.store.commit",
         "import megatron.checkpointing.engines.registry",
         "import megatron.startup.preflight",
         "import restart_trace.recorder",

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.checkpointing.disk_space import slot_bytes
+from megatron.checkpointing.store.disk_space import slot_bytes
 from megatron.config import Config
 from megatron.config.deepspeed_config import immediate_grad_update
 from megatron.processes.memory_slots import SLOTS_PER_RANK

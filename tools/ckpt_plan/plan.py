@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest, collect_files
-from megatron.checkpointing.compatibility import model_identity, training_identity
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.first_start import first_start
-from megatron.checkpointing.state import Progress
+from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
+from megatron.checkpointing.preflight.first_start import first_start
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Manifest, collect_files
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 

@@ -1,4 +1,4 @@
-"""What a rank would save: the same FileStates as megatron.checkpointing.state.collect_state, with meta tensors.
+"""What a rank would save: the same FileStates as megatron.checkpointing.state.collect.collect_state, with meta tensors.
 
 collect_state itself and DeepSpeed's own methods make them. In place of DeepSpeed's engine there are a model on the meta
 device (stage.py) and a ZeRO-1 shard laid out by arithmetic (shard.py). This needs no process group, no device, and no
@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpointing.engines.base import FileState
-from megatron.checkpointing.naming import RankPlace
-from megatron.checkpointing.state import Progress, collect_state
+from megatron.checkpointing.state.collect import Progress, collect_state
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config
 from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.disk_space import lack_of_space, saves_left
 from megatron.checkpointing.engines.registry import engine_class
+from megatron.checkpointing.store.disk_space import lack_of_space, saves_left
 from megatron.config import Config
 from megatron.config.uris import is_uri
 

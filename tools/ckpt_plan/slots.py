@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing.disk_space import slot_bytes
+from megatron.checkpointing.store.disk_space import slot_bytes
 from megatron.config import ConfigError
 from megatron.fileio.host_memory import available_memory, memory_limit
 from megatron.peers.placement import PlacementError, holders, number_of_copies

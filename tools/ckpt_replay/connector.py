@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.state_files import pack, unpack
+from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
@@ -27,7 +27,7 @@ _SKELETON = "skeleton"
 
 @dataclass
 class ConnectorSave:
-    """The part of megatron.checkpointing.writer.Save that a replay uses; times are monotonic, ns."""
+    """The part of megatron.checkpointing.save.writer.Save that a replay uses; times are monotonic, ns."""
 
     op: Operation
     start_ns: int

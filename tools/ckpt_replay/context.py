@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.store import naming as names
 from megatron.config import CheckpointConfig
 from megatron.config.uris import Location
 from megatron.fileio.device_copies import CopyStream

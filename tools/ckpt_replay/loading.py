@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, MemorySave, SavedCheckpoint
-from megatron.checkpointing.manifest import read_latest
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import read_latest
 from megatron.config.uris import ObjectUri
 from megatron.fileio.object_store import Traffic
 from megatron.peers.wire import key_of
@@ -170,7 +170,7 @@ class _Stored:
     """The newest checkpoint below a prefix, found and fetched as in training, without what resharding needs."""
 
     def __init__(self, ctx: RankContext, uri: ObjectUri, engine: CheckpointEngine) -> None:
-        from megatron.checkpointing.object_storage.checkpoints import NodeFiles, open_checkpoints
+        from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, open_checkpoints
 
         self.name = str(uri)
         self._ctx = ctx

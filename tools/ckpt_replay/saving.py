@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.registry import engine_class
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri, below
 from megatron.fileio.object_store import Traffic
 
@@ -157,8 +157,8 @@ class _Saver:
     def _store_of(self, ctx: RankContext) -> CheckpointStore:
         if isinstance(self._location, Path):
             return SaveDirectory(self._location)
-        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
-        from megatron.checkpointing.object_storage.saving import ObjectDirectory
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+        from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 
         checkpoints = open_checkpoints("--dir", str(self._location), ctx.flags)
         store = ObjectDirectory(checkpoints, ctx.process, None, None)

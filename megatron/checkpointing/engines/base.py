@@ -172,7 +172,7 @@ class MemoryFiles(SavedCheckpoint):
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor of a checkpoint with its placement (megatron.checkpointing.shard_metadata).
+    """A tensor of a checkpoint with its placement (megatron.checkpointing.state.shard_metadata).
 
     Its elements are in the file at `path`, in order, from byte `start` on. `checked`: the checksummed byte range that
     contains it; None if it was saved without a checksum or is not to be verified.

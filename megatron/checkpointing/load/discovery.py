@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpointing import commit
 from megatron.checkpointing.agreement import run_on_all_ranks
+from megatron.checkpointing.store import commit
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
 

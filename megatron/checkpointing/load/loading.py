@@ -15,13 +15,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing import commit
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
-from megatron.checkpointing.changed_flags import check_optimizer
-from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import Ahead, RunContext
-from megatron.checkpointing.discovery import LookedAt, Place, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
@@ -33,11 +28,22 @@ from megatron.checkpointing.engines.errors import (
     reading,
 )
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
-from megatron.checkpointing.memory_saves import MemoryCandidate, OtherLayout, SameLayout, forget, in_turn
+from megatron.checkpointing.load.discovery import LookedAt, Place, next_found, search_directory
+from megatron.checkpointing.load.memory_saves import MemoryCandidate, OtherLayout, SameLayout, forget, in_turn
+from megatron.checkpointing.preflight.compatibility import cannot_be_read, check_candidate, foreign_engine
+from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint, inspect
 from megatron.checkpointing.reshard.loading import load_on_other_layout, load_universal
-from megatron.checkpointing.state import Progress, live_state, restore_progress, restore_state, restore_tied_weights
-from megatron.checkpointing.universal_directory import UniversalCheckpoint, inspect
+from megatron.checkpointing.state.changed_flags import check_optimizer
+from megatron.checkpointing.state.collect import (
+    Progress,
+    live_state,
+    restore_progress,
+    restore_state,
+    restore_tied_weights,
+)
+from megatron.checkpointing.state.hashes import compare_hashes, compare_hashes_with
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store import naming as names
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
 from megatron.fileio.store_errors import ObjectStoreError
@@ -49,7 +55,7 @@ from restart_trace.schema import STORAGE
 from restart_trace.under_way import RANKS, READING, UnderWay
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.object_storage.checkpoints import NodeFiles, StoredCheckpoints
+    from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +78,7 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
         return _load_universal(ctx, engine)
     stored = None
     if is_uri(options.load):
-        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         stored = open_checkpoints("--load", options.load or "", options)
     seen: set[Place] = set()

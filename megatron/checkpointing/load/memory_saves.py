@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import MemoryFiles, MemorySave, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.store.commit import Candidate, Manifest
 from megatron.config import CheckpointConfig
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout

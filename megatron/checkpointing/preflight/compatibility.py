@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.changed_flags import check_optimizer
-from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
@@ -26,9 +23,12 @@ from megatron.checkpointing.engines.registry import (
     is_redistributable,
     redistributable_engines,
 )
-from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
-from megatron.checkpointing.manifest import read_latest
-from megatron.checkpointing.universal_directory import inspect
+from megatron.checkpointing.preflight.universal_directory import inspect
+from megatron.checkpointing.state.changed_flags import check_optimizer
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
+from megatron.checkpointing.store.manifest import read_latest
 from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import namespace_from_config
 from megatron.config.flags import flag_name
@@ -259,7 +259,7 @@ def newest_with_manifest(config: Config, read: Callable[[Path], Manifest] = Mani
     """
     options = config.checkpoint
     if options.load is not None and is_uri(options.load):
-        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         return open_checkpoints("--load", options.load, options).newest_manifest(options.load_tag)
     if options.load is None or options.universal_checkpoint or not is_directory(options.load):

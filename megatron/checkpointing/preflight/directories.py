@@ -12,10 +12,10 @@ import logging
 import os
 from pathlib import Path
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest, is_private, is_upstreams
-from megatron.checkpointing.first_start import FirstStart, first_start, newest_manifest, resumes
-from megatron.checkpointing.manifest import read_latest
+from megatron.checkpointing.preflight.first_start import FirstStart, first_start, newest_manifest, resumes
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Manifest, is_private, is_upstreams
+from megatron.checkpointing.store.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.uris import is_uri
 from megatron.fileio.files import is_there
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 def check_save(options: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that --save holds no checkpoints, or those that this run resumes from or has saved itself.
 
-    `options`: of this start, so those of a later start resume from --save (megatron.checkpointing.first_start). With
-    --start-over a run begins once more among its own, with a logged warning if `warn`.
+    `options`: of this start, so those of a later start resume from --save (see first_start.py). With --start-over a run
+    begins once more among its own, with a logged warning if `warn`.
 
     Raises: ConfigError naming flag, directory, its newest checkpoint and the fixes.
     """

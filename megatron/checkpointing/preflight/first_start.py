@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpointing import commit
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store import naming as names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import flag_name
 from megatron.config.uris import is_uri
@@ -147,7 +147,7 @@ def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
     if options.save is None:
         return None
     if is_uri(options.save):
-        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         found = open_checkpoints("--save", options.save, options).newest_manifest(None)
         return None if found is None else found.manifest
@@ -168,7 +168,7 @@ def holds_checkpoints(options: CheckpointConfig) -> bool:
     """
     save = options.save or ""
     if is_uri(save):
-        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         return open_checkpoints("--save", save, options).newest_manifest(None) is not None
     try:

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.compatibility import newest_with_manifest
 from megatron.checkpointing.engines.base import SavedCheckpoint
+from megatron.checkpointing.preflight.compatibility import newest_with_manifest
+from megatron.checkpointing.store import naming as names
 from megatron.config import Config
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.page_cache import ResidentPages

@@ -3,8 +3,8 @@
 A rank that an error of its own ends in training leaves a record in SAVE/.generations, named after the generation of its
 start, where the next start finds it, whoever made that. Three records of the same error at the same step, of starts of
 one run, mean that a restart does not help: the checkpoint that these starts went on from is suspected, or the data of
-that step. A run is known by the flags of its first start (megatron.checkpointing.first_start), so this holds before its
-first checkpoint, too.
+that step. A run is known by the flags of its first start (see first_start.py), so this holds before its first
+checkpoint, too.
 
 What ends a rank from outside (a signal, a lost rank or node) leaves no record, and a start that gets past the step
 removes the records. Of a --save in object storage none are kept.
@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Search
 from megatron.checkpointing.engines.errors import CheckpointError
-from megatron.checkpointing.first_start import FirstStart, began, is_of, newest_manifest, resumes
+from megatron.checkpointing.preflight.first_start import FirstStart, began, is_of, newest_manifest, resumes
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Search
 from megatron.config import CheckpointConfig
 from megatron.config.errors import REPEATED
 from megatron.config.uris import is_uri

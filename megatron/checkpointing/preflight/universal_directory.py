@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.changed_flags import check_schedule_is_there
-from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
-from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
-from megatron.checkpointing.manifest import read_latest
+from megatron.checkpointing.state.changed_flags import check_schedule_is_there
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
+from megatron.checkpointing.store.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
 
 PARAMETERS = "zero"

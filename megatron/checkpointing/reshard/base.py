@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from megatron.checkpointing.changed_flags import check_optimizer, check_schedule_is_there
-from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
-from megatron.checkpointing.foreign import ForeignCheckpoint
-from megatron.checkpointing.state import Progress
+from megatron.checkpointing.state.changed_flags import check_optimizer, check_schedule_is_there
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.foreign import ForeignCheckpoint
 from megatron.config.arguments import namespace_from_config
 from restart_trace.recorder import Operation
 

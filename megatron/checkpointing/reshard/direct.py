@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_and_scatter, run_on_all_ranks
 from megatron.checkpointing.engines.base import FileCopies, FileState, MemoryFiles, PlacedTensor, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
@@ -28,7 +27,8 @@ from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex, kind_of
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
 from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shares_of_each
-from megatron.checkpointing.shard_metadata import (
+from megatron.checkpointing.state.collect import Progress, restore_optimizer, restore_progress, restore_tied_weights
+from megatron.checkpointing.state.shard_metadata import (
     flat_partitions,
     fragments,
     layer_modules,
@@ -36,7 +36,7 @@ from megatron.checkpointing.shard_metadata import (
     names_of_parameters,
     shard_placement,
 )
-from megatron.checkpointing.state import Progress, restore_optimizer, restore_progress, restore_tied_weights
+from megatron.checkpointing.store import naming as names
 from megatron.fileio.checksums import RangeChecksum
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout

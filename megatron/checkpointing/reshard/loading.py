@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
+from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint
 from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.foreign import tell, with_manifest
 from megatron.checkpointing.reshard.universal import UniversalLoad
-from megatron.checkpointing.state import Progress
-from megatron.checkpointing.universal_directory import UniversalCheckpoint
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.store.commit import Candidate
 from megatron.parallel.random import seed_everything
 from restart_trace.recorder import Operation
 

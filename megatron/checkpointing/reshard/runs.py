@@ -70,7 +70,7 @@ def clip(runs: Runs, start: int, numel: int, offset: int) -> Runs:
 
 
 def parts_of(placement: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The fragments of a placement (megatron.checkpointing.shard_metadata); of a weight's, that itself."""
+    """The fragments of a placement (megatron.checkpointing.state.shard_metadata); of a weight's, that itself."""
     return placement.get("fragments", [placement])
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch_files import position_in_file, record_in_file, tensor_records
-from megatron.checkpointing.shard_metadata import shard_placement, weight_placement
+from megatron.checkpointing.state.shard_metadata import shard_placement, weight_placement
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Manifest
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.zip_records import Record
 from megatron.parallel.parameter_slice import ParameterSlice
@@ -45,7 +45,7 @@ class TorchShards:
     """The tensors of a checkpoint that hold parts of some parameters.
 
     `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `heads_interleaved`: the
-    rows of fused QKV lie head by head (megatron.checkpointing.foreign).
+    rows of fused QKV lie head by head (megatron.checkpointing.store.foreign).
     """
 
     reader: CheckpointEngine

@@ -21,11 +21,17 @@ import torch
 from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError, reading
 from megatron.checkpointing.engines.torch_files import tensor_records
-from megatron.checkpointing.foreign import FIRST_FILE
+from megatron.checkpointing.preflight.universal_directory import (
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    STATES,
+    STEP,
+    parameter_names,
+)
 from megatron.checkpointing.reshard.direct import DirectLoad, Survey, share_of
 from megatron.checkpointing.reshard.torch_shards import interleaved_ranges, placed_tensor
-from megatron.checkpointing.shard_metadata import shard_placement, weight_placement
-from megatron.checkpointing.universal_directory import OPTIMIZER_STATE, PARAMETERS, STATES, STEP, parameter_names
+from megatron.checkpointing.state.shard_metadata import shard_placement, weight_placement
+from megatron.checkpointing.store.foreign import FIRST_FILE
 from megatron.parallel.parameter_slice import ParameterSlice, slice_of
 
 _MASTER = "master"

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.checkpointing import commit
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.background import BackgroundSave, BackgroundSaves
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile, SaveTargets
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
-from megatron.checkpointing.files import check_sizes
-from megatron.checkpointing.ownership import Ownership
-from megatron.checkpointing.removal import Pruned, Removal, Removals, prune
+from megatron.checkpointing.save.background import BackgroundSave, BackgroundSaves
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.files import check_sizes
+from megatron.checkpointing.store.ownership import Ownership
+from megatron.checkpointing.store.removal import Pruned, Removal, Removals, prune
 from megatron.fileio.files import sync_file
 from megatron.fileio.no_links import make_directory
 from megatron.fileio.store_errors import ObjectStoreError
@@ -50,7 +50,7 @@ class CheckpointIdentity:
 
 
 class CheckpointStore(Protocol):
-    """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.object_storage.saving).
+    """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.store.bucket.saving).
 
     `attempt` is unique to one save; `temporary` is the directory that this rank's engine writes to in that save. All
     methods except `temporary`, `streams`, `store` and `clear` are called on rank 0 only, where `run_id` is the id of
@@ -310,7 +310,7 @@ class CheckpointWriter:
                 save.extra.append((extra.name, extra.content()))
 
     def _record_of(self, save: Save) -> dict[str, Any]:
-        """The record of a save in memory, for later loads (megatron.checkpointing.memory_saves)."""
+        """The record of a save in memory, for later loads (megatron.checkpointing.load.memory_saves)."""
         return {
             "save": save.temporary.name.removeprefix(names.TEMPORARY_PREFIX),
             "tag": save.tag,

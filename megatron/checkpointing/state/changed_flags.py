@@ -231,7 +231,7 @@ def _matters(name: str, args: argparse.Namespace) -> bool:
 
 
 def _contents(name: str, saved: argparse.Namespace, mine: argparse.Namespace) -> tuple[list[str], list[str]] | None:
-    """The identities of the files that the setting names, then and now (megatron.checkpointing.input_files).
+    """The identities of the files that the setting names, then and now (megatron.checkpointing.state.input_files).
 
     None unless both are known. Those of a checkpoint may be of any type, and as many as it likes.
     """

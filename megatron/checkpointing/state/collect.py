@@ -16,14 +16,14 @@ from typing import Any
 
 from deepspeed import __version__ as deepspeed_version
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.adam import convert_adam_state
-from megatron.checkpointing.changed_flags import changes, check_schedule_is_there
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.input_files import input_contents
-from megatron.checkpointing.naming import RankPlace
-from megatron.checkpointing.shard_metadata import add_placements, layer_modules
+from megatron.checkpointing.state.adam import convert_adam_state
+from megatron.checkpointing.state.changed_flags import changes, check_schedule_is_there
+from megatron.checkpointing.state.input_files import input_contents
+from megatron.checkpointing.state.shard_metadata import add_placements, layer_modules
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config, ModelConfig
 from megatron.config.arguments import namespace_from_config
 from megatron.config.training import samples_of_run
@@ -81,7 +81,7 @@ def collect_state(
     """The files of this rank with the live state that they are to hold; tensors are not copied.
 
     `vocab_sizes`: the tokenizer's, and the size padded for TP. `with_placements`: add to every tensor which part of
-    which parameter it is (megatron.checkpointing.shard_metadata).
+    which parameter it is (megatron.checkpointing.state.shard_metadata).
     The first DP replica writes weights and shared state; every rank writes its ZeRO-1 shard, which includes the random
     state of the rank. `every_replica`: the other replicas also get weights and shared state, for saves in memory only.
     """

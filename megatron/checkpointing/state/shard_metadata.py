@@ -40,9 +40,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import FileState
-from megatron.checkpointing.naming import RankPlace
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.parallel.parameter_slice import ParameterSlice, slice_of
 
 JsonObject = dict[str, Any]

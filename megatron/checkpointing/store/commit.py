@@ -1,8 +1,8 @@
-"""The commit protocol on disk, which rank 0 carries out: publish and discover. megatron.checkpointing.removal removes.
+"""The commit protocol on disk, which rank 0 carries out: publish and discover. removal.py removes.
 
 Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed to its
 tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest directory with
-a manifest is a complete checkpoint. Only the owner of the directory renames (megatron.checkpointing.ownership).
+a manifest is a complete checkpoint. Only the owner of the directory renames (megatron.checkpointing.store.ownership).
 
 To find the newest checkpoint, only the first and last lines of each manifest are read, whatever its number of files.
 The complete manifest is read, and the files are checked, when its checkpoint is the next that a load would try.
@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.files import missing_files, shares_of, wrong_files
-from megatron.checkpointing.manifest import (
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.files import missing_files, shares_of, wrong_files
+from megatron.checkpointing.store.manifest import (
     MANIFEST_VERSION,
     MAX_SEQUENCE,
     Heading,
@@ -36,7 +36,7 @@ from megatron.checkpointing.manifest import (
     read_latest,
     read_manifest_text,
 )
-from megatron.checkpointing.ownership import Ownership
+from megatron.checkpointing.store.ownership import Ownership
 from megatron.fileio.files import is_directory, is_there, sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Manifest:
     `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
     after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
     from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
-    megatron.checkpointing.first_start has them; "" if there were none. `run_id` is that of the directory that it was
-    saved into (megatron.checkpointing.ownership); "" if nobody owned that, or an earlier version wrote it. `objects`:
+    preflight/first_start.py has them; "" if there were none. `run_id` is that of the directory that it was
+    saved into (see ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`:
     for a checkpoint in object storage, the object of each file. `training`: optimizer and schedule
-    (megatron.checkpointing.compatibility.training_identity); {} if an earlier version wrote it.
-    megatron.checkpointing.manifest says what each key may hold; a new key must be added there.
+    (training_identity of preflight/compatibility.py); {} if an earlier version wrote it.
+    megatron.checkpointing.store.manifest says what each key may hold; a new key must be added there.
     """
 
     tag: str
@@ -193,7 +193,7 @@ class Known:
 
     complete: dict[Path, Candidate] = field(default_factory=dict)  # committed by this launch, or checked
     damaged: set[Path] = field(default_factory=set)  # checked
-    # Set aside by this launch for removal (megatron.checkpointing.removal), with its manifest if that is known.
+    # Set aside by this launch for removal (megatron.checkpointing.store.removal), with its manifest if that is known.
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
     sequence: int = 0  # of the last commit of this launch; 0: none yet
     told: set[Path] = field(default_factory=set)  # left alone, which was said
@@ -237,7 +237,7 @@ def publish(
     """Rename the finished `temporary` directory to its tag and let `latest` name it.
 
     An older checkpoint of the same tag is moved aside first, and stays loadable until the new one is in place;
-    megatron.checkpointing.removal removes it. Raises OSError, with the older checkpoints unchanged, if the storage
+    removal.py removes it. Raises OSError, with the older checkpoints unchanged, if the storage
     refuses or a file of the manifest is missing; SaveDirectorySupersededError if another launch owns the directory.
     Errors after the rename are returned, not raised, since the checkpoint is then committed.
     Without `owner` no other launch may write there.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.manifest import leads_out
+from megatron.checkpointing.store.manifest import leads_out
 from restart_trace.regular import NotRegularFileError, check_regular, open_regular
 
 

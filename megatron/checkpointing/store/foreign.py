@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpointing.store import naming as names
 from megatron.parallel.topology import Layout
 
 FIRST_FILE = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import naming as names
 from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import parse_json
 

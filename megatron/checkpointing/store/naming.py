@@ -1,6 +1,6 @@
 """Every file and directory name of a checkpoint, as pure functions. Names are DeepSpeed's, so upstream reads them.
 
-SAVE/.generations/00000003                           who saves here: megatron.checkpointing.ownership
+SAVE/.generations/00000003                           who saves here: megatron.checkpointing.store.ownership
 SAVE/.incomplete_global_step5_g3_1                   first save of generation 3, until it is committed
 SAVE/.incomplete_removed_global_step2_185f3a0c9d2e4b61   a checkpoint that is being removed
 SAVE/.kept_global_step5_185f3a0c9d2e4b61   what was in the way of a checkpoint, and is not this run's

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
+from megatron.checkpointing.store import naming as names
 from megatron.fileio.no_links import make_directory
 from restart_trace import clock
 from restart_trace.regular import open_regular, read_regular

@@ -24,8 +24,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import (
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import (
     Candidate,
     Known,
     Manifest,
@@ -35,7 +35,7 @@ from megatron.checkpointing.commit import (
     why_not_own,
     why_of_others,
 )
-from megatron.checkpointing.ownership import Ownership
+from megatron.checkpointing.store.ownership import Ownership
 from megatron.fileio.files import sync_directory
 from megatron.fileio.no_links import files_in, remove_files
 from restart_trace.clock import now_ns

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import commit as checkpoint_commit
+from megatron.checkpointing.store import commit as checkpoint_commit
 from megatron.fileio import no_links
 
 POINT = os.environ["CRASH_AFTER"]

@@ -36,7 +36,7 @@ def build() -> tuple[Any, Any]:
 def main() -> None:
     import torch.distributed as dist
 
-    from megatron.checkpointing.hashes import tensor_hashes
+    from megatron.checkpointing.state.hashes import tensor_hashes
 
     config, engine = build()
     directory, tag = config.checkpoint.load, config.checkpoint.load_tag

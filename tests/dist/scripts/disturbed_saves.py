@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing import commit
 from megatron.checkpointing.engines.torch.engine import TorchEngine
 from megatron.checkpointing.manager import Checkpointer
+from megatron.checkpointing.store import commit
 from tests.dist.storage import drop_root_rights, fill
 
 ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.engines.base import FileState
-from megatron.checkpointing.shard_metadata import add_placements
-from megatron.checkpointing.state import collect_state
+from megatron.checkpointing.state.collect import collect_state
+from megatron.checkpointing.state.shard_metadata import add_placements
 
 OUT = Path(os.environ["PLACEMENTS_OUT"])
 

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import loading
+from megatron.checkpointing.load import loading
 
 SEARCH = loading.search_directory
 

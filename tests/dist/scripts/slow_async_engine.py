@@ -150,7 +150,7 @@ class SlowAsyncEngine(TorchEngine):
 
 def main() -> None:
     from megatron.checkpointing.engines import registry
-    from megatron.checkpointing.writer import CheckpointWriter, Save
+    from megatron.checkpointing.save.writer import CheckpointWriter, Save
     from megatron.training import checkpoints as training_checkpoints
     from megatron.training import trainer as training
 

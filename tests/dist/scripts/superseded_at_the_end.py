@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 from megatron.checkpointing.manager import Checkpointer
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.store.ownership import claim
 
 CLOSE = Checkpointer.close
 

@@ -6,7 +6,7 @@
 
 (Format: https://github.com/huggingface/safetensors, "Format".) `__metadata__`, whose values must be strings in that
 format, has as JSON: `states`, the state of each file name of DeepSpeed's layout without its tensors (engines.codec);
-and `tensors`, the CRC-32 and placement (megatron.checkpointing.shard_metadata) of each tensor.
+and `tensors`, the CRC-32 and placement (megatron.checkpointing.state.shard_metadata) of each tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Validates placements (checkpointing.shard_metadata), by which loads onto another layout compute offsets."""
+"""Validates placements (checkpointing.state.shard_metadata), by which loads onto another layout compute offsets."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Candidate, Manifest, newest_first
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Candidate, Manifest, newest_first
 from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
@@ -62,7 +62,7 @@ class StoredCheckpoints:
         self.root = root
 
     def discover(self, load_tag: str | None) -> tuple[list[StoredCandidate], list[str]]:
-        """As megatron.checkpointing.commit.discover: what can be loaded, newest first, and what is wrong with others.
+        """As discover of store/commit.py: what can be loaded, newest first, and what is wrong with others.
 
         One listing of all keys below the prefix and a request for each manifest, several at once. Keys that are none of
         a checkpoint's are left alone.

@@ -1,4 +1,4 @@
-"""Who saves to a prefix of a bucket: as megatron.checkpointing.ownership, with conditional writes instead of a lock.
+"""Who saves to a prefix of a bucket: as store/ownership.py, with conditional writes instead of a lock.
 
 SAVE/.generations/00000003 is written on the condition that there is none, so of two launches one gets a generation. Its
 owner writes it anew from time to time, on the condition that it is as he wrote it last. Keys of checkpoints have the
@@ -16,9 +16,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
-from megatron.checkpointing.ownership import (
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.ownership import (
     MAX_OWNER_BYTES,
     RUN_ID_BYTES,
     Owner,
@@ -52,7 +52,7 @@ class _Seen:
 class ObjectOwnership:
     """This launch's hold on a prefix; of rank 0 alone. All methods may be called from any thread.
 
-    `run_id`, `follows_itself`: as of megatron.checkpointing.ownership.Ownership.
+    `run_id`, `follows_itself`: as of megatron.checkpointing.store.ownership.Ownership.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ObjectOwnership:
 def claim(
     bucket: Bucket, uri: ObjectUri, launch_key: str = "", *, take_over: bool = False, restarted: bool = False
 ) -> ObjectOwnership:
-    """Become the owner of the prefix; for rank 0. As megatron.checkpointing.ownership.claim.
+    """Become the owner of the prefix; for rank 0. As megatron.checkpointing.store.ownership.claim.
 
     Raises ObjectStoreError if the prefix cannot be written, or the store does not keep to the conditions of requests.
     """
@@ -209,7 +209,7 @@ def _generations(bucket: Bucket, uri: ObjectUri, deadline_s: float | None = None
 
 
 def _run_id(bucket: Bucket, uri: ObjectUri) -> str:
-    """The id of the run that saves below the prefix, made at the first claim (megatron.checkpointing.ownership)."""
+    """The id of the run that saves below the prefix, made at the first claim (see store/ownership.py)."""
     key = uri.key(_RUN_ID)
     while True:
         try:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Known, Manifest, StoredObject
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.object_storage.checkpoints import StoredCandidate, StoredCheckpoints, wrong_objects
-from megatron.checkpointing.object_storage.ownership import ObjectOwnership
-from megatron.checkpointing.removal import Pruned
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints, wrong_objects
+from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+from megatron.checkpointing.store.commit import Known, Manifest, StoredObject
+from megatron.checkpointing.store.removal import Pruned
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.node_directory import NodeDirectory, new_name
 from megatron.fileio.object_store import Bucket, Uploaded
@@ -159,7 +159,7 @@ class ObjectDirectory:
             logger.warning("what was uploaded of the failed save is left for the next launch to remove: %s", exc)
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
-        """Remove what megatron.checkpointing.removal.prune would set aside. Raises ObjectStoreError.
+        """Remove what megatron.checkpointing.store.removal.prune would set aside. Raises ObjectStoreError.
 
         Where nothing can be surplus the store is not asked: to list all checkpoints takes long where many are kept.
         """

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import discovery
-from megatron.checkpointing import loading as checkpoint_loading
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.state import preserving_settings
+from megatron.checkpointing.load import discovery
+from megatron.checkpointing.load import loading as checkpoint_loading
+from megatron.checkpointing.state.collect import preserving_settings
 
 
 def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

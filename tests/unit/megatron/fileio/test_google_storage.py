@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError
-from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
-from megatron.checkpointing.object_storage.ownership import claim
-from megatron.checkpointing.object_storage.saving import ObjectDirectory
+from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
+from megatron.checkpointing.store.bucket.ownership import claim
+from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
 from megatron.fileio.google_storage import SETTING, speaks_google
 from megatron.fileio.object_store import Bucket

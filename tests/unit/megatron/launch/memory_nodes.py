@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron.checkpointing.background import release_before_steps
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.memory_saves import SameLayout, in_turn
-from megatron.checkpointing.naming import RankPlace
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.load.memory_saves import SameLayout, in_turn
+from megatron.checkpointing.save.background import release_before_steps
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.launch.agent import Agent
 from megatron.launch.cli import parse_arguments
 from megatron.parallel.control_plane import control_planes
@@ -31,7 +31,7 @@ from megatron.parallel.topology import Layout
 from megatron.training.slot_memory import reserve_slots
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from restart_trace.startup import Preload
-from tests.unit.megatron.checkpointing.test_memory_saves import config_of
+from tests.unit.megatron.checkpointing.load.test_memory_saves import config_of
 
 NAME = "layer_01-model_00-model_states.pt"
 ELEMENTS = 1 << 19

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.commit import write_manifest
-from megatron.checkpointing.directories import check_save
+from megatron.checkpointing.preflight.directories import check_save
+from megatron.checkpointing.store.commit import write_manifest
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -39,7 +39,7 @@ from megatron.startup.preflight import (
     is_later_start,
 )
 from tests.unit.hostile import blocking_fails, fifo
-from tests.unit.megatron.checkpointing.test_commit import manifest_of
+from tests.unit.megatron.checkpointing.store.test_commit import manifest_of
 
 ROOT = Path(__file__).resolve().parents[4]
 UPSTREAM_RUN = ROOT / "tests" / "golden" / "upstream_run"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from megatron.checkpointing.state import Progress
+from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane

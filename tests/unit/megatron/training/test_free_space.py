@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.disk_space import checkpoint_bytes, lack_of_space, saves_left
+from megatron.checkpointing.store.disk_space import checkpoint_bytes, lack_of_space, saves_left
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.background import BackgroundSaves
 from megatron.checkpointing.engines.lazy import engine as lazy_engine
+from megatron.checkpointing.save.background import BackgroundSaves
 from megatron.config import ConfigError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.checkpoints import CheckpointSaves, memory_is_ready

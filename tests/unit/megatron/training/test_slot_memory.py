@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.checkpointing.memory_saves import merged
+from megatron.checkpointing.load.memory_saves import merged
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.training.slot_memory import Need, lack_of_memory
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpointing.context import Ahead
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError
-from megatron.checkpointing.first_start import FirstStart
+from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.checkpoints import restore

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.background import THREAD_NAME, BackgroundSave
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.save.background import THREAD_NAME, BackgroundSave
 from megatron.fileio import device_copies
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, check, files

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.memory_saves import OtherLayout, SameLayout, Source, in_turn, merged
-from megatron.checkpointing.naming import RankPlace
+from megatron.checkpointing.load.memory_saves import OtherLayout, SameLayout, Source, in_turn, merged
+from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.parallel.control_plane import ControlPlane

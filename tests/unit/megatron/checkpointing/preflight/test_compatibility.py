@@ -16,11 +16,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.compatibility import check_candidate, check_newest, model_identity, training_identity
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpointing.manifest import content_checksum
+from megatron.checkpointing.preflight.compatibility import (
+    check_candidate,
+    check_newest,
+    model_identity,
+    training_identity,
+)
+from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.manifest import content_checksum
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -37,7 +42,7 @@ from tests.unit.megatron.checkpointing.engines.datastates_files import packed
 FILES = {"f.pt": SavedFile("f.pt", 1, "none")}
 HERE = Layout(tp=2, pp=1, dp=2)
 VOCAB = 512
-UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
+UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run"
 
 
 def config(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.commit import write_manifest
-from megatron.checkpointing.directories import check_save
-from megatron.checkpointing.first_start import (
+from megatron.checkpointing.preflight.directories import check_save
+from megatron.checkpointing.preflight.first_start import (
     FLAGS,
     FirstStart,
     began,
@@ -20,9 +19,10 @@ from megatron.checkpointing.first_start import (
     later_start,
     passed_over,
 )
+from megatron.checkpointing.store.commit import write_manifest
 from megatron.config import CheckpointConfig, ConfigError
 from tests.faults.injection import Fault, Traced, faults_at, run_traced
-from tests.unit.megatron.checkpointing.test_commit import manifest_of
+from tests.unit.megatron.checkpointing.store.test_commit import manifest_of
 
 AGAIN = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}]
 EACH = [

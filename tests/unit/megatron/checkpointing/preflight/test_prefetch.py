@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest, write_manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.prefetch import Prefetch
+from megatron.checkpointing.preflight.prefetch import Prefetch
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import Manifest, write_manifest
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.fileio.page_cache import ResidentPages

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from megatron.checkpointing.first_start import FirstStart, first_start, has_own_checkpoint
-from megatron.checkpointing.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
+from megatron.checkpointing.preflight.first_start import FirstStart, first_start, has_own_checkpoint
+from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
 from megatron.config import CheckpointConfig
-from tests.unit.megatron.checkpointing.test_first_start import options, saved_by
+from tests.unit.megatron.checkpointing.preflight.test_first_start import options, saved_by
 
 
 def error_of(message: str, kind: type[Exception] = ValueError) -> Exception:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.compatibility import check_newest
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpointing.preflight.compatibility import check_newest
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.topology import Layout
@@ -142,5 +142,5 @@ def test_without_the_flag_a_universal_checkpoint_is_no_reason_to_start_from_0(lo
 
 
 def test_all_of_this_is_asked_without_torch() -> None:
-    code = "import sys; import megatron.checkpointing.universal_directory; sys.exit('torch' in sys.modules)"
+    code = "import sys; import megatron.checkpointing.preflight.universal_directory; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

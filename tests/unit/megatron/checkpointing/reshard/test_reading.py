@@ -20,7 +20,7 @@ from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, slice_runs, subtract
 from megatron.checkpointing.reshard.sources import SourceIndex
 from megatron.checkpointing.reshard.targets import Target, Transfer, plan
-from megatron.checkpointing.shard_metadata import fragments, shard_placement, weight_placement
+from megatron.checkpointing.state.shard_metadata import fragments, shard_placement, weight_placement
 from megatron.parallel.parameter_slice import ParameterSlice
 from restart_trace.recorder import untraced_operation
 from tests.flat_partitions import flat_partition

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.background import THREAD_NAME, BackgroundSave, BackgroundSaves, release_before_steps
 from megatron.checkpointing.engines.base import PendingSave, SavedFile
+from megatron.checkpointing.save.background import THREAD_NAME, BackgroundSave, BackgroundSaves, release_before_steps
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
 from restart_trace.sink import JsonlSink

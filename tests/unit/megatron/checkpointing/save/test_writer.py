@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from megatron.checkpointing import commit
-from megatron.checkpointing.commit import Manifest, discover
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.ownership import Ownership, claim
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, ExtraFile, SaveDirectory
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, ExtraFile, SaveDirectory
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.commit import Manifest, discover
+from megatron.checkpointing.store.ownership import Ownership, claim
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.sink import JsonlSink

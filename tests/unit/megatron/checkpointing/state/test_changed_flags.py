@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.changed_flags import DECISIONS, changes, check_optimizer
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.input_files import input_contents
+from megatron.checkpointing.state.changed_flags import DECISIONS, changes, check_optimizer
+from megatron.checkpointing.state.input_files import input_contents
 from megatron.config import DataConfig
 from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
 from megatron.config.flags import spec_of
 from restart_trace.recorder import untraced_operation
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 2 "
     "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 8"
@@ -43,7 +43,7 @@ def told(saved: str, mine: str) -> list[str]:
 
 def test_every_setting_has_a_decision() -> None:
     """A new flag needs one: what does another value of it mean for a resume?"""
-    assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/changed_flags.py"
+    assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/state/changed_flags.py"
     assert not DECISIONS.keys() - FIELDS.keys(), "decisions on settings that there are none of any more"
 
 

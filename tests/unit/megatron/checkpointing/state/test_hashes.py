@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.hashes import compare_hashes, tensor_hashes
+from megatron.checkpointing.state.hashes import compare_hashes, tensor_hashes
 
 
 def engine() -> Any:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.shard_metadata import (
+from megatron.checkpointing.state.shard_metadata import (
     FlatParameter,
     FlatPartition,
     fragments,

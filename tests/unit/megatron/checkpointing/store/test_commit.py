@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing import commit, removal
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.engines.errors import SaveDirectorySupersededError
-from megatron.checkpointing.files import check_sizes
-from megatron.checkpointing.manifest import content_checksum
-from megatron.checkpointing.naming import temporary_directory
-from megatron.checkpointing.ownership import Ownership, claim
+from megatron.checkpointing.store import commit, removal
+from megatron.checkpointing.store.files import check_sizes
+from megatron.checkpointing.store.manifest import content_checksum
+from megatron.checkpointing.store.naming import temporary_directory
+from megatron.checkpointing.store.ownership import Ownership, claim
 from restart_trace.recorder import untraced_operation
 from tests.unit.trace_helpers import start_python
 
@@ -86,8 +86,8 @@ def test_what_may_not_be_looked_at_does_not_count_as_absent(tmp_path: Path) -> N
     (tmp_path / "lost+found").mkdir()
     code = f"""
         import os, pathlib
-        from megatron.checkpointing.commit import Search
-        from megatron.checkpointing.directories import newest_tag
+        from megatron.checkpointing.store.commit import Search
+        from megatron.checkpointing.preflight.directories import newest_tag
         from tests.dist.storage import drop_root_rights
         drop_root_rights()
         save = pathlib.Path({str(tmp_path)!r})

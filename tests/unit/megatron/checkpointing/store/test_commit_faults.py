@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import commit
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.ownership import claim
 from tests.faults.injection import Fault, Traced, faults_at, run_traced
-from tests.unit.megatron.checkpointing.test_commit import committed, write
+from tests.unit.megatron.checkpointing.store.test_commit import committed, write
 
 TAG = "global_step3"
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing import commit
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.store import commit
 from tests.unit.hostile import NO_FILES, altered, blocking_fails, fifo
-from tests.unit.megatron.checkpointing.test_commit import FILE, committed, found, manifest_of, prune, write
+from tests.unit.megatron.checkpointing.store.test_commit import FILE, committed, found, manifest_of, prune, write
 
 MANIFEST = "manifest.json"
 GARBAGE = [

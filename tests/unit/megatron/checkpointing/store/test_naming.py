@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing import naming as names
+from megatron.checkpointing.store import naming as names
 from megatron.parallel.topology import Coordinates, Layout
 
-UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run" / "global_step5"
+UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run" / "global_step5"
 
 
 def test_names_are_those_of_an_upstream_run() -> None:

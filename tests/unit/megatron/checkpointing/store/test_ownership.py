@@ -18,17 +18,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.checkpointing import ownership
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
-from megatron.checkpointing.ownership import Owner, Ownership, claim, newest_owner
+from megatron.checkpointing.store import ownership
+from megatron.checkpointing.store.ownership import Owner, Ownership, claim, newest_owner
 from megatron.config import ConfigError
 from megatron.training.trainer import _claim_save_directory
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 CLAIM = """
 import sys
 from pathlib import Path
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.store.ownership import claim
 held = claim(Path(sys.argv[1]))
 print(held.generation, flush=True)
 sys.stdin.read()
@@ -325,7 +325,7 @@ def test_numbers_that_no_launch_writes_are_no_generations(tmp_path: Path, name: 
 WITHOUT_SPACE = """
 import resource, sys
 from pathlib import Path
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.store.ownership import claim
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # every write fails
 try:
     claim(Path(sys.argv[1]), take_over=True)

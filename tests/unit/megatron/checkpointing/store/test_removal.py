@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import removal
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointSaveError
-from megatron.checkpointing.naming import removed_directory, temporary_directory
-from megatron.checkpointing.ownership import claim
-from megatron.checkpointing.removal import Removal, Removals
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.store import removal
+from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.naming import removed_directory, temporary_directory
+from megatron.checkpointing.store.ownership import claim
+from megatron.checkpointing.store.removal import Removal, Removals
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation, Recorder, untraced_operation, untraced_recorder
 from tests.unit.megatron.parallel.test_tree import on_all, trees

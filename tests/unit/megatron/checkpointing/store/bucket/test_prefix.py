@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.commit import StoredObject
-from megatron.checkpointing.compatibility import check_newest
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.preflight.compatibility import check_newest
+from megatron.checkpointing.store.commit import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
@@ -20,7 +20,7 @@ from megatron.startup.preflight import check_not_lost, check_object_storage
 from restart_trace.cycles import claim_cycle
 from restart_trace.schema import RANK_FILE_PATTERN
 from tests.object_storage import BUCKET
-from tests.unit.megatron.checkpointing.test_compatibility import HERE, VOCAB, candidate, config
+from tests.unit.megatron.checkpointing.preflight.test_compatibility import HERE, VOCAB, candidate, config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
@@ -24,9 +23,10 @@ from megatron.checkpointing.engines.errors import (
     SaveDirectoryInUseError,
     SaveDirectorySupersededError,
 )
-from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
-from megatron.checkpointing.object_storage.ownership import ObjectOwnership, claim
-from megatron.checkpointing.object_storage.saving import ObjectDirectory
+from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
+from megatron.checkpointing.store.bucket.ownership import ObjectOwnership, claim
+from megatron.checkpointing.store.bucket.saving import ObjectDirectory
+from megatron.checkpointing.store.commit import Manifest
 from megatron.config.uris import ObjectUri
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
