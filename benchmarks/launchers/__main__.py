@@ -1,13 +1,6 @@
-"""Runs the measurement as `python -m benchmarks.launchers` and as `python benchmarks/launchers`."""
-
-from __future__ import annotations
+"""Runs `python -m benchmarks.launchers`."""
 
 import sys
-from pathlib import Path
-
-if not __package__:
-    # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.launchers.cli import main
 

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setting = Setting(Path(directory), arguments.dp, arguments.engine, arguments.dtype)
             found = analyse(_measure(arguments, setting), setting, before)
     except (OSError, MeasurementError) as exc:
-        print(f"restart_speed: {exc}", file=sys.stderr)
+        print(f"launchers: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
     print(json.dumps(found) if arguments.format == "json" else render(found))
     return OK

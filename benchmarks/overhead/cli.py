@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 results.append(analyse(found))
     except (OSError, MeasurementError) as exc:
-        print(f"ckpt_overhead: {exc}", file=sys.stderr)
+        print(f"overhead: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
     if arguments.format == "json":
         print(json.dumps({"machine": before, "measurements": results}))

@@ -13,7 +13,7 @@ from benchmarks.common.ranks import own_directory, run_ranks
 from benchmarks.overhead.plan import Plan, Request
 from tools.common.machine import filesystem_of
 
-_PREFIX = "ckpt_overhead_"
+_PREFIX = "overhead_"
 
 
 @dataclass

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
         found = measure(place, request, lambda text: print(text, file=sys.stderr))
     except (OSError, MeasurementError) as exc:
-        print(f"redistribute_bench: {exc}", file=sys.stderr)
+        print(f"reshard: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
     results = [analyse(measurement) for measurement in found]
     if arguments.format == "json":

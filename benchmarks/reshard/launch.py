@@ -35,7 +35,7 @@ def measure(place: Path, request: Request, progress: Callable[[str], None]) -> l
 
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
-    with own_directory(place, "redistribute_bench_") as directory:
+    with own_directory(place, "reshard_") as directory:
         hidden = hidden_size(request.bytes)
         plan = Plan(hidden, SOURCE, str(directory), str(directory / "samples.jsonl"), None, request.cold)
         progress(f"saving on TP{SOURCE[0]} PP{SOURCE[1]} DP{SOURCE[2]}")

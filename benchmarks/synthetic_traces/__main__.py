@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         write_run(arguments.directory, shape)
     except (ValueError, OSError) as exc:
-        print(f"synthetic: {exc}", file=sys.stderr)
+        print(f"synthetic_traces: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
     print(f"{arguments.directory}: {shape.ranks} ranks, {shape.saves} saves; the truth is in {TRUTH}")
     return OK

@@ -165,7 +165,7 @@ _TOP: dict[str, Rule] = {
     "sparse_gradients": _off("leave gradients dense"),
     "graph_harvesting": _off("leave it out"),
     "elasticity": _off("use --global-batch-size and --micro-batch-size", "enabled"),
-    "autotuning": _off("measure with tools.restart_speed", "enabled"),
+    "autotuning": _off("measure with benchmarks.launchers", "enabled"),
     "hybrid_engine": _off(
         "train without generating",
         "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "

@@ -1,13 +1,6 @@
-"""Runs the launcher as `python -m megatron.launch` and as `python megatron/launch`."""
-
-from __future__ import annotations
+"""Runs `python -m megatron.launch`."""
 
 import sys
-from pathlib import Path
-
-if not __package__:
-    # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron.launch.cli import main
 

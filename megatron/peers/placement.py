@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-GROUP, MIXED, RING = "group", "mixed", "ring"
 _UNSERVED = (
     "copies on other hosts are held by the agents of megatron.launch; start it with a coordinator (restart-launch "
     "coordinate, or MAX_RESTARTS of the launch scripts)"
@@ -59,11 +58,6 @@ def holders(hosts: int, copies: int, *, ring: bool = False) -> list[tuple[int, .
     for at in range(size):
         found.append(tuple(first + (at + step) % size for step in range(1, copies)))
     return found
-
-
-def placement_name(hosts: int, copies: int) -> str:
-    """What `holders` makes of these numbers."""
-    return GROUP if hosts % copies == 0 else MIXED
 
 
 def place(hosts: Sequence[str], copies: int, domains: Mapping[str, str] | None) -> list[tuple[int, ...]]:

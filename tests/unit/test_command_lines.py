@@ -28,7 +28,7 @@ MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for folder in ("tools", "benchmarks", "megatron/launch", "restart_trace")
     for path in (ROOT / folder).rglob("*.py")
-    if '__name__ == "__main__"' in path.read_text() and "The former name of" not in path.read_text()
+    if '__name__ == "__main__"' in path.read_text()
 )
 # Started by commands with arguments that nobody types.
 CHILD_PROCESSES = {

@@ -163,10 +163,3 @@ def test_an_editable_install_has_no_import_hook_and_the_same_scripts(
     assert {script.name for script in (editable / "bin").iterdir()} > console_scripts(wheel).keys()
     for name in ("ckpt-analysis", "ckpt-plan"):
         assert f"usage: {name} " in run(editable / "bin" / name, "--help", cwd=job, PYTHONPATH=str(job))
-
-
-@pytest.mark.parametrize(
-    "name", ["ckpt_overhead", "redistribute_bench", "restart_speed", "ckpt_analysis.bench", "ckpt_analysis.synthetic"]
-)
-def test_former_names_of_benchmarks_lead_to_them(name: str) -> None:
-    assert "usage: python -m benchmarks." in run(sys.executable, "-m", f"tools.{name}", "--help", cwd=ROOT)

@@ -1,15 +1,8 @@
-"""Runs the tool as `python -m tools.ckpt_plan` and as `python tools/ckpt_plan`."""
-
-from __future__ import annotations
+"""Runs `python -m tools.ckpt_plan`."""
 
 import sys
-from pathlib import Path
 
-if __package__:
-    from .cli import main
-else:  # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from tools.ckpt_plan.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -87,16 +87,6 @@ def read_values(path: Path, expected: SavedFile | None, verify: bool, op: Operat
         return state
 
 
-def verify_file(path: Path, expected: SavedFile, op: Operation) -> None:
-    """Read a file and check every record of it, and their table against `expected`; nothing is unpickled.
-
-    Raises CheckpointDamagedError as `read_state`.
-    """
-    check_size(path, expected)
-    with op.span("load", "verify", file=path.name), reading(path):
-        _verify(path, _records(path, expected))
-
-
 def tensor_records(path: Path) -> dict[int, Record]:
     """The records of a torch.save file by the byte that their data begins at: with `position_in_file`, a tensor's.
 

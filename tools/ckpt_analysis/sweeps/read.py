@@ -64,10 +64,6 @@ class Sweep:
         """Cells that ended well, but for those of the storage itself."""
         return [one for one in self.cells if one.ok and one.cell.mode != STORAGE]
 
-    @property
-    def of_storage(self) -> list[CellResult]:
-        return [one for one in self.cells if one.ok and one.cell.mode == STORAGE]
-
     def plan_of(self, cell: Cell) -> dict[str, Any] | None:
         """The plan of its checkpoint; None if there is none."""
         plan = self.plans.get(cell.plan_name)
