@@ -20,6 +20,9 @@ from megatron.fileio.checksums import CheckedBytes, crc32
 
 ALGORITHM = "zip-directory-crc32"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+# What torch's reader takes for a directory: it leaves the memory of such a record as it was allocated, whatever its size.
+_DIRECTORY_ATTRIBUTE = 0x10  # of MS-DOS (APPNOTE.TXT, 4.4.15)
+_UTF8_NAME = 0x800  # bit of the general purpose flags (4.4.4)
 
 
 @dataclass
@@ -51,20 +54,32 @@ def open_directory_checksum(fd: int) -> str:
 
 
 def read_records(file: BinaryIO) -> list[Record]:
-    """All records of the archive, by offset. Raises zipfile.BadZipFile if headers are damaged."""
-    records = []
+    """All records of the archive, by offset.
+
+    Raises zipfile.BadZipFile if headers are damaged, or say what would make torch's reader return other bytes than
+    those whose CRC-32 is in the directory.
+    """
     with _bad_zip_only(), zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise zipfile.BadZipFile(f"record {info.filename} is compressed; torch.save stores records as is")
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER.size)
-            if len(header) != _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-                raise zipfile.BadZipFile(f"record {info.filename} has a damaged header")
-            name_length, extra_length = _LOCAL_HEADER.unpack(header)[-2:]
-            offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            records.append(Record(info.filename, offset, info.file_size, info.CRC))
+        records = [_record(file, info) for info in archive.infolist()]
     return sorted(records, key=lambda record: record.offset)
+
+
+def _record(file: BinaryIO, info: zipfile.ZipInfo) -> Record:
+    name = info.orig_filename
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile(f"record {name} is compressed; torch.save stores records as is")
+    if info.external_attr & _DIRECTORY_ATTRIBUTE or name.endswith("/"):
+        raise zipfile.BadZipFile(f"record {name} is marked as a directory; torch.save writes none")
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) != _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"record {name} has a damaged header")
+    name_length, extra_length = _LOCAL_HEADER.unpack(header)[-2:]
+    own_name = file.read(name_length)
+    if own_name != name.encode("utf-8" if info.flag_bits & _UTF8_NAME else "cp437"):
+        raise zipfile.BadZipFile(f"record {name} of the directory names itself {own_name!r}")
+    offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    return Record(name, offset, info.file_size, info.CRC)
 
 
 @contextmanager
