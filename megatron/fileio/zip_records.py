@@ -20,7 +20,7 @@ from megatron.fileio.checksums import CheckedBytes, crc32
 
 ALGORITHM = "zip-directory-crc32"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-# What torch's reader takes for a directory: it leaves the memory of such a record as it was allocated, whatever its size.
+# torch's reader takes such a record for a directory: it leaves its memory as it was allocated, whatever its size.
 _DIRECTORY_ATTRIBUTE = 0x10  # of MS-DOS (APPNOTE.TXT, 4.4.15)
 _UTF8_NAME = 0x800  # bit of the general purpose flags (4.4.4)
 
