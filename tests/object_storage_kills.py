@@ -28,11 +28,11 @@ from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedC
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter
 from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints
-from megatron.checkpointing.store.bucket.ownership import claim
+from megatron.checkpointing.store.bucket.generations import claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
-from megatron.fileio.node_directory import remove_abandoned
-from megatron.fileio.object_store import Bucket
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.node_directory import remove_abandoned
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from tests.object_storage import BUCKET, environment_of, serving

@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 
 from megatron.fileio.checksums import crc32
-from megatron.fileio.object_parts import MIB, PART_BYTES, parts
-from megatron.fileio.object_store import Bucket
-from megatron.fileio.object_upload import ObjectUpload
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.parts import MIB, PART_BYTES, parts
+from megatron.fileio.objects.upload import ObjectUpload
 from restart_trace.command_line import CommandParser
 
 _HEADER = 4096

@@ -30,7 +30,7 @@ from megatron.config.uris import is_uri
 from megatron.parallel.control_plane import ControlPlane
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+    from megatron.checkpointing.store.bucket.generations import ObjectOwnership
     from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 
 

@@ -18,7 +18,7 @@ _MOSTLY_CACHED = 0.5
 
 
 class RangedFile(Protocol):
-    """What is read in blocks: a file (OpenFile), or an object in a bucket (megatron.fileio.object_file).
+    """What is read in blocks: a file (OpenFile), or an object in a bucket (megatron.fileio.objects.ranges).
 
     `alignment`: reads begin and end at multiples of it, but for the end of the file. `block`, `gap`: how it is best
     read (megatron.fileio.extents). `only_mapped`: nothing is read around the page cache.

@@ -175,7 +175,7 @@ def store_refusals(config: Config) -> Iterator[None]:
     if not config.checkpoint.in_object_storage:
         yield
         return
-    from megatron.fileio.store_errors import ObjectStoreError
+    from megatron.fileio.objects.errors import ObjectStoreError
 
     try:
         yield
@@ -243,7 +243,7 @@ def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> 
     Raises: ConfigError naming flag, URI and fix; ObjectStoreError.
     """
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
-    from megatron.fileio.node_directory import remove_abandoned
+    from megatron.fileio.objects.node_directory import remove_abandoned
 
     for flag, uri in (("--save", checkpoint.save), ("--load", checkpoint.load)):
         if uri is None or not is_uri(uri):

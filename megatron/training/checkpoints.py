@@ -29,7 +29,7 @@ from restart_trace.recorder import Operation, Recorder
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
-    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+    from megatron.checkpointing.store.bucket.generations import ObjectOwnership
     from megatron.training.standby import LoadsAhead
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron.checkpointing.preflight.prefetch import Prefetch
     from megatron.checkpointing.preflight.repeated_errors import StepErrors
     from megatron.checkpointing.state.collect import Progress
-    from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+    from megatron.checkpointing.store.bucket.generations import ObjectOwnership
     from megatron.checkpointing.store.ownership import Ownership
     from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.initialize import Runtime
@@ -187,7 +187,7 @@ class _Start:
 
         That launch goes on from what it found there, perhaps without the last checkpoint of this one.
         """
-        from megatron.fileio.store_errors import ObjectStoreError
+        from megatron.fileio.objects.errors import ObjectStoreError
 
         if self.ownership is None:
             return
@@ -325,7 +325,7 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarted: bool) -> ObjectOwnership | None:
     """As `_claim_save_directory`, for a --save that is a URI."""
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
-    from megatron.checkpointing.store.bucket.ownership import check_not_in_use, claim
+    from megatron.checkpointing.store.bucket.generations import check_not_in_use, claim
     from megatron.startup.preflight import store_refusals
 
     stored = open_checkpoints("--save", save, config.checkpoint)

@@ -23,13 +23,13 @@ from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.state.collect import Progress, start_over
 from megatron.checkpointing.state.hashes import tensor_hashes
 from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
-from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
-from megatron.checkpointing.store.bucket.ownership import claim as claim_prefix
+from megatron.checkpointing.store.bucket.generations import ObjectOwnership
+from megatron.checkpointing.store.bucket.generations import claim as claim_prefix
 from megatron.checkpointing.store.ownership import Ownership, claim
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.uris import is_uri
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.startup.engine_setup import build_engine
 from megatron.startup.initialize import Runtime, initialize_megatron
 from megatron.startup.preflight import check_before_imports

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.checkpoint import ENGINES_OF_OBJECT_STORAGE
-from megatron.fileio.object_parts import LISTED, download_requests, range_requests, upload_requests
+from megatron.fileio.objects.parts import LISTED, download_requests, range_requests, upload_requests
 
 from ..common.formatting import size
 from ..common.tables import text_table

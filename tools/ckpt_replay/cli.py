@@ -21,7 +21,7 @@ from typing import Any
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
 from megatron.config.uris import Location, ObjectUri, below
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 from restart_trace.cycles import launch_key
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.uris import Location, ObjectUri
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 
 if TYPE_CHECKING:
-    from megatron.fileio.object_store import Bucket
+    from megatron.fileio.objects.bucket import Bucket
 
 
 @functools.cache
 def _bucket(name: str) -> Bucket:
     # Imported here: its dependencies are missing where only the tools are installed.
-    from megatron.fileio.object_store import Bucket
+    from megatron.fileio.objects.bucket import Bucket
 
     return Bucket(name)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.config import ConfigError
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 
 
 class CheckpointError(RuntimeError):

@@ -32,7 +32,7 @@ from megatron.checkpointing.load.discovery import LookedAt, Place, next_found, s
 from megatron.checkpointing.load.memory_saves import MemoryCandidate, OtherLayout, SameLayout, forget, in_turn
 from megatron.checkpointing.preflight.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint, inspect
-from megatron.checkpointing.reshard.loading import load_on_other_layout, load_universal
+from megatron.checkpointing.reshard.resharding import load_on_other_layout, load_universal
 from megatron.checkpointing.state.changed_flags import check_optimizer
 from megatron.checkpointing.state.collect import (
     Progress,
@@ -46,7 +46,7 @@ from megatron.checkpointing.store import commit
 from megatron.checkpointing.store import naming as names
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation

@@ -20,8 +20,8 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, readin
 from megatron.checkpointing.state.changed_flags import check_schedule_is_there
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Candidate, Manifest
-from megatron.checkpointing.store.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
 from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
 from megatron.config import CheckpointConfig, ConfigError
 
 PARAMETERS = "zero"

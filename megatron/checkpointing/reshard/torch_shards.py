@@ -45,7 +45,7 @@ class TorchShards:
     """The tensors of a checkpoint that hold parts of some parameters.
 
     `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `heads_interleaved`: the
-    rows of fused QKV lie head by head (megatron.checkpointing.store.foreign).
+    rows of fused QKV lie head by head (megatron.checkpointing.store.upstream).
     """
 
     reader: CheckpointEngine

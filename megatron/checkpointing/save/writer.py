@@ -28,7 +28,7 @@ from megatron.checkpointing.store.ownership import Ownership
 from megatron.checkpointing.store.removal import Pruned, Removal, Removals, prune
 from megatron.fileio.files import sync_file
 from megatron.fileio.no_links import make_directory
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from restart_trace.clock import now_ns

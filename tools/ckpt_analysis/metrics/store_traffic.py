@@ -8,7 +8,7 @@ import polars as pl
 
 from ..model.frame import Frames
 
-# Up to so many bytes an object goes or comes in one request (megatron/fileio/object_parts.py).
+# Up to so many bytes an object goes or comes in one request (megatron/fileio/objects/parts.py).
 ONE_REQUEST_BYTES = 8 << 20
 _COUNTED = (
     "objects", "bytes", "window_ns", "small_objects", "small_ns",

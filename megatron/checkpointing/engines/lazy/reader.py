@@ -24,7 +24,7 @@ from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
 from megatron.fileio.checksums import RangeChecksum, by_file, combine
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
-from megatron.fileio.object_parts import PART_BYTES
+from megatron.fileio.objects.parts import PART_BYTES
 from megatron.fileio.open_files import RangedFile, RangedFiles
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation

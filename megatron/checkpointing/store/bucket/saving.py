@@ -16,14 +16,14 @@ from pathlib import Path
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints, wrong_objects
-from megatron.checkpointing.store.bucket.ownership import ObjectOwnership
+from megatron.checkpointing.store.bucket.generations import ObjectOwnership
 from megatron.checkpointing.store.commit import Known, Manifest, StoredObject
 from megatron.checkpointing.store.removal import Pruned
 from megatron.fileio.checksums import checksum_text
-from megatron.fileio.node_directory import NodeDirectory, new_name
-from megatron.fileio.object_store import Bucket, Uploaded
-from megatron.fileio.object_upload import ObjectUpload
-from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
+from megatron.fileio.objects.bucket import Bucket, Uploaded
+from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
+from megatron.fileio.objects.node_directory import NodeDirectory, new_name
+from megatron.fileio.objects.upload import ObjectUpload
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)

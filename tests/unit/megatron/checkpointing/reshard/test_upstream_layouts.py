@@ -16,14 +16,14 @@ from megatron.checkpointing.agreement import CheckpointRejectedError
 from megatron.checkpointing.engines.base import EngineOptions
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch.engine import TorchEngine
-from megatron.checkpointing.reshard.foreign import with_manifest
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
+from megatron.checkpointing.reshard.upstream_manifest import with_manifest
 from megatron.checkpointing.state.shard_metadata import fragments, shard_placement, weight_placement
 from megatron.checkpointing.store.commit import Candidate
-from megatron.checkpointing.store.foreign import ForeignCheckpoint, describe, read_header
+from megatron.checkpointing.store.upstream import ForeignCheckpoint, describe, read_header
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Layout

@@ -14,8 +14,8 @@ from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.preflight.compatibility import check_newest
 from megatron.checkpointing.store.commit import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
-from megatron.fileio.object_store import Bucket
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.startup.preflight import check_not_lost, check_object_storage
 from restart_trace.cycles import claim_cycle
 from restart_trace.schema import RANK_FILE_PATTERN

@@ -24,12 +24,12 @@ from megatron.checkpointing.engines.errors import (
     SaveDirectorySupersededError,
 )
 from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
-from megatron.checkpointing.store.bucket.ownership import ObjectOwnership, claim
+from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.checkpointing.store.commit import Manifest
 from megatron.config.uris import ObjectUri
-from megatron.fileio.object_store import Bucket
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.errors import ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 
-from megatron.fileio.object_parts import MIB, range_bytes
-from megatron.fileio.object_store import Bucket
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.parts import MIB, range_bytes
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 

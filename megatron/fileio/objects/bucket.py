@@ -1,7 +1,7 @@
 """Objects in a bucket of an S3-compatible store: every request has a deadline, every byte a checksum.
 
 botocore signs, sends and finds credentials (environment, profiles, web identity, instance metadata) and the endpoint
-(AWS_ENDPOINT_URL); for Google's store megatron.fileio.google_storage signs. Around it: retries with backoff and jitter
+(AWS_ENDPOINT_URL); for Google's store megatron.fileio.objects.google signs. Around it: retries with backoff and jitter
 until the deadline of the request, multipart uploads of files, ranged reads to files, both in parallel, and errors that
 name the object and the fix.
 What an error says of credentials is left out.
@@ -25,10 +25,10 @@ from typing import Any
 
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32, range_checksum
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.google_storage import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
-from megatron.fileio.hedging import Destination, Hedging
-from megatron.fileio.object_parts import LISTED, MIB, PART_BYTES, parts
-from megatron.fileio.store_errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
+from megatron.fileio.objects.errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
+from megatron.fileio.objects.google import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
+from megatron.fileio.objects.hedging import Destination, Hedging
+from megatron.fileio.objects.parts import LISTED, MIB, PART_BYTES, parts
 from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install '.[s3]' in the checkout"
@@ -278,7 +278,7 @@ class Bucket:
             self.abort_quietly(key, upload)
             raise
 
-    # Uploads in parts, of which megatron.fileio.object_upload makes use, too
+    # Uploads in parts, of which megatron.fileio.objects.upload makes use, too
 
     def begin_upload(self, key: str) -> str:
         """Begin a multipart upload; its id."""

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.fileio.node_directory import NodeDirectory, new_name, remove_abandoned
+from megatron.fileio.objects.node_directory import NodeDirectory, new_name, remove_abandoned
 
 HOLD = """
 import sys
 from pathlib import Path
-from megatron.fileio.node_directory import NodeDirectory
+from megatron.fileio.objects.node_directory import NodeDirectory
 held = NodeDirectory(Path(sys.argv[1]), sys.argv[2])
 (held.path / "file").touch()
 print("there", flush=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.fileio.checksums import crc32
-from megatron.fileio.object_parts import MIB, PART_BYTES, streamed_part_bytes
-from megatron.fileio.object_store import Bucket
-from megatron.fileio.object_upload import ObjectUpload
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.errors import ObjectStoreError
+from megatron.fileio.objects.parts import MIB, PART_BYTES, streamed_part_bytes
+from megatron.fileio.objects.upload import ObjectUpload
 from tests.object_storage import BUCKET, environment_of, serving
 
 pytestmark = pytest.mark.slow  # an S3 server is started

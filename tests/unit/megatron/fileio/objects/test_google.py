@@ -11,12 +11,12 @@ import torch
 
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError
 from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
-from megatron.checkpointing.store.bucket.ownership import claim
+from megatron.checkpointing.store.bucket.generations import claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
-from megatron.fileio.google_storage import SETTING, speaks_google
-from megatron.fileio.object_store import Bucket
-from megatron.fileio.store_errors import ObjectStoreError
+from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.errors import ObjectStoreError
+from megatron.fileio.objects.google import SETTING, speaks_google
 from tests.object_storage import BUCKET, GoogleProxy, Server, environment_of, serving
 from tests.object_storage_kills import load, states, writer
 

@@ -9,8 +9,8 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint
 from megatron.checkpointing.reshard.direct import DirectLoad
-from megatron.checkpointing.reshard.foreign import tell, with_manifest
 from megatron.checkpointing.reshard.universal import UniversalLoad
+from megatron.checkpointing.reshard.upstream_manifest import tell, with_manifest
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.store.commit import Candidate
 from megatron.parallel.random import seed_everything

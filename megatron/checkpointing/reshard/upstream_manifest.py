@@ -20,7 +20,7 @@ from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.store.commit import Candidate, Manifest
-from megatron.checkpointing.store.foreign import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe
+from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe
 from megatron.fileio.zip_records import directory_checksum
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
