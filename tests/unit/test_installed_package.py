@@ -122,6 +122,12 @@ def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path,
     assert json.loads(compared)
 
 
+def test_notebooks_open_a_trace_by_the_name_of_a_checkout(installed: Path, job: Path) -> None:
+    summary = f"open_trace({str(GOLDEN / 'restart_trace')!r}).summary()"
+    code = f"from {TOOLS}.ckpt_analysis import open_trace; print({summary}[0, 'operation'])"
+    assert run(installed / "bin" / "python", "-c", code, cwd=job, PYTHONPATH=str(job)).strip() == "launch"
+
+
 def test_the_installed_plan_tells_the_tensors_of_a_preset(installed: Path, job: Path) -> None:
     plan = (installed / "bin" / "ckpt-plan", "--model", "70b", "--tp", "8", "--pp", "8")
     found = json.loads(run(*plan, "--format", "json", cwd=job, PYTHONPATH=str(job)))

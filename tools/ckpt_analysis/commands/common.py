@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from ...common import cli
 from ...common.cli import FINDINGS, OK
+from .. import open_trace
 from ..common.errors import CouldNotRunError
 from ..common.progress import Progress
 
 if TYPE_CHECKING:
     from ..compare.variants import Variant
-    from ..ingest.load import Trace
     from ..report import Analysis, Report
+    from ..trace_analysis import TraceAnalysis
 
 FILE_NAME = "ckpt_report.html"
 
@@ -72,15 +73,16 @@ def write_formatted(arguments: argparse.Namespace, **renderers: Callable[[], str
     write_stdout(renderers[arguments.format]())
 
 
-def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
-    """`load_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed."""
-    from ..ingest.cache import Cache
-    from ..ingest.load import load_trace
-    from ..metrics.span_times import span_times
-
-    progress = progress_of(arguments)
-    cache = None if arguments.no_cache else Cache(arguments.cache_dir, progress)
-    return load_trace(directory, arguments.run_id, cache=cache, progress=progress, measure=span_times)
+def open_run(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> TraceAnalysis:
+    """`open_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed."""
+    return open_trace(
+        directory,
+        arguments.run_id,
+        per_rank=per_rank,
+        cache_dir=arguments.cache_dir,
+        use_cache=not arguments.no_cache,
+        quiet=arguments.quiet,
+    )
 
 
 def progress_of(arguments: argparse.Namespace) -> Progress:
@@ -91,15 +93,9 @@ def progress_of(arguments: argparse.Namespace) -> Progress:
 def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Analysis:
     """The analysis of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
     from ..compare.targets import judge, parse_target
-    from ..imported.file import is_imported, read_run
-    from ..imported.to_report import to_report
-    from ..report import analyse, without_ranks
 
     targets = [parse_target(text) for text in getattr(arguments, "target", [])]
-    if is_imported(directory):
-        analysis = without_ranks(to_report(read_run(directory), directory))
-    else:
-        analysis = analyse(read_trace(directory, arguments), per_rank=per_rank)
+    analysis = open_run(directory, arguments, per_rank=per_rank).analysis
     return replace(analysis, report=replace(analysis.report, targets=judge(analysis.report, targets)))
 
 

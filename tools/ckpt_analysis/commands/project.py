@@ -12,7 +12,7 @@ from restart_trace.schema import TIERS
 
 from ...common.cli import OK
 from ..common.errors import CouldNotRunError
-from .common import add_format, read_analysis, read_report, read_trace, write_formatted
+from .common import add_format, open_run, read_analysis, read_report, write_formatted
 
 HELP = "project measured runs: to many nodes, to another layout, with other phases, with copies in memory"
 EXAMPLES = """\
@@ -212,13 +212,12 @@ def _twin(arguments: argparse.Namespace) -> None:
     from ..project.twin import predict
     from ..project.what_if import parse_factors
     from ..render.twin import to_csv, to_json, to_markdown, to_table
-    from ..report import analyse
 
     factors = parse_factors(arguments.what_if or [])
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: give runs of at least 3 different numbers of ranks")
-    traces = [read_trace(directory, arguments) for directory in arguments.logdirs]
-    drills = [drill_of(trace, analyse(trace)) for trace in traces]
+    runs = [open_run(directory, arguments) for directory in arguments.logdirs]
+    drills = [drill_of(run.trace, run.analysis) for run in runs]
     deployment, engine = asked_deployment(arguments, drills)
     prediction = predict(drills, deployment, engine, ceilings(arguments), factors)
     write_formatted(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...common.cli import OK, parse_rank_ranges
 from ..common.errors import CouldNotRunError
-from .common import add_logdir, output_file, progress_of, read_trace
+from .common import add_logdir, open_run, output_file, progress_of
 
 HELP = "write a time line of all ranks for https://ui.perfetto.dev or chrome://tracing"
 EXAMPLES = """\
@@ -29,12 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the time line. Returns the exit status."""
-    from ..model.frame import make_frames
     from ..render.timeline import Cut, cut, write_timeline
 
-    trace = read_trace(arguments.logdir, arguments)
+    run = open_run(arguments.logdir, arguments)
     asked = Cut(arguments.ranks, arguments.checkpoint, arguments.cycle)
-    frames = cut(make_frames(trace), asked)
+    frames = cut(run.frames, asked)
     if frames.spans.is_empty() and frames.iterations.is_empty():
         raise CouldNotRunError(f"{arguments.logdir}: this trace has no records of {asked}")
     progress = progress_of(arguments)
@@ -43,6 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         progress.bar(frames.spans.height, "writing the time line", "span") as advance,
         draft.open("w", encoding="utf-8") as stream,
     ):
-        events = write_timeline(stream, trace, frames, advance)
+        events = write_timeline(stream, run.trace, frames, advance)
     progress.remark(f"{arguments.output}: {events} events; open it at https://ui.perfetto.dev")
     return OK

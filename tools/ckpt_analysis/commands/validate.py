@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...common.cli import FINDINGS, OK
 from ...common.formatting import plural
-from .common import add_logdir, holds_sweep, progress_of, read_trace, refuse_flags_of_traces, write_stdout
+from .common import add_logdir, holds_sweep, open_run, progress_of, refuse_flags_of_traces, write_stdout
 
 if TYPE_CHECKING:
     from ..common.problems import Problem
@@ -102,13 +102,12 @@ def _of_the_whole(logdir: Path, arguments: argparse.Namespace) -> list[Problem]:
     """
     from ..common.problems import NOTE
     from ..ingest.discover import LogDirectoryError
-    from ..model.frame import make_frames
     from ..model.run_info import describe_cycles
 
     try:
-        trace = read_trace(logdir, arguments)
+        run = open_run(logdir, arguments)
     except LogDirectoryError:
         return []
-    _, found = describe_cycles(trace, make_frames(trace))
-    problems = [*trace.problems, *found]
+    _, found = describe_cycles(run.trace, run.frames)
+    problems = [*run.trace.problems, *found]
     return [problem for problem in problems if problem.kind not in _BY_LINE and problem.severity != NOTE]

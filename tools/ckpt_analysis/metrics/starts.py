@@ -127,7 +127,9 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
 def _last_records(frames: Frames) -> dict[int, int]:
     """Time of the last record of a rank in each cycle that has one (Unix ns)."""
     spans = (frames.placed(piece.select("op", "end_ns"), "cycle") for piece in pieces(frames.spans))
-    recorded = (frames.operations, *spans, frames.iterations)
+    # A process that was killed within its first span has recorded the begin of its start-up alone.
+    begun = frames.operations.select("cycle", end_ns="start_ns")
+    recorded = (begun, frames.operations, *spans, frames.iterations)
     moments = pl.concat(frame.group_by("cycle").agg(pl.col("end_ns").max()) for frame in recorded).drop_nulls()
     return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, percent, rate, size
 from ...common.tables import Column, Style, csv_table, markdown_table, numbers, text_table, texts, times, titles
-from ..metrics.results import OperationStats, PhaseStats, Stats
+from ..metrics.results import Stats
 from ..report import Report
+from ..report_frames import operations_of, summary
 from .phase_table import PhaseLine, phase_lines, time_columns, volume_columns
 from .targets import COLUMNS as TARGETS
 
-# Columns of the CSV. docs/metrics.md defines them; phase and detail are empty for an operation as a whole.
-_SPREAD = ("max_s", "median_s", "min_s", "slowest_rank", "at_critical_s")
-_VOLUME = ("bytes", "num_files", "GBps", "blocking")
-_SAVED = ("blocked_s", "drain_s", "committed_s", "durable_s", "io_GBps", "blocked_GBps")
-_STARTED = ("restart_s", "caught_up_s", "lost_steps", "lost_work_s", "down_s")
-_LABELS = ("run_id", "operation", "cycle", "tag", "step", "engine", "outcome", "phase", "detail", "ranks")
-_COVERED = ("coverage_min", "unattributed_s")
-CSV_COLUMNS: tuple[str, ...] = (*_LABELS, *_SPREAD, *_VOLUME, *_SAVED, *_COVERED, *_STARTED)
 _ALL_UP_TO = 8  # operations whose phases are all shown; of more, the last of each kind
 
 
@@ -67,31 +59,8 @@ _PHASE: tuple[Column[_Row], ...] = (
 
 def csv_text(report: Report) -> str:
     """One line per operation and per phase and detail of it; numbers that are not known are empty."""
-    return csv_table(CSV_COLUMNS, ([row.get(name, "") for name in CSV_COLUMNS] for row in _csv_rows(report)))
-
-
-def _csv_rows(report: Report) -> Iterator[dict[str, Any]]:
-    for stats in _operations(report):
-        labels: dict[str, Any] = {"run_id": report.run_id, "operation": stats.kind, "cycle": stats.cycle}
-        names = _STARTED
-        if isinstance(stats, OperationStats):
-            labels |= _fields(stats, ("tag", "step", "engine", "outcome"))
-            names = ("bytes", "num_files", *_SAVED)
-        whole = _fields(stats, ("ranks", "coverage_min", *names)) | _fields(stats.wall, _SPREAD)
-        yield labels | whole | {"unattributed_s": stats.unattributed.max_s if stats.unattributed else None}
-        for phase in stats.phases:
-            yield labels | _phase(phase) | {"phase": phase.name}
-            for detail in phase.details:
-                yield labels | _phase(detail) | {"phase": phase.name, "detail": detail.name}
-
-
-def _phase(phase: PhaseStats) -> dict[str, Any]:
-    return _fields(phase.time, _SPREAD) | _fields(phase, ("ranks", *_VOLUME))
-
-
-def _fields(value: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """These attributes; none of None."""
-    return {} if value is None else {name: getattr(value, name) for name in names}
+    table = summary(report)
+    return csv_table(table.columns, table.iter_rows())
 
 
 def table_text(report: Report, style: Style, *, show_all: bool) -> str:
@@ -117,16 +86,12 @@ def markdown_text(report: Report, *, show_all: bool) -> str:
 def _both(report: Report, show_all: bool) -> list[tuple[list[str], list[list[str]]]]:
     """(titles, rows) of the operations and of the phases."""
     phases = texts(_PHASE, _rows(report, show_all))
-    return [(titles(_OPERATION), texts(_OPERATION, _operations(report))), (titles(_PHASE), phases)]
-
-
-def _operations(report: Report) -> list[Stats]:
-    return [*report.starts, *report.loads, *report.saves]
+    return [(titles(_OPERATION), texts(_OPERATION, operations_of(report))), (titles(_PHASE), phases)]
 
 
 def _rows(report: Report, show_all: bool) -> list[_Row]:
     """The phases of all operations; of many, of the last of each kind."""
-    chosen = _operations(report)
+    chosen = operations_of(report)
     if not show_all and len(chosen) > _ALL_UP_TO:
         chosen = [*report.starts[-1:], *report.loads[-1:], *report.saves[-1:]]
     return [_Row(stats, line) for stats in chosen for line in phase_lines(stats.phases)]

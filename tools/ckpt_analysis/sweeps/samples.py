@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.sweep_files import COLD, DRILL, NO_FAULT, REPLAY, STORAGE, WARM
+from .. import open_trace
 from ..common.errors import CouldNotRunError
 from ..compare.metrics import Metric, Samples, collect
-from ..ingest.load import load_trace
-from ..report import Report, analyse
+from ..report import Report
 from .read import CellResult, read_json
 
 # Every process of a replay is a cycle of its trace, and loads cold, warm or warm again: its own JSON tells them apart.
@@ -67,7 +67,7 @@ def cache_of(measured: Measured, metric: str) -> str | None:
 def _report(one: CellResult) -> Report:
     if one.trace_dir is None:
         raise CouldNotRunError(f"{one.directory}: its result names no trace")
-    return analyse(load_trace(one.trace_dir)).report
+    return open_trace(one.trace_dir, use_cache=False).report
 
 
 def _of_replay(figures: dict[str, Any]) -> dict[str, Samples]:

@@ -102,6 +102,16 @@ def test_a_cycle_that_never_made_a_step_was_starting(tmp_path: Path) -> None:
     assert parts(found) == {"launching": 70} and found["goodput"] == 0 and found["cycles"][0]["rank"] is None
 
 
+def test_a_process_killed_within_its_first_span_has_recorded_its_begin(tmp_path: Path) -> None:
+    """The begin of its start-up is then the last record of the cycle."""
+    for cycle, began_ms in enumerate((0, 100)):
+        log = RankLog(Options(), 0, cycle, began_ms)
+        log.process()
+        log.begin("startup")
+        dump(file_of(tmp_path, 0, cycle), log.records)
+        assert result(tmp_path)["budget"]["wall_s"] == pytest.approx(began_ms / 1000)
+
+
 def test_nothing_recorded_has_no_budget(tmp_path: Path) -> None:
     log = RankLog(Options(), 0, 0, 0)
     log.process()

@@ -1,23 +1,25 @@
-"""Tables for other tools: every row says what it belongs to. docs/ckpt_analysis.md lists the columns."""
+"""Frames for users: each row names its run and rank. docs/guides/notebooks.md lists the columns."""
 
 from __future__ import annotations
 
 import polars as pl
 
 from ..ingest.load import Trace
-from ..model.frame import Frames
+from .frame import Frames
 
-TABLES = ("spans", "operations", "iterations", "events", "probes", "samples")
+_OPERATION = ("cycle", "rank", "group", "operation", "op_id")
+_LABELS = {"tag": pl.Categorical, "step": pl.Int64, "engine": pl.Categorical}
+_TIMES = ("start_ns", "end_ns", "duration_ns")
+_SPAN = ("phase", "detail", "file", "bytes", *_TIMES, "thread", "blocking", "error")
 
 
-def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:
-    """One of TABLES with the columns run_id, cycle, rank, tp, pp, dp and host in front. Times are Unix ns."""
-    rows = _spans(frames) if table == "spans" else getattr(frames, table)
+def with_places(rows: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    """Rows that have `cycle` and `rank`, with the columns run_id, cycle, rank, tp, pp, dp and host in front."""
     place = ["run_id", "cycle", "rank", "tp", "pp", "dp", "host"]
     rows = rows.with_columns(pl.lit(trace.run_id).alias("run_id"))
     places = _places(trace)
     if "host" in rows.columns:  # of events: each node's supervisor tells of its own, and all have rank -1
-        places = places.drop("host")
+        places, rows = places.drop("host"), rows.cast({"host": pl.Categorical})
     joined = rows.join(places, on=["cycle", "rank"], how="left", maintain_order="left")
     return joined.select(*place, pl.exclude(place))
 
@@ -35,14 +37,15 @@ def _places(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
 
 
-def _spans(frames: Frames) -> pl.DataFrame:
+def labelled_spans(frames: Frames) -> pl.DataFrame:
+    """All spans, each with the cycle, rank, tag, step and engine of its operation."""
     op = frames.spans["op"]
     labels = [frames.operations[name].cast(kind).gather(op) for name, kind in _LABELS.items()]
-    columns = [*_OPERATION, *_LABELS, *_SPAN]
-    return frames.spans_of().with_columns(labels).select(columns)
+    return frames.spans_of().with_columns(labels).select(*_OPERATION, *_LABELS, *_SPAN)
 
 
-_OPERATION = ("cycle", "rank", "group", "operation", "op_id")
-_LABELS = {"tag": pl.Categorical, "step": pl.Int64, "engine": pl.Categorical}
-_TIMES = ("start_ns", "end_ns", "duration_ns")
-_SPAN = ("phase", "detail", "file", "bytes", *_TIMES, "thread", "blocking", "error")
+def of_operations(rows: pl.DataFrame, frames: Frames) -> pl.DataFrame:
+    """Rows that have `group` and `rank`, each with the cycle, tag and step of its operation."""
+    labels = frames.operations.select("group", "rank", "cycle", "tag", "step")
+    key = ["cycle", "rank", "group", "operation", "tag", "step"]
+    return rows.join(labels, on=["group", "rank"], how="left").select(*key, pl.exclude(key)).sort("group", "rank")
