@@ -1,4 +1,4 @@
-"""Analyses a trace and returns all results as a Report, from which the renderers (terminal, JSON, ...) take them."""
+"""Analyses a trace and returns all results as a Report, which the renderers (terminal, JSON, ...) show."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Small things that every part of the analysis may use: errors, problems, names, text and intervals."""
+"""What every layer of the analysis uses: errors, problems, names, intervals, files of tables, progress, processes."""

@@ -1,4 +1,4 @@
-"""Time that spans account for, without counting any moment twice."""
+"""Sums of the durations of spans in which no time counts twice: busy time, unions, and cutting to a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small types for the few words that millions of records repeat, and the columns that record files are read into."""
+"""The columns that trace files are read into; phase names are an Enum, since millions of records repeat them."""
 
 from __future__ import annotations
 

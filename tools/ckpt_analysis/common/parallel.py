@@ -1,4 +1,4 @@
-"""Work on pieces of the data in threads: polars lets other threads of Python run while it computes."""
+"""Computes pieces of a frame in threads, which run at the same time since polars releases Python's lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found wrong with a trace or with the run that it shows; docs/metrics.md lists the kinds."""
+"""Problems of a trace or of the run that it records, and their severity; docs/metrics.md lists the kinds."""
 
 from __future__ import annotations
 

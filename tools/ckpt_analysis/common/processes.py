@@ -1,4 +1,4 @@
-"""Work divided among processes: work that holds Python's lock for most of its time, so that threads would not help."""
+"""Divides work among processes. For work that holds Python's lock most of the time, where threads do not help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for work that takes over two seconds, and remarks; no bar if stderr is not a terminal."""
+"""A progress bar on stderr for work that takes over two seconds, and remarks. Without a terminal there is no bar."""
 
 from __future__ import annotations
 

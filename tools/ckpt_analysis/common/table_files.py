@@ -1,4 +1,4 @@
-"""Tables to files, with errors that say what is wrong with the file."""
+"""Writes tables as Parquet or CSV; an error says what the system reported of the file."""
 
 from __future__ import annotations
 

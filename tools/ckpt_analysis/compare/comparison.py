@@ -1,4 +1,4 @@
-"""Reports in, a Comparison out."""
+"""Compares reports, or variants of several reports each, metric by metric, and returns a Comparison."""
 
 from __future__ import annotations
 

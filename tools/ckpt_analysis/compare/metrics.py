@@ -1,4 +1,4 @@
-"""Samples to compare: one value per operation, that of its slowest rank, so that ranks are not taken for repeats."""
+"""The samples of a comparison: one value per operation, that of its slowest rank, since ranks are no repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--target: numbers that a run is to stay within, such as restart_s=60."""
+"""--target: parses limits such as restart_s=60, and judges a report by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variants that are compared: a run or several repeats of it, and what it ran with."""
+"""The variants of a comparison: one run, or several repeats of it, with the facts that describe it."""
 
 from __future__ import annotations
 

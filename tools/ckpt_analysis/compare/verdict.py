@@ -1,4 +1,4 @@
-"""The verdict on a comparison: its first sentence, in the terminal and on the page."""
+"""The verdict of a comparison in one sentence, with which the terminal's output and the page begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save of an imported log in the making."""
+"""A save that the reader of a log collects, line by line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log file to an ImportedRun."""
+"""Reads a log file and returns an ImportedRun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, layout and hosts as the lines of a log state them, each with its line, so that a contradiction names both."""
+"""Ranks, layout and hosts stated in a log, each with its line, so that a contradiction names both lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An imported run as the Report that a trace would give: None wherever the log does not say."""
+"""Turns an imported run into a Report; what the log does not say is None."""
 
 from __future__ import annotations
 

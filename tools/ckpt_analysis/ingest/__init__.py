@@ -1,1 +1,1 @@
-"""From the files of a trace to the valid records of one run on one time line (`load`)."""
+"""Reads the files of a trace: `load` returns the valid records of one run, with all times on one clock."""

@@ -1,7 +1,7 @@
-"""Decoded logs kept as Parquet, so that a second look at the same logs does not decode them again.
+"""Keeps decoded logs as Parquet, so that they are decoded only once.
 
-The name of an entry is a digest of every file's name, size, time of change and inode, and of the versions of
-this tool's tables and of the log format: logs that changed have another name, so an entry is never stale.
+The name of an entry is a digest of every file's name, size, modification time and inode, and of the versions of the
+tables and of the log format: changed logs have another name, so an entry is never stale.
 """
 
 from __future__ import annotations

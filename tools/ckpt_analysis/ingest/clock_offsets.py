@@ -1,4 +1,4 @@
-"""Hosts whose wall clocks disagree, seen by barriers: all ranks leave a barrier at the same moment."""
+"""Finds hosts whose wall clock is wrong: all ranks leave a barrier at the same time, so its end shows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One time line for all processes: monotonic clocks shifted by one Unix-time offset per clock.
+"""Maps the monotonic clocks of all processes to Unix time, by one offset for each clock.
 
-All processes of one boot of a host read the same monotonic clock, so one shared offset keeps their
-differences exact, also across cycles. Between hosts the comparison is as good as their wall clocks agree.
+All processes of one boot of a host read the same monotonic clock. They share one offset, so their differences stay
+exact, also between cycles. Between hosts the comparison is as exact as their wall clocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The fast reader: files in which nothing is wrong, as nearly all are, decoded together into columns.
+"""The fast reader: decodes files without invalid records, which most files are, into columns.
 
-One line of each shape is read as JSON; the others of that shape are compared with it, byte by byte, and what differs is
-decoded as arrays. Where something is wrong this gives None and does not say what: `fallback` finds out, line by line.
+It reads one line of each shape as JSON, compares the other lines with it byte by byte, and decodes the bytes that
+differ as arrays. If a line is invalid it returns None without a reason; `fallback` then reads the files line by line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The slow reader: a file with something wrong in it, line by line, so that one bad line costs a line."""
+"""The slow reader: reads files with invalid records line by line, so that an invalid line costs only that line."""
 
 from __future__ import annotations
 

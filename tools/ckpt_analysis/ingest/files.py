@@ -1,4 +1,4 @@
-"""Trace files read into memory, a batch of them at a time, with the process record that each begins with."""
+"""Reads trace files into memory, several at a time, and parses the process record that each begins with."""
 
 from __future__ import annotations
 

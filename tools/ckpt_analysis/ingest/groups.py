@@ -1,4 +1,4 @@
-"""Which operations of single ranks are one operation of the run."""
+"""Numbers the operations of the run: the operations of single ranks that belong together get one number."""
 
 from __future__ import annotations
 

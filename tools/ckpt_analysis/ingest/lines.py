@@ -1,4 +1,4 @@
-"""Trace files line by line: what every line holds, and what is wrong with it. Needs the standard library alone."""
+"""Parses trace files line by line: the record of each line, or what is wrong with it. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace directory to one `Trace`: the valid records of one run, on one time line, and what was left out."""
+"""Reads a trace directory and returns a `Trace`: valid records of one run on one clock, and the problems found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Record files to tables of valid records, one table per type, in columns as small as they can be.
+"""Turns trace files into tables of valid records, one table per record type, with columns as small as possible.
 
-Spans are most of a trace. They do not repeat what they share with their operation: `op` is its row in the
-table of operations. Times are as recorded, on the clock of each host.
+Most records are spans. A span does not repeat what its operation says: `op` is the row of the operation in its table.
+Times are those recorded, on the clock of each host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Lines that differ in digits and texts alone: one is read as JSON, and all of its shape as columns of bytes.
+"""Shapes of lines: lines of one shape have the same fields with the same widths, and differ in digits and texts only.
 
-A trace has many lines and few shapes: the fields of a record and how wide each of their values is.
+A trace has many lines and few shapes, so one line of each shape is parsed as JSON, and the others as columns of bytes.
 """
 
 from __future__ import annotations

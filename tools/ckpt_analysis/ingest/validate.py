@@ -1,6 +1,6 @@
-"""Every record of a trace file against the format, line by line: slower than reading, and stricter.
+"""Checks every record of a trace file against the format, line by line. Slower than reading, and stricter.
 
-Needs nothing but the standard library, so that its worker processes start at once.
+Imports the standard library only, so that its worker processes start fast.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is computed of the frames: times, volumes, restarts, lost work. docs/metrics.md defines every number."""
+"""Computes numbers from the frames: times, volumes, restarts, lost work. docs/metrics.md defines each number."""

@@ -1,7 +1,7 @@
-"""Where the wall time of a whole run went, over all its cycles: training that counts, blocked, starting, lost.
+"""Divides the wall time of a run, over all its cycles: training that counts, blocked, starting, lost, other.
 
-The run's wall time is cut into cycles without a gap. Each cycle is told on one rank, of those with the most training
-steps the one that saves blocked longest: other ranks wait for it in their next step.
+Cycles follow one another without gaps. One rank represents each cycle: of the ranks with the most training steps the
+one that saves blocked longest, since the others wait for it in their next step.
 """
 
 from __future__ import annotations

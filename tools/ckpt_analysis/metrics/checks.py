@@ -1,4 +1,4 @@
-"""What the records themselves say went wrong: failed and unfinished operations, notices, disagreements."""
+"""Problems that the records state themselves: failed and unfinished operations, notices, contradictions."""
 
 from __future__ import annotations
 

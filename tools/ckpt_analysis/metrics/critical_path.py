@@ -1,10 +1,9 @@
-"""The critical path of a start over its ranks: the chain of phases, from rank to rank, that its length is.
+"""The critical path of a start: the chain of phases, over several ranks, that determines its length.
 
-It is found backwards from the end of the last first step. On a rank it follows what the rank did, the innermost
-span of each moment. At a phase that no rank can leave before all have come (SYNCHRONISING) it goes on with the
-rank that came last: what the others spent there before was waiting. This is the usual definition of a critical
-path through collective operations; see Boehme et al., "Scalable critical-path based performance analysis",
-IPDPS 2012.
+It is found backwards from the end of the last rank's first step. On a rank it follows the innermost span at each time.
+At a phase that no rank can leave before all have entered it (SYNCHRONISING) it continues on the rank that entered last,
+since the others waited there. This is the usual definition of a critical path through collective operations; see Boehme
+et al., "Scalable critical-path based performance analysis", IPDPS 2012.
 """
 
 from __future__ import annotations

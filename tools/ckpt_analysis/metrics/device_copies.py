@@ -1,4 +1,4 @@
-"""Copies of saves from the device to the host, as the device measured them, beside what the bus can do."""
+"""Copies of saves from the device to the host: throughput by the device's clock, as a share of the bus's throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What supervisors saw of the failure that ended a cycle."""
+"""The failure that ended a cycle, as supervisors recorded it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps: how long each took on its slowest rank, and how long training went on in all."""
+"""Training steps: the slowest rank's time of each step, and the time of all training of a cycle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that a failure undid: the iterations after the checkpoint that the next cycle loaded."""
+"""Training lost by a failure: the iterations after the checkpoint that the next cycle loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads: what each took over all ranks, how long training was blocked, when it was durable."""
+"""Saves and loads over all ranks: wall time, time that training was blocked, time until durable."""
 
 from __future__ import annotations
 

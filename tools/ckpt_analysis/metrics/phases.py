@@ -1,4 +1,4 @@
-"""Phases of operations over the ranks: how long, on which rank, how many bytes and files."""
+"""Phases of operations over the ranks: times, slowest rank, bytes, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank's time in every phase of every operation, as frames: what figures and findings are made from."""
+"""Each rank's time in each phase of each operation, as frames for figures, findings and notebooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start as parts that follow one another: the waterfall that the terminal and the HTML report show."""
+"""Divides a restart into consecutive parts: the waterfall of the terminal and the HTML report."""
 
 from __future__ import annotations
 

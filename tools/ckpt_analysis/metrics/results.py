@@ -1,4 +1,4 @@
-"""What the analyses return. docs/metrics.md defines every number; times are in seconds, GB is 1e9 bytes."""
+"""Results of the analyses as dataclasses. docs/metrics.md defines each number; times are in s, GB is 1e9 bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the spans of saves and loads come to, operation by operation of each rank.
+"""Times and volumes of the spans of saves and loads, for each operation of each rank.
 
-Nothing here takes another file than the operation's own, so it is worked out where a batch of files is read, in the
-process that reads them. Differences of times alone count: clocks need not be aligned.
+They depend on the file of that rank only, so the process that reads a batch of files computes them. They use
+differences of times only, so clocks need not be aligned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts of cycles, restarts above all: from process start, or from the failure, to the first step."""
+"""Starts of cycles: from process start, or from the failure, to the first step, and the work lost before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What saves and loads asked of object storage, by the client's own count."""
+"""Requests of saves and loads to object storage, as the client counted them."""
 
 from __future__ import annotations
 

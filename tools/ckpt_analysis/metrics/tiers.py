@@ -1,4 +1,4 @@
-"""Where the bytes of loads came from, and how copies of saves went to other hosts: engine `memory`, docs/peers.md."""
+"""Engine `memory` (docs/peers.md): bytes of loads by their tier, and copies of saves to other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes, files and kind of the spans of each phase."""
+"""Bytes and files of each phase, and whether its spans blocked training."""
 
 from __future__ import annotations
 

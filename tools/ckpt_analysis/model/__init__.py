@@ -1,1 +1,1 @@
-"""What a run is: its frames of operations, spans and iterations, its cycles, ranks and model."""
+"""Frames of a run's operations, spans and iterations, and facts about its cycles, ranks and model."""

@@ -1,6 +1,6 @@
-"""Records to tidy frames: one row per operation and rank, per span, per iteration, per event, per probe.
+"""Turns records into frames: one row per operation and rank, span, iteration, event, probe.
 
-`group` numbers the operations of the run, each of which is one operation of every rank (see groups.py).
+`group` numbers the operations of the run; each is one operation on every rank (ingest/groups.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an imported log tells. A field is None, or a list empty, where the log does not say: nothing is filled in."""
+"""The content of an imported log. A field is None, or a list empty, if the log does not state it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that was trained, as far as a trace tells: from the command line and the runtime records."""
+"""The trained model, from the command line and the runtime records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probe records as columns: what process, host and device showed at the ends of operations."""
+"""Values of the probes as columns: memory and I/O counters at the begin and end of operations."""
 
 from __future__ import annotations
 

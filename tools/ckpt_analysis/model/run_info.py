@@ -1,4 +1,4 @@
-"""Who ran: cycles, ranks, hosts, layout, engine. What the report's header says."""
+"""Facts about a run for the head of its report: cycles, ranks, hosts, layout, engine, storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples as rates: bytes per second over PCIe, NVLink and to storage, between the samples of a rank."""
+"""Differences of a rank's samples as rates: bytes per second over PCIe, NVLink and to storage."""
 
 from __future__ import annotations
 

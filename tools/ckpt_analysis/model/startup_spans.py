@@ -1,7 +1,7 @@
-"""Spans of start-ups with the load inside: what is summed per phase, and what per detail.
+"""Spans of start-ups with the load inside them, by phase and by detail.
 
-A start-up contains the load. It is shown there as the phase "load", the wall time of the load operation,
-with the load's own phases as its details. A start-up phase around it counts without it, so the phases add up.
+A start-up contains the load. It is shown as the phase "load": the wall time of the load operation, with the load's own
+phases as details. A start-up phase that surrounds the load excludes it, so the phases add up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What measured runs would cost elsewhere.
+"""Predictions of what measured runs would cost in other conditions. docs/metrics.md has the formulas with sources.
 
-At scale, checkpoint interval against failure rate: `model` holds the formulas, `inputs` takes their numbers from a
-report or from flags, `projection` puts them together. On another layout: `drills` takes what runs measured, `costs`
-learns from them, `deployment` reads what is asked for, `twin` predicts. `what_if` asks what other phases would make of
-a start or a save: `replay` does the ranks again, `save_replay` a save's pieces. `replicas` counts which losses copies
-in memory survive. `render` prints. docs/metrics.md gives every formula with its source.
+At scale, over checkpoint interval and failure rate: `model` has the formulas, `inputs` takes their numbers from a
+report or from flags, `projection` applies them, `recovery` does so with measured restarts. On another layout: `drills`
+takes the samples of runs, `costs` fits them, `deployment` reads the flags, `twin` predicts. With other phase
+durations: `what_if` asks, `replay` replays a start and `save_replay` a save. `replicas` computes which losses of nodes
+copies in memory survive.
 """

@@ -1,4 +1,4 @@
-"""The place that a prediction is asked for: from flags, a plan, and what the traces have."""
+"""The layout, hosts and storage that a prediction is asked for: from flags, a plan, and the traces."""
 
 from __future__ import annotations
 

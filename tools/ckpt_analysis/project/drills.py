@@ -1,4 +1,4 @@
-"""What runs measured, and where: the samples that the costs of another place are learnt from."""
+"""Samples that measured runs give to a prediction, each with the layout and hosts that it was measured on."""
 
 from __future__ import annotations
 

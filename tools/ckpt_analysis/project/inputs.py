@@ -1,4 +1,4 @@
-"""The numbers that a projection starts from, each with where it comes from: measured in a run, or given by a flag."""
+"""The numbers that a projection starts from, each with its source: measured in a run, or given by a flag."""
 
 from __future__ import annotations
 

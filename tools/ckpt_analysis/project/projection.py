@@ -1,4 +1,4 @@
-"""Inputs and ranges in, projected rows out. Every row is a projection: nothing in it was measured at that scale."""
+"""Computes the rows of a projection from its inputs and ranges. No row was measured at its scale."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Effective training time over failure rates, from restarts that were measured: one curve for each tier of each run.
+"""Effective training time over failure rates, from measured restarts: one curve for each tier of each run.
 
-A curve says what is left for training if every failure ended as the restarts of one run did that read from one tier,
-with saves as often as that run made those that the tier holds. (The GEMINI paper, SOSP 2023, draws such curves from
-computed recovery times.)
+A curve gives the share of time left for training if every failure ended like the restarts of one run that read from one
+tier, with saves to that tier as frequent as in that run. (The GEMINI paper, SOSP 2023, has such curves with computed
+recovery times.)
 """
 
 from __future__ import annotations

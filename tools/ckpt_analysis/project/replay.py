@@ -1,8 +1,8 @@
-"""Ranks that do again what they did, with other lengths of phases, and wait for one another where they did.
+"""Replays the phases of all ranks with other durations.
 
-On each rank the phases follow one another as they did, each with its new length. At a phase that no rank leaves before
-all have come, what followed the last arrival is kept, and all wait for whoever now comes last: so the critical path may
-move to another rank, or to another phase.
+The phases of a rank keep their order. In a phase that no rank leaves before all have entered it, all ranks wait for
+the rank that now enters last, and the time after that entry is kept. So the critical path may move to another rank or
+phase.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a measured save would take if some of its phases took another time: replayed rank by rank, as a start is.
+"""What a measured save would take with other phase durations, replayed rank by rank.
 
-The checkpoint counts once rank 0 has committed it, which begins when every rank is done with its own part. So a save
-is replayed in three pieces: what each rank does before the commit, other than waiting for the others; from the end of
-the last rank's part to the commit, which is the agreement (`barrier`); and the commit.
+Rank 0 commits the checkpoint once every rank has finished its part. So a save is replayed in three pieces: each rank's
+part before the commit without waits for other ranks; the agreement, from the end of the last rank's part to the commit
+(`barrier`); and the commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predictions for another place, with intervals, and what of that place was in no trace."""
+"""Predicts saves, loads and restarts in another place, with intervals, and lists what is extrapolated."""
 
 from __future__ import annotations
 

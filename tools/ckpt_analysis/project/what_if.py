@@ -1,6 +1,6 @@
-"""What a measured start or save would take if some of its phases took another time: the run replayed, rank by rank.
+"""What a measured start or save would take with other phase durations: the run replayed, rank by rank.
 
-With all factors 1 the replay is what was measured. Phases outside of the ranks, which a supervisor recorded, are added.
+With all factors 1 the result equals the measurement. Phases that a supervisor recorded outside of the ranks are added.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the results look like: terminal, tables, JSON, timeline, and the HTML report in html/."""
+"""Output of the results: terminal, tables, JSON, time line, and the HTML report in html/."""

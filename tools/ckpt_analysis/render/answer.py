@@ -1,4 +1,4 @@
-"""The answer in words: what restarts, saves and loads took, and where it went."""
+"""The answer in sentences: how long restarts, saves and loads took, and in which phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four numbers that a report begins with: time to first step, blocked per save, lost work, coverage."""
+"""The four numbers at the head of a report: time to first step, blocked per save, lost work, coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are saved to and loaded from, as people read it."""
+"""The storage that checkpoints are saved to and loaded from, as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets as people read them: a row each, met or missed."""
+"""Targets as rows of a table: limit, worst value, met or missed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sweeps: the directory that tools/restart_sweep leaves, or a bundle of it, to measurements and comparisons.
+"""Reads sweeps, from the directory that tools/restart_sweep writes or a bundle of it, and compares their cells.
 
-`read` finds the cells, `samples` turns one into values, `groups` puts beside each other those that can be compared,
-`rows` makes a tidy table of all; `bundle` packs a sweep into one archive and takes it apart again; `rules` says what of
-docs/rules.md a sweep does not meet.
+`read` finds the cells, `samples` gets the values of one, `groups` joins comparable cells, `rows` writes all values as
+one table, `several` compares sweeps; `bundle` packs a sweep into an archive and unpacks it; `rules` checks
+docs/rules.md.
 """

@@ -1,8 +1,8 @@
-"""A bundle: one archive of a sweep, by which results are handed on. docs/rules.md says what is in it.
+"""A bundle: one archive of a sweep, to pass its results on. docs/rules.md describes the content.
 
-It is a ZIP file, so that any tool opens it. SHA256SUMS in it has the checksum of every other file, in the form that
-sha256sum(1) checks. The archive's comment, its last bytes, is the checksum of all bytes before it: ZIP has fields that
-no reader looks at, and not one byte is to change unseen.
+It is a ZIP file, which any tool opens. Its SHA256SUMS has the checksum of every other file, in the format of
+sha256sum(1). The comment of the archive, its last bytes, is the checksum of all bytes before it, since ZIP has fields
+that readers ignore, and a change of any byte must be found.
 """
 
 from __future__ import annotations

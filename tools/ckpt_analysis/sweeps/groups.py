@@ -1,4 +1,4 @@
-"""What of a sweep is compared: cells that differ in their engine alone, and the repeats of each."""
+"""Groups the cells of a sweep that differ in their engine only, with the repeats of each."""
 
 from __future__ import annotations
 

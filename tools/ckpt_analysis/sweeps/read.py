@@ -1,4 +1,4 @@
-"""A sweep from its directory."""
+"""Reads a sweep from its directory."""
 
 from __future__ import annotations
 

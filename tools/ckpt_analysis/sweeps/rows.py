@@ -1,4 +1,4 @@
-"""All measurements of a sweep as one tidy table: a row each."""
+"""All measurements of a sweep as one table, one row each."""
 
 from __future__ import annotations
 

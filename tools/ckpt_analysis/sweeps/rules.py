@@ -1,4 +1,4 @@
-"""What of the rules for a valid run a sweep does not meet. docs/rules.md has the rules; a test compares."""
+"""Checks which rules for a valid run a sweep violates. docs/rules.md lists the rules; a test compares."""
 
 from __future__ import annotations
 

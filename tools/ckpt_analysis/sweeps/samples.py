@@ -1,4 +1,4 @@
-"""What one cell measured: of its trace what `compare` takes of any run, and what only the replay or the drill knows."""
+"""Values that one cell measured: those that `compare` takes from a trace, and those of the replay or the drill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps side by side: each configuration that at least two variants have measured."""
+"""Compares sweeps: each configuration that at least two variants have measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wall time of the whole run by what it was spent on, and when, over all cycles."""
+"""The wall time of the run by part of the budget, in total and over time."""
 
 from __future__ import annotations
 

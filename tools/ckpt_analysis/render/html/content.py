@@ -1,4 +1,4 @@
-"""What a figure consists of: plots as plain data, tables, sentences."""
+"""Content of a figure: plots as plain data, tables, sentences."""
 
 from __future__ import annotations
 

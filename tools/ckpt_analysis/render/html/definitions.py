@@ -1,4 +1,4 @@
-"""What the report's terms mean, for the page itself. A test holds these equal to docs/metrics.md."""
+"""Definitions of the report's terms, shown on the page. A test compares them with docs/metrics.md."""
 
 from __future__ import annotations
 

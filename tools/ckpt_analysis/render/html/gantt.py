@@ -1,4 +1,4 @@
-"""Figure 4: one checkpoint as it happened: threads of three ranks, and the training steps around them."""
+"""Figure 4: time line of one checkpoint: threads of three ranks, and the training steps at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: the plain values that its template takes, and the rendered text."""
+"""Makes the page: collects the plain values that the template takes, and renders it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of plotly figures as plain data. Importing plotly's own classes would take longer than all of this."""
+"""Parts of plotly figures as plain data. Importing plotly's own classes takes longer than the rest of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures are drawn from: the analysis of one run, and which of its operations are shown in detail."""
+"""Input of the figures: the analysis of one run, and the operations that are shown in detail."""
 
 from __future__ import annotations
 

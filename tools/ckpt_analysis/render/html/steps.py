@@ -1,4 +1,4 @@
-"""Figure 8: training steps around checkpoints, and what a save in the background does to them."""
+"""Figure 8: training steps around checkpoints, and by how much a background save slows them down."""
 
 from __future__ import annotations
 

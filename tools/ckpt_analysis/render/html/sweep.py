@@ -1,4 +1,4 @@
-"""The figures of a sweep: those of a study of checkpoints and restarts, over all its cells."""
+"""Figures of a sweep over all its cells, as in a study of checkpoints and restarts."""
 
 from __future__ import annotations
 

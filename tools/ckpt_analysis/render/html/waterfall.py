@@ -1,4 +1,4 @@
-"""A restart from the failure to the work caught up, on its critical rank."""
+"""Waterfall of a restart on its critical rank, from the failure until the lost work is caught up."""
 
 from __future__ import annotations
 
