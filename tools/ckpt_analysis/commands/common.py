@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ..common.progress import Progress
 
 if TYPE_CHECKING:
     from ..compare.variants import Variant
+    from ..render.document import Document
     from ..report import Analysis, Report
     from ..trace_analysis import TraceAnalysis
 
@@ -71,6 +73,19 @@ def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
 def write_formatted(arguments: argparse.Namespace, **renderers: Callable[[], str]) -> None:
     """Write the output in the format given by --format."""
     write_stdout(renderers[arguments.format]())
+
+
+def write_document(arguments: argparse.Namespace, document: Document) -> None:
+    """Write a result in the format given by --format."""
+    from ...common.tables import Style
+
+    write_formatted(
+        arguments,
+        table=lambda: document.table(Style(sys.stdout)),
+        json=document.json,
+        csv=document.csv,
+        markdown=document.markdown,
+    )
 
 
 def open_run(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> TraceAnalysis:

@@ -5,14 +5,13 @@ memory.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from restart_trace.schema import TIERS
 
 from ...common.cli import OK
 from ..common.errors import CouldNotRunError
-from .common import add_format, open_run, read_analysis, read_report, write_formatted
+from .common import add_format, open_run, read_analysis, read_report, write_document
 
 HELP = "project measured runs: to many nodes, to another layout, with other phases, with copies in memory"
 EXAMPLES = """\
@@ -143,11 +142,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _intervals(arguments: argparse.Namespace) -> None:
     """The best intervals between saves, and the effective training time."""
-    from ...common.tables import Style
     from ..project.inputs import Given, gather
     from ..project.projection import project
     from ..project.ranges import parse_positives
-    from ..render.projection import to_csv, to_json, to_markdown, to_table
+    from ..render.projection import document
 
     nodes = _counts(arguments, "--nodes")
     hours = parse_positives("--mtbf-hours", _given(arguments, "--mtbf-hours"))
@@ -162,22 +160,15 @@ def _intervals(arguments: argparse.Namespace) -> None:
         tier=arguments.tier,
     )
     projection = project(gather(report, given), nodes, hours, steps)
-    write_formatted(
-        arguments,
-        table=lambda: to_table(projection, Style(sys.stdout)),
-        json=lambda: to_json(projection),
-        csv=lambda: to_csv(projection),
-        markdown=lambda: to_markdown(projection),
-    )
+    write_document(arguments, document(projection))
 
 
 def _recoveries(arguments: argparse.Namespace) -> None:
     """Effective training time over failure rates, with measured restarts."""
-    from ...common.tables import Style
     from ..project.inputs import Given
     from ..project.ranges import parse_positives
     from ..project.recovery import curves
-    from ..render.recovery import to_csv, to_json, to_markdown, to_table
+    from ..render.recovery import document
 
     rates = parse_positives("--failures-per-day", arguments.failures_per_day)
     steps = _counts(arguments, "--interval-steps") if arguments.interval_steps else [None]
@@ -195,23 +186,16 @@ def _recoveries(arguments: argparse.Namespace) -> None:
     )
     reports = [read_report(directory, arguments) for directory in arguments.logdirs]
     found = curves(reports, given, rates, steps[0])
-    write_formatted(
-        arguments,
-        table=lambda: to_table(found, Style(sys.stdout)),
-        json=lambda: to_json(found),
-        csv=lambda: to_csv(found),
-        markdown=lambda: to_markdown(found),
-    )
+    write_document(arguments, document(found))
 
 
 def _twin(arguments: argparse.Namespace) -> None:
     """Saves, loads and restarts of another layout, learnt from the given runs."""
-    from ...common.tables import Style
     from ..project.deployment import asked_deployment, ceilings
     from ..project.drills import drill_of
     from ..project.twin import predict
     from ..project.what_if import parse_factors
-    from ..render.twin import to_csv, to_json, to_markdown, to_table
+    from ..render.twin import document
 
     factors = parse_factors(arguments.what_if or [])
     if not arguments.logdirs:
@@ -220,49 +204,29 @@ def _twin(arguments: argparse.Namespace) -> None:
     drills = [drill_of(run.trace, run.analysis) for run in runs]
     deployment, engine = asked_deployment(arguments, drills)
     prediction = predict(drills, deployment, engine, ceilings(arguments), factors)
-    write_formatted(
-        arguments,
-        table=lambda: to_table(prediction, Style(sys.stdout)),
-        json=lambda: to_json(prediction),
-        csv=lambda: to_csv(prediction),
-        markdown=lambda: to_markdown(prediction),
-    )
+    write_document(arguments, document(prediction))
 
 
 def _what_if(arguments: argparse.Namespace) -> None:
     """Restarts and saves of a run with changed phases."""
-    from ...common.tables import Style
     from ..project.what_if import parse_factors, what_if
-    from ..render.what_if import to_csv, to_json, to_markdown, to_table
+    from ..render.what_if import document
 
     factors = parse_factors(arguments.what_if)
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: --what-if asks of a measured run")
     found = what_if(read_analysis(_only(arguments), arguments), factors)
-    write_formatted(
-        arguments,
-        table=lambda: to_table(found, factors, Style(sys.stdout)),
-        json=lambda: to_json(found, factors),
-        csv=lambda: to_csv(found, factors),
-        markdown=lambda: to_markdown(found, factors),
-    )
+    write_document(arguments, document(found, factors))
 
 
 def _copies(arguments: argparse.Namespace) -> None:
     """Probability that a copy of each part survives a loss of nodes."""
-    from ...common.tables import Style
     from ..project.replicas import survivals
-    from ..render.survival import to_csv, to_json, to_markdown, to_table
+    from ..render.survival import document
 
     nodes, replicas, lost = (_counts(arguments, flag) for flag in ("--nodes", "--replicas", "--lost-nodes"))
     found = [row for copies in replicas for row in survivals(arguments.placement, nodes, copies, lost)]
-    write_formatted(
-        arguments,
-        table=lambda: to_table(found, Style(sys.stdout)),
-        json=lambda: to_json(found),
-        csv=lambda: to_csv(found),
-        markdown=lambda: to_markdown(found),
-    )
+    write_document(arguments, document(found))
 
 
 def _only(arguments: argparse.Namespace) -> Path:

@@ -191,6 +191,17 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
     )
 
 
+def no_records() -> Records:
+    """Tables without rows."""
+    empty = {
+        name: pl.DataFrame(schema=schema | {FILE: pl.Int32(), LINE: pl.UInt32()})
+        for name, schema in TYPE_SCHEMAS.items()
+    }
+    records = _tables(empty, [])
+    assert records is not None, "nothing contradicts nothing"
+    return records
+
+
 def _placed(table: pl.DataFrame, files: pl.DataFrame) -> pl.DataFrame:
     """The table with cycle and rank of each row's file; an event may be of another cycle than its file."""
     own = ["cycle"] if "cycle" in table.columns else []

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
-from ..common.names import FILE, NAME, OPERATION
+from ..common.names import FILE, OPERATION
 from ..ingest.load import Trace
-
-__all__ = ["NAME", "Frames", "make_frames"]
+from ..ingest.records import Records, no_records
 
 _FROM_OPERATION = ["group", "operation", "cycle", "rank", "op_id"]
 
@@ -63,7 +62,18 @@ class Frames:
 
 def make_frames(trace: Trace) -> Frames:
     """The records of a trace as frames."""
-    records = trace.records
+    return _frames(trace.records)
+
+
+def no_frames() -> Frames:
+    """The frames of a run of which nothing is known rank by rank: without rows."""
+    records = no_records()
+    operations = records.operations.with_columns(pl.lit(0, pl.UInt32).alias("group"))
+    events = records.events.with_columns(pl.lit(None, pl.String).alias("host"))
+    return _frames(replace(records, operations=operations, events=events))
+
+
+def _frames(records: Records) -> Frames:
     operations = _without_origin(records.operations).select("group", pl.exclude("group"))
     return Frames(
         operations=operations.with_columns(pl.col("operation").cast(pl.String)),
@@ -78,26 +88,3 @@ def make_frames(trace: Trace) -> Frames:
 
 def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
     return table.drop(FILE)
-
-
-def no_frames() -> Frames:
-    """The frames of a run of which nothing is known rank by rank: without rows."""
-    rank_columns = {"cycle": pl.Int64, "rank": pl.Int64}
-    window = {"start_ns": pl.Int64, "end_ns": pl.Int64}
-    kind = {"group": pl.UInt32, "operation": pl.String}
-    operation = kind | rank_columns | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
-    operation |= {"tier": pl.String} | window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
-    span = {"op": pl.UInt32, "phase": NAME, "detail": NAME, "file": pl.Categorical, "bytes": pl.Int64} | window
-    span |= {"duration_ns": pl.Int64, "thread": pl.Categorical, "blocking": pl.Boolean, "error": pl.Categorical}
-    event = {"operation": pl.String, "phase": pl.String, "detail": pl.String, "step": pl.Int64, "time_ns": pl.Int64}
-    event |= {"host": pl.String}
-    probe = {"operation": pl.String, "op_id": pl.Int64, "at": pl.String, "time_ns": pl.Int64, "values": pl.String}
-    return Frames(
-        operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),
-        spans=pl.DataFrame(schema=span),
-        iterations=pl.DataFrame(schema=rank_columns | {"step": pl.Int64} | window | {"loss": pl.Float64}),
-        events=pl.DataFrame(schema=rank_columns | event),
-        runtimes=pl.DataFrame(schema=rank_columns | {"engine_used": pl.String, "parameters": pl.Int64}),
-        probes=pl.DataFrame(schema=rank_columns | probe),
-        samples=pl.DataFrame(schema=rank_columns | {"time_ns": pl.Int64, "values": pl.String}),
-    )

@@ -1,17 +1,15 @@
-"""A Projection as a table for people, as Markdown, CSV or JSON. Each says that it is a projection."""
+"""Output of a Projection. Every format says that it is a projection."""
 
 from __future__ import annotations
 
-import json
-import textwrap
 from dataclasses import asdict, fields
 
-from ...common.escaping import markdown, shown
+from ...common.escaping import shown
 from ...common.formatting import number, percent
-from ...common.tables import Column, Style, csv_table, markdown_table, text_table, texts, titles
+from ...common.tables import Column
 from ..project.projection import Projection, Row, save_GBps
+from .document import Block, Document, Heading, Notes, Table, table_of
 
-_WIDTH = 100
 _TITLE = "Projection: nothing below was measured at these scales"
 _INPUTS = ("input", "value", "from")
 _COLUMNS: tuple[Column[Row], ...] = (
@@ -33,37 +31,21 @@ _COLUMNS: tuple[Column[Row], ...] = (
 )
 
 
-def to_json(projection: Projection) -> str:
-    """The keys are those of project/projection.py; docs/metrics.md defines them."""
-    return json.dumps(asdict(projection), indent=2, allow_nan=False) + "\n"
-
-
-def to_csv(projection: Projection) -> str:
-    """One line per row; the first column says that it is a projection."""
+def document(projection: Projection) -> Document:
+    """The keys are those of project/projection.py; docs/metrics.md defines them. Rows say that they are projected."""
     names = [entry.name for entry in fields(Row)]
     rows = [(projection.kind, *(getattr(row, name) for name in names)) for row in projection.rows]
-    return csv_table(("kind", *names), rows)
+    return Document(asdict(projection), ("kind", *names), rows, lambda safe: _blocks(shown(projection, safe)))
 
 
-def to_markdown(projection: Projection) -> str:
-    """Tables in GitHub's Markdown."""
-    projection = shown(projection, markdown)
-    lines = [f"**{_TITLE}**", "", *markdown_table(_INPUTS, _inputs(projection))]
-    lines += ["", *markdown_table(titles(_COLUMNS), texts(_COLUMNS, projection.rows))]
-    lines += ["", *(f"- {assumption}" for assumption in _assumptions(projection))]
-    return "\n".join(lines) + "\n"
-
-
-def to_table(projection: Projection, style: Style) -> str:
-    """For the terminal."""
-    projection = shown(projection)
-    lines = [style.heading(_TITLE), *text_table(_INPUTS, _inputs(projection), style)]
-    lines += ["", *text_table(titles(_COLUMNS), texts(_COLUMNS, projection.rows), style), ""]
-    lines.append("Assumed:")
-    for assumption in _assumptions(projection):
-        lines += textwrap.wrap(assumption, _WIDTH, initial_indent="- ", subsequent_indent="  ")
-    lines.append("docs/metrics.md has every formula and its source.")
-    return "\n".join(lines) + "\n"
+def _blocks(projection: Projection) -> list[Block]:
+    return [
+        Heading(_TITLE),
+        Table(_INPUTS, _inputs(projection)),
+        table_of(_COLUMNS, projection.rows),
+        Notes("Assumed", _assumptions(projection)),
+        "docs/metrics.md has every formula and its source.",
+    ]
 
 
 def _inputs(projection: Projection) -> list[tuple[str, str, str]]:

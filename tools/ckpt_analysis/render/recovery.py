@@ -1,51 +1,32 @@
-"""Curves of effective training time over failure rates, as a table for people, as Markdown, CSV or JSON."""
+"""Output of curves of effective training time over failure rates."""
 
 from __future__ import annotations
 
-import json
-import textwrap
 from dataclasses import asdict, fields
 
-from ...common.escaping import markdown, shown
+from ...common.escaping import shown
 from ...common.formatting import percent
-from ...common.tables import Style, csv_table, markdown_table, text_table
 from ..project.recovery import Curves, Point
+from .document import Block, Document, Heading, Notes, Table
 
-_WIDTH = 100
 _TITLE = "Projection: effective training time ratio, with the restarts that were measured"
 _INPUTS = ("curve", "restarts", "restart s", "blocked s", "counts after s", "step s", "saved every")
 
 
-def to_json(curves: Curves) -> str:
-    """The keys are those of project/recovery.py; docs/metrics.md defines them."""
-    return json.dumps(asdict(curves), indent=2, allow_nan=False) + "\n"
-
-
-def to_csv(curves: Curves) -> str:
-    """One line per point; the first column says that it is a projection."""
+def document(curves: Curves) -> Document:
+    """The keys are those of project/recovery.py; docs/metrics.md defines them. Rows say that they are projected."""
     names = [entry.name for entry in fields(Point)]
-    return csv_table(
-        ("kind", *names), [(curves.kind, *(getattr(point, name) for name in names)) for point in curves.points]
-    )
+    rows = [(curves.kind, *(getattr(point, name) for name in names)) for point in curves.points]
+    return Document(asdict(curves), ("kind", *names), rows, lambda safe: _blocks(shown(curves, safe)))
 
 
-def to_markdown(curves: Curves) -> str:
-    """Tables in GitHub's Markdown."""
-    curves = shown(curves, markdown)
-    lines = [f"**{_TITLE}**", "", *markdown_table(_INPUTS, _inputs(curves))]
-    lines += ["", *markdown_table(_titles(curves), _rows(curves)), ""]
-    return "\n".join([*lines, *(f"- {assumption}" for assumption in curves.assumptions)]) + "\n"
-
-
-def to_table(curves: Curves, style: Style) -> str:
-    """For the terminal."""
-    curves = shown(curves)
-    lines = [style.heading(_TITLE), *text_table(_INPUTS, _inputs(curves), style)]
-    lines += ["", *text_table(_titles(curves), _rows(curves), style), ""]
-    lines.append("In brackets: with the slowest and the fastest restart. Assumed:")
-    for assumption in curves.assumptions:
-        lines += textwrap.wrap(assumption, _WIDTH, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join(lines) + "\n"
+def _blocks(curves: Curves) -> list[Block]:
+    return [
+        Heading(_TITLE),
+        Table(_INPUTS, _inputs(curves)),
+        Table(("failures/day", *(each.name for each in curves.recoveries)), _rows(curves)),
+        Notes("In brackets: with the slowest and the fastest restart. Assumed", curves.assumptions),
+    ]
 
 
 def _inputs(curves: Curves) -> list[tuple[str, ...]]:
@@ -64,10 +45,6 @@ def _inputs(curves: Curves) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _titles(curves: Curves) -> tuple[str, ...]:
-    return ("failures/day", *(each.name for each in curves.recoveries))
 
 
 def _rows(curves: Curves) -> list[tuple[str, ...]]:

@@ -1,14 +1,14 @@
-"""How likely copies in memory survive: a table for people, Markdown, CSV or JSON."""
+"""Output of the probabilities that copies in memory survive."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from ...common.formatting import percent
-from ...common.tables import Column, Style, csv_table, markdown_table, text_table, texts, titles
+from ...common.tables import Column
 from ..project.replicas import Survival
+from .document import Document, table_of
 
 _COLUMNS: tuple[Column[Survival], ...] = (
     Column("placement", lambda s: s.placement),
@@ -18,28 +18,16 @@ _COLUMNS: tuple[Column[Survival], ...] = (
     Column("a copy of each part is left", lambda s: percent(s.probability)),
     Column("at least", lambda s: percent(s.bound)),
 )
-_REMARKS = (
-    "The probability is exact, over all choices of the nodes lost alike; `at least` is the bound of GEMINI's corollary",
-    "1 (SOSP 2023), for rings and mixed placement with their numbers of sets. docs/metrics.md has the formulas.",
+_REMARK = (
+    "The probability is exact, over all choices of the nodes lost alike; `at least` is the bound of GEMINI's "
+    "corollary 1 (SOSP 2023), for rings and mixed placement with their numbers of sets. "
+    "docs/metrics.md has the formulas."
 )
 
 
-def to_json(found: Sequence[Survival]) -> str:
+def document(found: Sequence[Survival]) -> Document:
     """The keys are those of project/replicas.py; docs/metrics.md defines them."""
-    return json.dumps({"kind": "copies_in_memory", "rows": [asdict(row) for row in found]}, indent=2) + "\n"
-
-
-def to_csv(found: Sequence[Survival]) -> str:
-    """One line per row."""
+    rows = [asdict(row) for row in found]
+    data = {"kind": "copies_in_memory", "rows": rows}
     names = [entry.name for entry in fields(Survival)]
-    return csv_table(names, [tuple(getattr(row, name) for name in names) for row in found])
-
-
-def to_markdown(found: Sequence[Survival]) -> str:
-    """A table in GitHub's Markdown."""
-    return "\n".join([*markdown_table(titles(_COLUMNS), texts(_COLUMNS, found)), "", *_REMARKS]) + "\n"
-
-
-def to_table(found: Sequence[Survival], style: Style) -> str:
-    """For the terminal."""
-    return "\n".join([*text_table(titles(_COLUMNS), texts(_COLUMNS, found), style), "", *_REMARKS]) + "\n"
+    return Document(data, names, [[*row.values()] for row in rows], lambda safe: [table_of(_COLUMNS, found), _REMARK])

@@ -1,50 +1,37 @@
-"""Answers to --what-if as a table for people, as Markdown, CSV or JSON."""
+"""Output of the answers to --what-if."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ...common.escaping import markdown, shown
+from ...common.escaping import shown
 from ...common.formatting import seconds
-from ...common.tables import Style, csv_table, markdown_table, text_table
 from ..project.what_if import Answer
+from .document import Block, Document, Heading, Table
 
 _HEADER = ("part", "measured s", "what if s")
 _REMARK = "A replay of what was measured, rank by rank; what runs beside a phase is not sped up by its getting shorter."
 
 
-def to_json(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
-    """The keys are those of project/what_if.py; docs/metrics.md defines them."""
-    found = {"kind": "what_if", "factors": dict(factors), "answers": [asdict(answer) for answer in answers]}
-    return json.dumps(found, indent=2, allow_nan=False) + "\n"
+def document(answers: Sequence[Answer], factors: Mapping[str, float]) -> Document:
+    """The keys are those of project/what_if.py; docs/metrics.md defines them.
 
-
-def to_csv(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
-    """One line per answer and phase; the phase of the whole is ""."""
+    CSV has a row per answer and phase; the phase of the whole is "".
+    """
+    data = {"kind": "what_if", "factors": dict(factors), "answers": [asdict(answer) for answer in answers]}
     rows = [
         ("what_if", answer.cycle, answer.kind, answer.tag, answer.quantity, phase, before, after)
         for answer in answers
         for phase, before, after in [("", answer.measured_s, answer.new_s), *_phases(answer)]
     ]
-    return csv_table(("kind", "cycle", "operation", "tag", "quantity", "phase", "measured_s", "new_s"), rows)
+    header = ("kind", "cycle", "operation", "tag", "quantity", "phase", "measured_s", "new_s")
+    return Document(data, header, rows, lambda safe: _blocks(shown(list(answers), safe), factors))
 
 
-def to_markdown(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
-    """Tables in GitHub's Markdown."""
-    lines: list[str] = []
-    for answer in shown(list(answers), markdown):
-        lines += [_sentence(answer, factors), "", *markdown_table(_HEADER, _rows(answer)), ""]
-    return "\n".join([*lines, _REMARK]) + "\n"
-
-
-def to_table(answers: Sequence[Answer], factors: Mapping[str, float], style: Style) -> str:
-    """For the terminal."""
-    lines: list[str] = []
-    for answer in shown(list(answers)):
-        lines += [style.heading(_sentence(answer, factors)), *text_table(_HEADER, _rows(answer), style), ""]
-    return "\n".join([*lines, _REMARK]) + "\n"
+def _blocks(answers: Sequence[Answer], factors: Mapping[str, float]) -> list[Block]:
+    pairs = [(Heading(_sentence(answer, factors)), Table(_HEADER, _rows(answer))) for answer in answers]
+    return [*(block for pair in pairs for block in pair), _REMARK]
 
 
 def _sentence(answer: Answer, factors: Mapping[str, float]) -> str:
