@@ -89,6 +89,7 @@ def _receiver(record: dict[str, Any]) -> Iterator[tuple[str, int]]:
             view = memoryview(bytearray(record["file"]["num_bytes"]))
             with Channel(found[0][0], _DEADLINE_S) as channel:
                 channel.tell(go=True)
+                channel.hear()
                 channel.receive_file(view, record)
                 channel.tell(done=True)
             os._exit(0)
@@ -106,7 +107,7 @@ def _sample(fd: int, record: dict[str, Any]) -> float:
     with _receiver(record) as (host, port), connect(host, port, _DEADLINE_S) as channel:
         channel.hear()
         start = now_ns()
-        channel.send_file(fd, record["file"]["num_bytes"])
+        channel.send_file({}, fd, [(0, record["file"]["num_bytes"])])
         channel.hear()
         return (now_ns() - start) / 1e9
 

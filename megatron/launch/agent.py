@@ -23,7 +23,7 @@ from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.health import RepeatedCheck, what_is_wrong
 from megatron.launch.lease import Lease
 from megatron.launch.membership import LaunchEndedError, OtherLaunchError, command_digest, leader_address
-from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
+from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, LaunchConnection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
@@ -111,7 +111,7 @@ class Agent:
         self._instance = secrets.token_hex(8)
         self._lease = Lease()
         self._signals = Signals(stop_signals(plan.arguments))
-        self._connection: Connection | None = None
+        self._connection: LaunchConnection | None = None
         self._store: RendezvousStore | None = None
         self._copies: CopyProcess | None = None  # where the ranks keep saves in memory
         self._current: _Generation | None = None
@@ -157,7 +157,7 @@ class Agent:
         select.select([connection, self._signals], [], [], self._until_next())
         for signum in self._signals.received() - {signal.SIGCHLD}:
             self._pass_on(signum)
-        for message in connection.receive():
+        for message in connection.messages():
             code = self._obey(message)
             if code is not None:
                 return code
@@ -249,7 +249,7 @@ class Agent:
         mine = what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}
         moves = isinstance(self._plan.coordinator, StoreAddress)
         opened = connect(self._coordinator(), self._secret, COORDINATOR, _FAILOVER_S if moves else _CONNECT_S)
-        self._connection = Connection(opened)
+        self._connection = LaunchConnection(opened)
         self._lease_until = time.monotonic() + (_FAILOVER_S if moves else _WELCOME_S)
         self._timeout_s, self._beats = 0.0, {}
         self._connection.send(

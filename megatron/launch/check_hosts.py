@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron.launch.messages import Connection
+from megatron.launch.messages import LaunchConnection
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import MEETING, connect
 from megatron.net.listening import EVERYWHERE, listen_for_hosts, listen_on
@@ -152,9 +152,9 @@ class _Meeting:
         self._address = address
         self._nodes = nodes
         self._refusal = refusal
-        self._strangers: list[Connection] = []
-        self._waiting: dict[Connection, Host] = {}
-        self._told: list[Connection] = []
+        self._strangers: list[LaunchConnection] = []
+        self._waiting: dict[LaunchConnection, Host] = {}
+        self._told: list[LaunchConnection] = []
 
     def hold(self, port: str, deadline: float) -> str | None:
         """What is wrong, or None; all have been told. Raises OSError if the port cannot be listened on."""
@@ -163,7 +163,7 @@ class _Meeting:
         with contextlib.closing(acceptor):
             while not self._all_came() and time.monotonic() < deadline:
                 select.select([acceptor, *self._strangers, *self._waiting], [], [], _POLL_S)
-                self._strangers += [Connection(connected) for connected, _ in acceptor.accepted()]
+                self._strangers += [LaunchConnection(connected) for connected, _ in acceptor.accepted()]
                 was_refused = self._refusal is not None
                 self._hear()
                 if self._refusal is not None:
@@ -182,14 +182,14 @@ class _Meeting:
 
     def _hear(self) -> None:
         for connection in self._strangers:
-            for message in connection.receive():
+            for message in connection.messages():
                 if message["type"] == "here":
                     self._waiting[connection] = Host(message["place"], message["host"], message["runs"])
                 elif message["type"] == "refused":
                     self._waiting[connection] = Host(-1, "", {})
                     self._refusal = self._refusal or message["why"]
         for connection in self._waiting:
-            connection.receive()
+            connection.messages()
         self._waiting = {connection: host for connection, host in self._waiting.items() if not connection.ended}
         self._strangers = [one for one in self._strangers if not one.ended and one not in self._waiting]
 
@@ -219,7 +219,7 @@ class _Meeting:
         return f"NODE_RANK {shown} of {self._nodes} nodes"
 
 
-def _wait_until_left(connections: Sequence[Connection]) -> None:
+def _wait_until_left(connections: Sequence[LaunchConnection]) -> None:
     """So that the port is free at once: it is the end which closes first that keeps it."""
     deadline = time.monotonic() + _LEAVE_S
     left = [connection for connection in connections if not connection.ended]
@@ -227,7 +227,7 @@ def _wait_until_left(connections: Sequence[Connection]) -> None:
         select.select(left, [], [], _POLL_S)
         for connection in left:
             connection.flush()
-            connection.receive()
+            connection.messages()
         left = [connection for connection in left if not connection.ended]
     for connection in connections:
         connection.close()
@@ -246,12 +246,12 @@ def _ask_first(address: str, port: str, deadline: float, kind: str, content: dic
             why = error.strerror or str(error)
             time.sleep(_POLL_S)
             continue
-        connection = Connection(opened)
+        connection = LaunchConnection(opened)
         connection.send(kind, **content)
         while not connection.ended and time.monotonic() < deadline:
             select.select([connection], [], [], _POLL_S)
             connection.flush()
-            for message in connection.receive():
+            for message in connection.messages():
                 if message["type"] == "compared":
                     connection.close()
                     return message["wrong"] or None

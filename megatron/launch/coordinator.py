@@ -27,7 +27,7 @@ from typing import Any
 from megatron.launch.etcd import MembershipError, StoreAddress
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunchError, command_digest
-from megatron.launch.messages import SUSPECTED, Connection
+from megatron.launch.messages import SUSPECTED, LaunchConnection
 from megatron.launch.ranks import Refusals
 from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals, why_not_again
@@ -72,7 +72,7 @@ class Launch:
 class _Agent:
     """A connected agent. `place`: its node rank in the last generation that it was in, or the one that it asked for."""
 
-    connection: Connection
+    connection: LaunchConnection
     heard: float  # monotonic, s
     number: int = -1  # -1: it has not introduced itself
     address: str = ""
@@ -184,7 +184,7 @@ class Coordinator:
         """Read what every agent says, then see who is silent, then what follows; an exit status at the end."""
         # All is read before anybody counts as silent: this process may itself have been held up.
         for agent in list(self._agents):
-            for message in agent.connection.receive():
+            for message in agent.connection.messages():
                 agent.heard = time.monotonic()
                 self._obey(agent, message)
                 if agent not in self._agents:  # it was lost by what it said, and says nothing more
@@ -209,18 +209,18 @@ class Coordinator:
 
     def _accept(self) -> None:
         for connected, _ in self._acceptor.accepted():
-            agent = _Agent(Connection(connected), time.monotonic())
+            agent = _Agent(LaunchConnection(connected), time.monotonic())
             self._agents.append(agent)
             self._selector.register(agent.connection, selectors.EVENT_READ)
 
     def _obey(self, agent: _Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
         if (kind == "hello") != (agent.number < 0):
-            agent.connection.ended = True  # an agent introduces itself first, and once
+            agent.connection.ended = "does not introduce itself first, and once"
         elif kind == "hello" and message["number"] >= 0:
             self._welcome(agent, message)
         elif kind == "hello":
-            agent.connection.ended = True
+            agent.connection.ended = "has a negative number"
         elif kind == "beat":
             agent.connection.send("ack", number=message["number"])
         elif kind == "signal" and message["signum"] in self._stop_signals:
@@ -273,7 +273,7 @@ class Coordinator:
             # Of the same launch id are those that one launch script has started, which shows what all of them print.
             together = hello["launch_id"] == launch.launch_id
             agent.connection.send("refuse", why="" if together else why)
-            agent.connection.ended = True
+            agent.connection.ended = "is refused"
             if self._generation < 0:
                 self._state = "refused"
             return
@@ -572,7 +572,7 @@ class Coordinator:
         while any(not agent.connection.ended for agent in self._agents) and time.monotonic() < deadline:
             self._selector.select(_POLL_S)
             for agent in self._agents:
-                agent.connection.receive()
+                agent.connection.messages()
         sys.stderr.flush()
 
 

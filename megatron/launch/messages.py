@@ -1,20 +1,19 @@
-"""Messages between the coordinator and the agents of a launch: JSON objects, one a line, over one TCP connection each.
-Those of a launch that is started by hand on each node (check_hosts.py) are of the same kind. Both ends have proved
-that they know the secret of the launch before the first message (megatron.net.handshake).
+"""The messages between the coordinator and an agent, and between launch scripts that compare their hosts.
 
-Neither side ever blocks on the other: what cannot be sent at once is kept, and a peer that reads nothing is found by
-its silence (see agent.py and coordinator.py). The kernel is asked to send at once (TCP_NODELAY): messages are small.
+A message is a JSON object with a type and the fields of that type. Neither end waits for the other: what cannot be sent
+at once is kept (megatron.net.connection), and an end that reads nothing is found by its silence (agent.py,
+coordinator.py).
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from typing import Any
 
-_CHUNK = 1 << 16
-_LONGEST = 1 << 20  # bytes of what has come and was not taken: a peer that sends more at once speaks something else
-_MOST_UNSENT = 16 << 20  # bytes: a peer that has left so much unread reads nothing; of 10,000 hosts all take 1 MiB
+from megatron.net.connection import Connection
+
+_LONGEST = 16 << 20  # bytes of a message; one that names 10,000 hosts has 1 MiB
+_MOST_UNSENT = 16 << 20  # bytes: an end that has left so much unread reads nothing
 # Of the heartbeat timeout: how often an agent tells that it lives, and for how long after the last beat that was
 # answered it lets its ranks run. The latter must be less than 1: ranks of a node that is cut off have to be gone
 # before the coordinator, which counts from the arrival of that beat, has others take their place. An agent that has not
@@ -66,65 +65,27 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 def _is_message(value: Any) -> bool:
-    """Whether a decoded line has a known type and each field of it with its type, a number of seconds also as int."""
+    """Whether an object has a known type and each field of it with its type, a number of seconds also as int."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str) or value["type"] not in _FIELDS:
         return False
     fields = _FIELDS[value["type"]]
     return all(type(value.get(name)) in ((float, int) if kind is float else (kind,)) for name, kind in fields.items())
 
 
-class Connection:
-    """One end of a connection that is made; not for several threads."""
+class LaunchConnection(Connection):
+    """One end of a connection between coordinator and agent, or between launch scripts. It never waits."""
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connected
-        self._received = b""
-        self._unsent = b""
-        self.ended = False  # the peer has closed it, or it broke
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        super().__init__(connected, _LONGEST, most_unsent=_MOST_UNSENT)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message, or as much of it as the peer takes now; the rest goes with the next call."""
-        self._unsent += json.dumps({"type": kind} | content).encode() + b"\n"
-        self.flush()
+        """Send a message, or as much of it as the other end takes now; the rest goes with the next call."""
+        self.put({"type": kind} | content)
 
-    def flush(self) -> bool:
-        """Send what is left; whether nothing is."""
-        while self._unsent and not self.ended:
-            try:
-                self._unsent = self._unsent[self._socket.send(self._unsent) :]
-            except BlockingIOError:
-                self.ended = len(self._unsent) > _MOST_UNSENT
-                return False
-            except OSError:
-                self.ended = True
-        return True
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived completely, each with its fields; a line that is none ends the connection."""
-        while not self.ended:
-            try:
-                got = self._socket.recv(_CHUNK)
-            except BlockingIOError:
-                break
-            except OSError:
-                got = b""
-            self._received += got
-            self.ended = not got or len(self._received) > _LONGEST
-        *lines, self._received = self._received.split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            self.ended = True
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages that have arrived completely, each with its fields; one that lacks some ends the connection."""
+        found = [content for content, _ in self.receive()]
+        if not all(map(_is_message, found)):
+            self.ended = "sends what is no message of a launch"
             return []
-        if not all(map(_is_message, messages)):
-            self.ended = True
-            return []
-        return messages
-
-    def close(self) -> None:
-        self._socket.close()
+        return found

@@ -22,7 +22,7 @@ from megatron.net import handshake
 from megatron.net.acceptor import Acceptor
 from megatron.net.listening import address_of_interface, address_towards, is_loopback, own_addresses
 from megatron.net.secret import VARIABLE
-from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, tree_nodes
+from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Neighbour, Tree, tree_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Listener:
             found.append(Tree(self.where.rank, self.where.host, parent, below, timeout_s))
         return found
 
-    def _to_parent(self, parent: Where | None, secret: bytes, number: int, deadline: float) -> Connection | None:
+    def _to_parent(self, parent: Where | None, secret: bytes, number: int, deadline: float) -> Neighbour | None:
         if parent is None:
             return None
         claim, left = _CLAIM.pack(number, self.where.rank), max(0.001, deadline - time.monotonic())
@@ -98,15 +98,15 @@ class Listener:
                 f"rank {self.where.rank} on {self.where.host} cannot connect to rank {parent.rank} on {parent.host} at "
                 f"{parent.address}:{parent.port}: {error.strerror or error}{'' if known else '; ' + helps}"
             ) from error
-        return Connection(sock, parent.rank, parent.host)
+        return Neighbour(sock, parent.rank, parent.host)
 
     def _children(
         self, acceptor: Acceptor, neighbours: Neighbours, trees: int, deadline: float
-    ) -> dict[tuple[int, int], Connection]:
+    ) -> dict[tuple[int, int], Neighbour]:
         """By number of the tree and rank."""
         hosts = dict(neighbours.children)
         missing = {(number, rank) for number in range(trees) for rank in hosts}
-        found: dict[tuple[int, int], Connection] = {}
+        found: dict[tuple[int, int], Neighbour] = {}
         while missing:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -119,7 +119,7 @@ class Listener:
                     sock.close()
                     continue
                 missing.remove(key)
-                found[key] = Connection(sock, key[1], hosts[key[1]])
+                found[key] = Neighbour(sock, key[1], hosts[key[1]])
         return found
 
 

@@ -21,20 +21,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from megatron.net.tls import is_encrypted
+from megatron.net.connection import Connection
 
 LEADERS = 8
 LOCAL = 16
 
-_FRAME = struct.Struct("!BIQ")  # kind, number of the operation, bytes that follow
 _ENTRY = struct.Struct("!IQ")  # rank, bytes that follow
 _RANK = struct.Struct("!I")
-_UP, _DOWN, _LOST, _LATE = range(4)
-_KINDS = ("collects from all ranks", "tells all ranks")
-_RECEIVED = 1 << 16
-# A connection whose host is gone ends after about two minutes. No TCP_USER_TIMEOUT: it also ends one to a process that
-# is alive and too busy to read.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+_UP, _DOWN, _LOST, _LATE = "up", "down", "lost", "late"
+_DOES = {_UP: "collects from all ranks", _DOWN: "tells all ranks", _LOST: "has lost a rank", _LATE: "waited too long"}
+_LONGEST_HEAD = 100  # bytes: kind and number of an operation
+_LONGEST = 1 << 34  # bytes of what one operation sends: the files of a save of 10,000 ranks take a thousandth
 
 
 class AgreementLostError(RuntimeError):
@@ -67,73 +64,42 @@ def tree_nodes(hosts: Sequence[str]) -> list[TreeNode]:
     return [TreeNode(parents.get(rank), tuple(children[rank])) for rank in range(len(hosts))]
 
 
-class Connection:
-    """The connection to one neighbour. `sock` belongs to it from then on."""
+class Neighbour(Connection):
+    """The connection to a rank next to this one. `sock` belongs to it from then on.
+
+    `frames`: kind, number of the operation, content: what has come and is not used yet.
+    """
 
     def __init__(self, sock: socket.socket, rank: int, host: str) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.sock = sock
+        super().__init__(sock, _LONGEST_HEAD, longest_payload=_LONGEST)
+        # A connection whose host is gone ends after about two minutes. No TCP_USER_TIMEOUT: it also ends one to a
+        # process that is alive and too busy to read.
+        self.keep_alive(idle_s=60, interval_s=10, count=6)
         self.name = f"rank {rank} on {host}"
-        self.frames: deque[tuple[int, int, bytes]] = deque()  # kind, number, content: what has come and is not used yet
-        self.unsent = memoryview(b"")
-        self.ended: str | None = None  # why nothing more can come or go
-        self._partly_sent = False
-        self._buffer = bytearray()
+        self.frames: deque[tuple[str, int, bytes]] = deque()
 
-    def receive(self) -> None:
-        """Take what has come."""
-        try:
-            part = self.sock.recv(_RECEIVED)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._end(error)
-            return
-        if not part:
-            self.ended = self.ended or "it has ended"
-        self._buffer += part
-        while len(self._buffer) >= _FRAME.size:
-            kind, number, length = _FRAME.unpack_from(self._buffer)
-            if len(self._buffer) < _FRAME.size + length:
-                break
-            self.frames.append((kind, number, bytes(memoryview(self._buffer)[_FRAME.size : _FRAME.size + length])))
-            del self._buffer[: _FRAME.size + length]
+    def take(self) -> None:
+        """Add what has come to `frames`."""
+        for head, content in self.receive():
+            kind, number = head.get("kind"), head.get("number")
+            if kind not in _DOES or type(number) is not int:
+                self.ended = "sends what is no agreement"
+                return
+            self.frames.append((kind, number, content))
 
-    def put(self, kind: int, number: int, content: bytes) -> None:
-        """Send as much as goes at once; the rest by `send`. What was put before has been sent."""
-        self.unsent = memoryview(_FRAME.pack(kind, number, len(content)) + content)
-        self._partly_sent = False
-        self.send()
+    def send(self, kind: str, number: int, content: bytes) -> None:
+        """Send as much as goes at once; the rest by `flush`."""
+        self.put({"kind": kind, "number": number}, content)
 
-    def send(self) -> None:
-        """Send more of what was put. A connection that takes nothing any more is read to its end first."""
-        try:
-            sent = self.sock.send(self.unsent)
-        except (BlockingIOError, InterruptedError):
-            self._partly_sent = self._partly_sent or is_encrypted(self.sock)  # TLS has made a record of its beginning
-            return
-        except OSError as error:
-            while self.ended is None:
-                before = len(self._buffer), len(self.frames)
-                self.receive()
-                if before == (len(self._buffer), len(self.frames)):
-                    self._end(error)
-            return
-        self._partly_sent = self._partly_sent or sent > 0
-        self.unsent = self.unsent[sent:] or memoryview(b"")  # an empty part would keep the whole
+    def flush(self) -> bool:
+        done = super().flush()
+        if self.ended is not None:
+            self.take()  # what the neighbour has said before it ended
+        return done
 
-    def say_last(self, kind: int, content: bytes) -> None:
+    def say_last(self, kind: str, content: bytes) -> None:
         """Tell the neighbour why it will hear nothing more, if that is possible without waiting."""
-        if self.ended is None and not (self.unsent and self._partly_sent):
-            self.put(kind, 0, content)
-
-    def _end(self, error: OSError) -> None:
-        gone = isinstance(error, (BrokenPipeError, ConnectionResetError))
-        self.ended = self.ended or ("it has ended" if gone else f"{error.strerror}: its host is down or cut off")
+        self.put_last({"kind": kind, "number": 0}, content)
 
 
 class Tree:
@@ -143,7 +109,7 @@ class Tree:
     then, and for every operation after that. Who leaves an operation otherwise, by an interrupt, has to `give_up`.
     """
 
-    def __init__(self, rank: int, host: str, parent: Connection | None, children: Sequence[Connection],
+    def __init__(self, rank: int, host: str, parent: Neighbour | None, children: Sequence[Neighbour],
                  timeout_s: float) -> None:  # fmt: skip
         self.name = f"rank {rank} on {host}"
         self._rank = rank
@@ -153,7 +119,7 @@ class Tree:
         self._below: list[list[int]] | None = None  # of each child: it and the ranks below it, once one had to know
         self._deadline = 0.0
         self._lost: AgreementLostError | None = None
-        self._open = {c.sock.fileno(): c for c in ([] if parent is None else [parent]) + self._children}
+        self._open = {c.fileno(): c for c in ([] if parent is None else [parent]) + self._children}
         self._poll = select.poll()
         for descriptor in self._open:
             self._poll.register(descriptor, select.POLLIN)
@@ -224,7 +190,7 @@ class Tree:
         """Close the connections; the ranks have agreed on all that there was to agree on."""
         self._lost = self._lost or AgreementLostError("the connections for agreements are closed")
         for connection in self._open.values():
-            connection.sock.close()
+            connection.close()
         self._open.clear()
         _trees.discard(self)
 
@@ -234,7 +200,7 @@ class Tree:
         self._number += 1
         self._deadline = time.monotonic() + self._timeout_s
 
-    def _receive(self, kind: int, senders: Sequence[Connection]) -> list[bytes]:
+    def _receive(self, kind: str, senders: Sequence[Neighbour]) -> list[bytes]:
         """What each of them sends in this operation."""
         others = [c for c in self._open.values() if c not in senders]  # they are sent to afterwards
         while not all(c.frames for c in senders):
@@ -245,22 +211,22 @@ class Tree:
             if (theirs, number) != (kind, self._number):
                 self._fail(
                     _LOST,
-                    f"{self.name} {_KINDS[kind]} in agreement {self._number}, and {connection.name} {_KINDS[theirs]} "
+                    f"{self.name} {_DOES[kind]} in agreement {self._number}, and {connection.name} {_DOES[theirs]} "
                     f"in agreement {number}: the ranks do not do the same, which is a defect of the program",
                 )
             found.append(content)
         return found
 
-    def _send(self, kind: int, receivers: Sequence[Connection], contents: Sequence[bytes]) -> None:
+    def _send(self, kind: str, receivers: Sequence[Neighbour], contents: Sequence[bytes]) -> None:
         for connection, content in zip(receivers, contents, strict=True):
-            connection.put(kind, self._number, content)
+            connection.send(kind, self._number, content)
             if connection.unsent:
-                self._poll.modify(connection.sock, select.POLLIN | select.POLLOUT)
-        self._check(receivers, lambda c: bool(c.unsent))
+                self._poll.modify(connection, select.POLLIN | select.POLLOUT)
+        self._check(receivers, lambda c: c.unsent)
         while any(c.unsent for c in receivers):
             self._wait([c for c in receivers if c.unsent])
 
-    def _wait(self, needed: Iterable[Connection]) -> None:
+    def _wait(self, needed: Iterable[Neighbour]) -> None:
         """Until something can be received or sent. Raises if one of `needed` has ended."""
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -268,17 +234,15 @@ class Tree:
             self._fail(_LATE, f"{self.name} has waited {self._timeout_s:g} s for {silent}, or for ranks behind them")
         for descriptor, events in self._poll.poll(1000 * left):
             connection = self._open[descriptor]
-            if events & select.POLLOUT and connection.unsent:
-                connection.send()
-                if not connection.unsent:
-                    self._poll.modify(connection.sock, select.POLLIN)
+            if events & select.POLLOUT and connection.unsent and connection.flush():
+                self._poll.modify(connection, select.POLLIN)
             if events & ~select.POLLOUT:
-                connection.receive()
+                connection.take()
             if connection.ended is not None:
-                self._poll.unregister(connection.sock)
-        self._check(needed, lambda c: not c.frames or bool(c.unsent))
+                self._poll.unregister(connection)
+        self._check(needed, lambda c: not c.frames or c.unsent)
 
-    def _check(self, needed: Iterable[Connection], waits: Callable[[Connection], bool]) -> None:
+    def _check(self, needed: Iterable[Neighbour], waits: Callable[[Neighbour], bool]) -> None:
         """Raise if a neighbour has told of an end, or has itself ended though it is waited for."""
         for connection in self._open.values():
             for kind, _, content in connection.frames:
@@ -286,12 +250,12 @@ class Tree:
                     self._fail(kind, content.decode(), told_by=connection)
         for connection in needed:
             if connection.ended is not None and waits(connection):
-                self._fail(_LOST, f"lost the connection to {connection.name}: {connection.ended}")
+                self._fail(_LOST, f"lost the connection to {connection.name}: it {connection.ended}")
 
-    def _fail(self, kind: int, why: str, told_by: Connection | None = None) -> NoReturn:
+    def _fail(self, kind: str, why: str, told_by: Neighbour | None = None) -> NoReturn:
         raise self._end(kind, why, told_by)
 
-    def _end(self, kind: int, why: str, told_by: Connection | None = None) -> AgreementLostError:
+    def _end(self, kind: str, why: str, told_by: Neighbour | None = None) -> AgreementLostError:
         """Pass `why` on to the neighbours, close, and remember it."""
         self._lost = (AgreementTimeoutError if kind == _LATE else AgreementLostError)(why)
         for connection in self._open.values():

@@ -325,7 +325,7 @@ class Holder:
         extents_of(record)
         key, size = key_of(record), file_size(record)
         copies = self._copies_of(key, size)
-        channel.extend(float(message["timeout_s"]))
+        channel.deadline_s = float(message["timeout_s"])
         channel.notice_loss()
         if not copies.lock.acquire(timeout=channel.deadline_s):
             raise PeerError(f"is still taking another copy of {key}")
@@ -335,6 +335,7 @@ class Holder:
                 raise PeerError(f"has {slot.num_bytes} bytes for a copy of {key}, and {size} were announced")
             slot.unseal()
             channel.tell(go=True)
+            channel.hear()
             channel.receive_file(copies.view(slot), record)
             slot.seal(record)
         finally:
@@ -351,9 +352,7 @@ class Holder:
                 parts = [(int(start), int(stop)) for start, stop in message.get("parts", [(0, size)])]
                 if any(not 0 <= start <= stop <= size for start, stop in parts):
                     raise PeerError(f"was asked for bytes beyond the {size} that it has of {key}")
-                channel.tell(record=record)
-                for start, stop in parts:
-                    channel.send_file(slot.data, stop, start=start)
+                channel.send_file({"record": record}, slot.data, parts)
                 return
         raise PeerError(f"does not hold {message['save']} of {key}")
 
@@ -369,7 +368,7 @@ def _send_copy(
         patience_s = deadline_s if copy is None else deadline_s + HELD_NS / 1e9
         channel.tell(launch=launch, ask="put", record=record, keep=keep, timeout_s=patience_s)
         channel.hear()
-        channel.send_file(slot.data, file_size(record), None if copy is None else copy.before)
+        channel.send_file({}, slot.data, [(0, file_size(record))], None if copy is None else copy.before)
         channel.hear()
 
 

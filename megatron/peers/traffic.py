@@ -333,7 +333,7 @@ class Copy:
         self.stalled_bytes = 0  # of these: since no step had ended for long, and none had been profiled
 
     def before(self, count: int) -> int:
-        """Wait until a chunk may go; how many bytes of `count` it may have. For `Channel.send_file`."""
+        """Wait until a chunk may go; how many bytes of `count` it may have. For `Connection.send_file`."""
         began = now_ns()
         while True:
             now = now_ns()

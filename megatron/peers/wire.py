@@ -1,40 +1,24 @@
-"""How copies of saves travel: JSON messages over TCP, and the bytes of a file in extents, each with a CRC-32.
+"""How copies of saves travel: a message of a frame, and the bytes of a file in its payload (megatron.net.connection).
 
-A message is its length (4 bytes, little endian) and a JSON object. Nothing is read of a message before both ends have
-proved that they know the secret of the launch (megatron.net.handshake). Whoever waits for bytes has a deadline: none at
-all for so long, or too few for the time, and the other end counts as stalled. What is received is worth nothing before
-the checksum of each extent has been compared with the record that the save was sealed with
-(megatron.processes.memory_slots).
+The file has extents, each with a CRC-32 in the record that the save was sealed with (megatron.processes.memory_slots).
+The receiver compares them before it uses a copy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
 import socket
-import struct
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.fileio.checksums import crc32
 from megatron.net import handshake
+from megatron.net.connection import Connection, PeerError
 from megatron.net.secret import SecretError, required_secret
-from megatron.net.tls import is_encrypted
 
-_LENGTH = struct.Struct("<I")
 _LONGEST = 256 << 20  # bytes of a message: a record has the names of all tensors
-_CHUNK = 1 << 20  # bytes of one call of the kernel
-_SLOWEST = 1e6  # bytes a second: a peer that is slower counts as stalled, however steadily it sends
 CONNECT_S = 5.0  # for one attempt
 
 Key = tuple[int, ...]  # sizes of tp, pp, dp and the coordinates tp, pp, dp: whose save it is
-
-
-class PeerError(Exception):
-    """What another process did not do, or did wrong; the message names neither process nor save."""
 
 
 class Extent(NamedTuple):
@@ -93,66 +77,27 @@ def extents_of(record: Mapping[str, Any]) -> list[Extent]:
     return found
 
 
-class Channel:
-    """One end of a connection. `deadline_s`: how long the other end may say nothing."""
+class Channel(Connection):
+    """One end of a connection to a process that holds copies. It waits for the other end, and raises PeerError."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
-        connected.settimeout(deadline_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connected
-        self.deadline_s = deadline_s
-
-    def extend(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._socket.settimeout(deadline_s)
+        super().__init__(connected, _LONGEST, deadline_s=deadline_s)
 
     def notice_loss(self) -> None:
         """From now on notice within some 10 s that the other end's host is gone, however long the deadline is."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
-            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.keep_alive(idle_s=4, interval_s=2, count=3)
 
     def tell(self, **message: Any) -> None:
         """Send a message. Raises PeerError."""
-        content = json.dumps(message).encode()
-        try:
-            self._socket.sendall(_LENGTH.pack(len(content)) + content)
-        except OSError as error:
-            raise self._failed(error) from error
+        self.put(message)
+        self.drain()
 
     def hear(self) -> dict[str, Any]:
         """The next message. Raises PeerError if there is none, or if it says `error`."""
-        head = bytearray(_LENGTH.size)
-        self.receive_into(memoryview(head))
-        (length,) = _LENGTH.unpack(head)
-        if length > _LONGEST:
-            raise PeerError(f"sends a message of {length} bytes")
-        content = bytearray(length)
-        self.receive_into(memoryview(content))
-        try:
-            message = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise PeerError("sends what is no message") from error
-        if not isinstance(message, dict):
-            raise PeerError("sends what is no message")
+        message = self.next_object()
         if "error" in message:
             raise PeerError(str(message["error"]))
         return message
-
-    def receive_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises PeerError."""
-        until = time.monotonic() + self.deadline_s + len(view) / _SLOWEST
-        position = 0
-        while position < len(view):
-            try:
-                got = self._socket.recv_into(view[position : position + _CHUNK])
-            except OSError as error:
-                raise self._failed(error) from error
-            if not got:
-                raise PeerError(f"has ended the connection {len(view) - position} bytes too early")
-            position += got
-            if time.monotonic() > until:
-                raise PeerError(f"is stalled: it sent {position} of {len(view)} bytes in the time for all of them")
 
     def receive_file(self, view: memoryview, record: Mapping[str, Any]) -> None:
         """Fill `view` with the file that a record tells of, extent by extent, each verified. Raises PeerError."""
@@ -165,60 +110,6 @@ class Channel:
                     f"has a damaged copy: bytes {extent.start} to {extent.stop} have checksum {found:08x}, and were "
                     f"saved with {extent.crc32:08x}"
                 )
-
-    def send_file(self, fd: int, num_bytes: int, before: Callable[[int], int] | None = None, *, start: int = 0) -> None:
-        """Send bytes [start, num_bytes) of a file; without TLS, the kernel copies none of them. Raises PeerError.
-
-        `before` is asked before each chunk: how many bytes of so many may go now. It may wait.
-        """
-        waiting = select.poll()
-        waiting.register(self._socket, select.POLLOUT)
-        send = self._send_encrypted if is_encrypted(self._socket) else self._send_by_kernel
-        position = start
-        while position < num_bytes:
-            count = min(_CHUNK, num_bytes - position)
-            count = before(count) if before is not None else count
-            stop = position + count
-            while position < stop:
-                if not waiting.poll(self.deadline_s * 1000):
-                    raise PeerError(f"is stalled: it took nothing for {self.deadline_s:g} s")
-                try:
-                    sent = send(fd, position, stop - position)
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    raise self._failed(error) from error
-                if not sent:
-                    raise PeerError("was to get more bytes than there are")
-                position += sent
-
-    def _send_by_kernel(self, fd: int, position: int, count: int) -> int:
-        return os.sendfile(self._socket.fileno(), fd, position, count)
-
-    def _send_encrypted(self, fd: int, position: int, count: int) -> int:
-        """All that was read: what TLS has begun to send is not to be read again."""
-        part = os.pread(fd, count, position)
-        self._socket.sendall(part)
-        return len(part)
-
-    def abort(self) -> None:
-        """From another thread: whatever is waited for, and all that follows, fails."""
-        with contextlib.suppress(OSError):  # it has ended by itself
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _failed(self, error: OSError) -> PeerError:
-        if isinstance(error, TimeoutError):
-            return PeerError(f"is stalled: it said nothing for {self.deadline_s:g} s")
-        return PeerError(f"cannot be reached: {error.strerror or error}")
 
 
 def connect(host: str, port: int, deadline_s: float) -> Channel:

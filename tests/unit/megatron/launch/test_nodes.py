@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
-from megatron.launch.messages import Connection
+from megatron.launch.messages import LaunchConnection
 from megatron.net.handshake import COORDINATOR, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.source import what_runs
@@ -147,19 +148,28 @@ def labels(ranks: list[tuple[int, dict[str, str]]]) -> list[str]:
     return [env["LABEL"] for _, env in ranks]
 
 
+def frame(text: bytes) -> bytes:
+    return struct.pack("<IQ", len(text), 0) + text
+
+
 STRANGERS = (
     b"GET / HTTP/1.0\r\n\r\n",
-    b'{"type": "beat"}\n',
-    b'{"type": "beat", "number": 1}\n',
-    b'{"type": "signal", "signum": 15}\n',
-    b'{"type": "hello", "number": "0"}\n',
-    b'{"type": "ended", "generation": -1, "failures": []}\n',
-    b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
-    b'"copies": 0, "place": -1}\n',
-    b'{"type": "hello", "number": 0, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
-    b'"copies": 0}\n',
-    b"[]\n",
-    b'{"type": "steal"}\n',
+    frame(b'{"type": "beat"}'),
+    frame(b'{"type": "beat", "number": 1}'),
+    frame(b'{"type": "signal", "signum": 15}'),
+    frame(b'{"type": "hello", "number": "0"}'),
+    frame(b'{"type": "ended", "generation": -1, "failures": []}'),
+    frame(
+        b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
+        b'"copies": 0, "place": -1, "instance": "other"}'
+    ),
+    frame(
+        b'{"type": "hello", "number": 0, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
+        b'"copies": 0}'
+    ),
+    frame(b"[]"),
+    frame(b'{"type": "steal"}'),
+    struct.pack("<IQ", 16, 1 << 40) + b'{"type": "beat"}',
 )
 
 
@@ -169,7 +179,7 @@ def hello(number: int) -> bytes:
         "number": number, "address": "a", "host": "h", "ranks": int(RANKS), "launch_id": "", "copies": 0, "place": -1,
         "versions": what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}, "instance": "other",
     }  # fmt: skip
-    return json.dumps({"type": "hello"} | fields).encode() + b"\n"
+    return frame(json.dumps({"type": "hello"} | fields).encode())
 
 
 def test_what_is_no_agent_is_hung_up_on_and_stops_nothing(nodes: Nodes) -> None:
@@ -184,7 +194,7 @@ def test_what_is_no_agent_is_hung_up_on_and_stops_nothing(nodes: Nodes) -> None:
             else (socket.create_connection(address, 300)) as stranger
         ):
             stranger.settimeout(300)
-            stranger.sendall(line.ljust(100))
+            stranger.sendall(line if authenticated else line.ljust(100))
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(1 << 16):
                     pass
@@ -198,7 +208,7 @@ def test_what_is_no_agent_is_hung_up_on_and_stops_nothing(nodes: Nodes) -> None:
     nodes.ranks(0)
     assert all_hung_up_on()
     assert hung_up_on(hello(7), authenticated=False), "it is not told the id of the launch"
-    unfit = b'{"type": "unfit", "generation": -1, "why": "w"}\n'
+    unfit = frame(b'{"type": "unfit", "generation": -1, "why": "w"}')
     assert hung_up_on(hello(8) + unfit + unfit, authenticated=True)
     assert hung_up_on(hello(9) + hello(9), authenticated=True)
     assert hung_up_on(hello(1), authenticated=True), "the number of a node that lives"
@@ -529,11 +539,11 @@ def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: No
     """An agent answers a "stop" that arrives too late with an end without failures. Both agents are played here."""
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
     where = ("127.0.0.1", int((nodes.directory / "port").read_text()))
-    agents = [Connection(connect(where, SECRET.encode(), COORDINATOR, 300)) for _ in range(2)]
-    heard: dict[Connection, list[str]] = {agent: [] for agent in agents}
+    agents = [LaunchConnection(connect(where, SECRET.encode(), COORDINATOR, 300)) for _ in range(2)]
+    heard: dict[LaunchConnection, list[str]] = {agent: [] for agent in agents}
 
-    def hears(agent: Connection, kind: str) -> bool:
-        heard[agent] += [message["type"] for message in agent.receive()]
+    def hears(agent: LaunchConnection, kind: str) -> bool:
+        heard[agent] += [message["type"] for message in agent.messages()]
         return kind in heard[agent]
 
     hello: dict[str, Any] = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}

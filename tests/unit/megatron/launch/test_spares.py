@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.launch.coordinator import Coordinator, Launch, _Agent
-from megatron.launch.messages import Connection
+from megatron.launch.messages import LaunchConnection
 from megatron.net.secret import VARIABLE
 from tests.unit.trace_helpers import SECRET
 
@@ -25,11 +25,13 @@ class Running:
         launch = Launch("script.py", (), MEMBERS, 2, SPARES, 1, TIMEOUT_S, TIMEOUT_S, 0, None, "launch0")
         self.coordinator = Coordinator(launch)
         self.agents: list[_Agent] = []
-        self.ends: list[Connection] = []
+        self.ends: list[LaunchConnection] = []
         with socket.create_server(("127.0.0.1", 0)) as listening:
             for number in range(MEMBERS + SPARES):
-                self.ends.append(Connection(socket.create_connection(listening.getsockname())))
-                agent = _Agent(Connection(listening.accept()[0]), 0.0, number, "address", f"host{number}", 100 + number)
+                self.ends.append(LaunchConnection(socket.create_connection(listening.getsockname())))
+                agent = _Agent(
+                    LaunchConnection(listening.accept()[0]), 0.0, number, "address", f"host{number}", 100 + number
+                )
                 agent.place = number if number < MEMBERS else None
                 self.agents.append(agent)
         self.coordinator._agents = list(self.agents)
@@ -49,9 +51,9 @@ class Running:
         self.coordinator._selector.close()
 
 
-def heard(end: Connection) -> list[dict[str, Any]]:
+def heard(end: LaunchConnection) -> list[dict[str, Any]]:
     """What has been sent to it so far; over the loopback it is there at once."""
-    return end.receive()
+    return end.messages()
 
 
 @pytest.fixture

@@ -182,10 +182,8 @@ class Strangers:
         return MAGIC + self._generator.randbytes(32 + self._generator.randrange(2000))
 
     def _long(self, _: Port) -> bytes:
-        """Announces more than any process has, in each form that messages of a launch have."""
-        return self._generator.choice((struct.pack("<I", (1 << 32) - 1), struct.pack("!BIQ", 0, 1, 1 << 62))) + bytes(
-            1 << 20
-        )
+        """Announces more than any process has: an object, or a payload."""
+        return struct.pack("<IQ", *self._generator.choice((((1 << 32) - 1, 0), (2, 1 << 62)))) + bytes(1 << 20)
 
     def _replay(self, port: Port) -> bytes:
         return self._replayed[port]

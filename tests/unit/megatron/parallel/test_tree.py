@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -180,25 +179,6 @@ def test_what_was_said_is_read_when_a_small_message_cannot_be_sent() -> None:
         with pytest.raises(AgreementLostError, match="rank 1 on a: the disk is gone"):
             while True:
                 found[0].down(b"small")
-
-
-def test_with_tls_a_last_word_follows_no_part_of_another_message(tls: None) -> None:
-    """The kernel took nothing of a message, but a record of its beginning waits to be sent."""
-    why = b"the disk is gone " * 300
-    with trees(["a", "a"]) as found:
-        (down,), (up,) = (tree._open.values() for tree in found)
-        down.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least
-        number = 0
-        while not down.unsent:
-            number += 1
-            down.put(1, number, b"0123456789")
-        assert select.select([], [down.sock], [], AT_MOST_S)[1], "now there is room"
-        down.say_last(2, why)
-        down.sock.close()
-        while up.ended is None:
-            up.receive()
-        assert {(kind, content) for kind, _, content in up.frames} <= {(1, b"0123456789"), (2, why)}
-        assert not up._buffer
 
 
 def test_strangers_are_turned_away() -> None:

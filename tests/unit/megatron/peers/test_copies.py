@@ -334,10 +334,13 @@ def test_strangers_get_nothing_and_cost_nothing(two: tuple[Host, Host]) -> None:
     before = resident(other.pid)
     announced = [socket.create_connection(("127.0.0.1", other.peer.port)) for _ in range(12)]
     for one in announced:
-        one.sendall(struct.pack("<I", 256 << 20).ljust(40))
-    for question in ({"ask": "list"}, {"ask": "forget", "save": None}, {"ask": "get", "save": "s1", "key": KEY}):
+        one.sendall(struct.pack("<IQ", 256 << 20, 0).ljust(40))
+    questions: list[dict[str, Any]] = [
+        {"ask": "list"}, {"ask": "forget", "save": None}, {"ask": "get", "save": "s1", "key": KEY},
+    ]  # fmt: skip
+    for question in questions:
         with socket.create_connection(("127.0.0.1", other.peer.port), DEADLINE_S) as one:
-            one.sendall(message(launch="launch0", **question))
+            one.sendall(message(0, launch="launch0", **question))
             assert received(one) == b""
     for one in announced:
         assert received(one) == b""
@@ -404,16 +407,17 @@ def liar(answer: Callable[[socket.socket], object]) -> Peer:
     return Peer("liar", *listening.getsockname())
 
 
-def message(**content: Any) -> bytes:
+def message(num_bytes: int = 0, **content: Any) -> bytes:
+    """A frame up to its payload of so many bytes."""
     text = json.dumps(content).encode()
-    return struct.pack("<I", len(text)) + text
+    return struct.pack("<IQ", len(text), num_bytes) + text
 
 
 SAVED = content(100_000, 9)
 LONGER = record_of(SAVED, "s1") | {"file": record_of(SAVED, "s1")["file"] | {"num_bytes": 100_001}}
 
 
-RECORD = message(record=record_of(SAVED, "s1"))
+RECORD = message(len(SAVED), record=record_of(SAVED, "s1"))
 
 
 @pytest.mark.parametrize(
@@ -424,8 +428,9 @@ RECORD = message(record=record_of(SAVED, "s1"))
         (message(record=record_of(SAVED, "s2")), "sends another save than s1"),
         (message(record=record_of(SAVED, "s1", dp=1)), "sends another save than s1"),
         (message(record={"save": "s1"}), "without a layout and coordinates"),
-        (struct.pack("<I", 1 << 31), "sends a message of 2147483648 bytes"),
-        (b"\x02\0\0\0{]", "sends what is no message"),
+        (message(99_999, record=record_of(SAVED, "s1")) + SAVED[:-1], r"sends \d+ bytes more, and \d+ are needed"),
+        (struct.pack("<IQ", 1 << 31, 0), "sends a message of 2147483648 bytes"),
+        (struct.pack("<IQ", 2, 0) + b"{]", "sends what is no message"),
         (b"", "has ended the connection"),
     ],
 )

@@ -279,6 +279,7 @@ class Taker:
             channel.hear()
             channel.tell(go=True)
             self.asked.set()
+            channel.hear()
             view = memoryview(self.taken)
             channel.receive_into(view[:1])
             self.first_ns = now_ns()

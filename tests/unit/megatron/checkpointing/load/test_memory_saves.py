@@ -461,11 +461,12 @@ def test_peers_that_stall_or_lie_are_named_and_the_next_holder_is_used(
     assert good is not None
 
     def stall(connected: socket.socket) -> None:
-        connected.sendall(message(record=record) + content[:9])
+        connected.sendall(message(len(content), record=record) + content[:9])
         if connected.recv(1) == b"":  # until the other end closes the connection
             given_up.set()
 
-    answers = [message(record=longer), message(record=record) + content[:-1], message(record=record) + flipped]
+    begin = message(len(content), record=record)
+    answers = [message(record=longer), begin + content[:-1], begin + flipped]
     bad = [liar(stall), *(liar(lambda connected, answer=answer: connected.sendall(answer)) for answer in answers)]
     (candidate,) = mine.candidates()[0]
     assert isinstance(candidate, SameLayout)
