@@ -57,9 +57,9 @@ def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset)
     """Three faults are injected into one launch; the matrix compares all losses with a run without faults."""
     kept, lost, ahead, last = cluster.compute_nodes
     out, printed = drilled(
-        cluster, preset, "faults", (kept, lost, ahead, last), "tools.restart_drill.matrix", "--supervisors", "launch",
-        "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--injection-points", "mid-step",
-        "--hang-limit", "10",
+        cluster, preset, "faults", (kept, lost, ahead, last), "tools.restart_drill", "--matrix", "--supervisors",
+        "launch", "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--injection-points",
+        "mid-step", "--hang-limit", "10",
     )  # fmt: skip
     assert "3 of 3 cells verified" in printed
     entries = json.loads((out / "matrix.json").read_text())["cells"]
@@ -81,9 +81,9 @@ def test_a_stopped_rank_is_named_on_every_node_in_time(cluster: Cluster, preset:
     """In step, save, load and start-up of one launch; what a busy machine adds is taken off."""
     with Starvation.noted() as busy:
         out, _ = drilled(
-            cluster, preset, "stopped", cluster.compute_nodes[-2:], "tools.restart_drill.matrix", "--supervisors",
-            "launch", "--engines", "lazy", "--faults", "rank-stopped", "--injection-points", ",".join(POINTS),
-            "--hang-limit", str(DEADLINE_S),
+            cluster, preset, "stopped", cluster.compute_nodes[-2:], "tools.restart_drill", "--matrix",
+            "--supervisors", "launch", "--engines", "lazy", "--faults", "rank-stopped",
+            "--injection-points", ",".join(POINTS), "--hang-limit", str(DEADLINE_S),
         )  # fmt: skip
     sequence = out / "sequence_000"
     entries = json.loads((sequence / "drill.json").read_text())["cycles"]

@@ -23,9 +23,9 @@ def test_nothing_is_left_on_any_node(cluster: Cluster, preset: Preset) -> None:
     hostfile = preset.hostfile(job, {node.name: "slots=2" for node in cluster.compute_nodes})
     job.settings |= {"HOSTFILE": str(hostfile), "SPARES": str(SPARES)}
     command = [
-        sys.executable, "-m", "tools.restart_drill.soak", "--out", str(out), "--engines", "memory", "--restarts", "3",
-        "--faults", "node-loss,link-cut,sigkill-one", "--nodes-command", shlex.join(cluster.control.program),
-        "--spares", str(SPARES), "--time-limit", str(HANGS_S),
+        sys.executable, "-m", "tools.restart_drill", "--soak", "--out", str(out), "--engines", "memory",
+        "--restarts", "3", "--faults", "node-loss,link-cut,sigkill-one",
+        "--nodes-command", shlex.join(cluster.control.program), "--spares", str(SPARES), "--time-limit", str(HANGS_S),
     ]  # fmt: skip
     for name in ("EXTRA_ARGS", "SEQ_LENGTH", "MICRO_BATCH"):  # the soak has a model of its own
         del job.settings[name]

@@ -98,7 +98,7 @@ class Sample:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
-    """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md.
+    """The full one: python -m tools.restart_drill --matrix --out DIR; see docs/restart_drill.md.
 
     The seed draws each of these faults and injection points at least once, in three sequences: the faults of one
     sequence share the imports of its launches. torchrun's agent is tested in
@@ -109,7 +109,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Samp
     options = ["--supervisors", "relaunch,launch", "--faults", ",".join(SAMPLED_FAULTS)]
     options += ["--injection-points", ",".join(SAMPLED_POINTS), "--sample", "8", "--seed", "216908"]
     options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", str(HANG_LIMIT_S)]
-    done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
+    done = run(out, "tools.restart_drill", "--matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
 
 

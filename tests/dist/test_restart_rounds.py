@@ -19,7 +19,7 @@ def test_no_checkpoint_is_lost_in_some_rounds(tmp_path: Path, dataset: list[str]
     out = tmp_path / "rounds"
     done = subprocess.run(
         [
-            sys.executable, "-m", "tools.restart_drill.rounds", "--out", str(out), "--rounds", "3", "--seed", "146",
+            sys.executable, "-m", "tools.restart_drill", "--out", str(out), "--rounds", "3", "--seed", "146",
             "--engines", "lazy", "--", *FORK, *dataset, *TRAINING,
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=800,

@@ -13,7 +13,7 @@ import pytest
 from tests.dist.harness import HANGS_S, ROOT
 from tests.dist.storage import small_disk
 from tests.dist.test_save_directory import FORK, TRAINING
-from tools.restart_drill.soak.cli import ENGINES
+from tools.restart_drill.options import ENGINES, SOAK
 from tools.restart_drill.soak.schedule import HOST_FAULTS
 
 DISK_BYTES = 64 << 20
@@ -27,12 +27,12 @@ def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list
     with small_disk(disk, DISK_BYTES) as mounted:
         options = ["--out", str(out), "--saves", str(SAVES), "--restarts", str(RESTARTS), "--time-limit", str(HANGS_S)]
         options += ["--checkpoints", str(disk / "checkpoints")] if mounted else []
-        command = [sys.executable, "-m", "tools.restart_drill.soak", *options, "--", *FORK, *dataset, *TRAINING]
+        command = [sys.executable, "-m", "tools.restart_drill", "--soak", *options, "--", *FORK, *dataset, *TRAINING]
         done, again = (
             subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5 * HANGS_S) for _ in range(2)
         )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    results = [json.loads((out / engine / "result.json").read_text()) for engine in ENGINES]
+    results = [json.loads((out / engine / "result.json").read_text()) for engine in ENGINES[SOAK]]
     injected = {fault for result in results for fault in result["faults"]}
     assert injected == set(HOST_FAULTS) - ({"disk-full"} if not mounted else set())
     assert sum(result["restarts"] for result in results) == sum(result["verified"] for result in results) == RESTARTS
@@ -46,7 +46,7 @@ def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list
 def one_stop(stop: str, out: Path, launcher: list[str], dataset: list[str]) -> tuple[int, str, dict[str, Any]]:
     """(exit code, standard output, result) of a soak of one stop of a job with data workers, while it evaluates."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.restart_drill.soak", "--out", str(out), "--stops", "1", "--stop", stop,
+        [sys.executable, "-m", "tools.restart_drill", "--out", str(out), "--stops", "1", "--stop", stop,
          "--time-limit", str(HANGS_S), "--", *launcher, *dataset, *TRAINING],
         cwd=ROOT, capture_output=True, text=True, timeout=5 * HANGS_S,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpointing.engines.registry import is_redistributable
@@ -13,12 +14,12 @@ from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.uris import Location
 
+from .faults import STORAGE_FAULTS
 from .launch import DrillError
-from .plan import LAUNCH, RELAUNCH, TORCHRUN
+from .plan import FORK, LAUNCH, RELAUNCH, TORCHRUN, Plan
 
 PROGRAM = "pretrain_gpt.py"
 MEMORY = "memory"  # the engine whose saves the launcher holds in memory
-FORK = "fork"  # megatron.launch; the other known launcher is TORCHRUN
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _NODES = ("--nnodes",)
@@ -46,6 +47,9 @@ class Sizes:
     @property
     def given(self) -> bool:
         return (self.tp, self.pp, self.dp) != (None, None, None)
+
+
+_AS_IN_THE_COMMAND, TWO_RANKS = Sizes(), Sizes(1, 1, 2)
 
 
 def option(words: list[str], names: tuple[str, ...]) -> str | None:
@@ -284,3 +288,30 @@ def completed(
     if flags is None or "--deterministic" in flags or repeats_exactly(words):
         return words
     return [*words, "--deterministic", "on"]
+
+
+def with_commands(
+    plan: Plan,
+    training: list[str],
+    engine: str | None,
+    *,
+    restarts: int | None = None,
+    flags: Sequence[str] = (),
+    sizes: Sizes = _AS_IN_THE_COMMAND,
+) -> Plan:
+    """`plan` with the commands of its launches, and how often these save.
+
+    `engine`: None for that of `training`. `restarts`: number of restarts in place (default: one for each injection).
+    `sizes`: layout of the launches after the first fault. Raises DrillError if the training cannot be drilled so.
+    """
+    command = [*completed(training, plan.checkpoints, plan.trace_dir, engine, plan.persist_interval), *flags]
+    restarts = len(plan.injections) if restarts is None else restarts
+    on_nodes = bool(plan.nodes_command)
+    command = supervised(command, plan.supervisor, restarts, plan.hang_limit_s, on_nodes=on_nodes)
+    if any(planned.fault in STORAGE_FAULTS for planned in plan.injections):
+        command = with_deadline(command)
+    found = saves_of(command, on_nodes=on_nodes)
+    return replace(
+        plan, command=command, resumed_command=on_layout(command, sizes) if sizes.given else command,
+        saves_in_memory=found.in_memory, save_interval=found.interval, saves_until_stored=found.until_stored,
+    )  # fmt: skip

@@ -46,6 +46,9 @@ class InjectionPoint:
         return self.stage in RESTART_STAGES
 
 
+AFTER_COMMIT = InjectionPoint("after-commit", stage="after-commit")
+
+
 def parse_injection_point(text: str) -> InjectionPoint:
     """Raises ValueError, which lists the valid values."""
     if text in STAGES:

@@ -31,9 +31,9 @@ import psutil
 from megatron.net.secret import SecretError, make_secret
 from restart_trace.clock import now_ns
 
-from .command import FORK
 from .launch import DrillError, Launch, RankLocation, recorded_ranks
 from .memory_saves import NodeMemorySaves
+from .plan import FORK
 
 _CALL_S = 600.0  # a physical machine takes minutes to boot
 _POLL_S = 0.1

@@ -11,17 +11,57 @@ from typing import Any
 
 from ..common.formatting import number, plural
 from ..common.tables import text_table
-from .facts import CycleFacts
+from . import command as commands
+from .facts import CycleFacts, facts_of
 from .launch import DrillError
-from .plan import Injection
+from .plan import Injection, Plan, say
 from .reference import Reference
-from .verify import Verdict, check_losses, judge, with_last_resume_source
+from .verify import TOLERANCES, Verdict, check_losses, judge, repeated, repetition_table, with_last_resume_source
 
 ROOT = Path(__file__).absolute().parents[2]
 _ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
 REFERENCE = "an uninterrupted reference run"
 REPETITION = "iterations that several launches did; there was no reference run"
 _OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "caught_up_s")
+
+
+def report(plan: Plan, injections: list[Injection], reference: Reference | None, *, analysis: bool) -> bool:
+    """Write drill.json and, with `analysis`, report.json; print the table. Returns whether all cycles are verified."""
+    found = None
+    if analysis:
+        found = analysed(plan.trace_dir)
+        (plan.out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    content = content_of(plan, injections, reference, found)
+    if reference is None and plan.command == plan.resumed_command and commands.repeats_exactly(plan.command):
+        print(repetition_table(repeated(facts_of(plan.trace_dir))), end="\n\n")
+    print(table(content))
+    for cycle in content["cycles"]:
+        for line in cycle["different"][:10]:
+            say(f"cycle {cycle['cycle']}: {line}")
+    return all(cycle["verified"] for cycle in content["cycles"])
+
+
+def content_of(
+    plan: Plan, injections: list[Injection], reference: Reference | None, report: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Write drill.json. Returns its content."""
+    tolerances = tolerances_of(plan.command)
+    content = describe(injections, plan.supervisor, report, facts_of(plan.trace_dir), reference, *tolerances)
+    (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def tolerances_of(command: list[str]) -> tuple[float, float]:
+    """Relative tolerances of losses: on another layout, and of a repeated iteration on the same one.
+
+    If the command does not show its flags, bf16 is assumed.
+    """
+    config = commands.configuration(command)
+    tolerance = TOLERANCES["bf16" if config is None else config.model.params_dtype]
+    if commands.repeats_exactly(command):
+        return tolerance, 0.0
+    say(f"this training need not repeat its losses bit for bit (--deterministic off): compared within {tolerance:g}")
+    return tolerance, tolerance
 
 
 def analysed(trace_dir: Path) -> dict[str, Any]:
@@ -40,14 +80,14 @@ def describe(
     cycles: dict[int, CycleFacts],
     reference: Reference | None,
     tolerance: float,
-    repeated: float = 0.0,
+    repeated_within: float = 0.0,
 ) -> dict[str, Any]:
     """Content of drill.json: for each injection the fault, the restart that followed it, and the verdict.
 
     `report` is the result of `analysed`; without one there are no durations.
     """
     restarts = {restart["cycle"]: restart for restart in report["restarts"]} if report is not None else {}
-    losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated)
+    losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated_within)
     entries = []
     for injection, expected in zip(injections, with_last_resume_source(injections, cycles), strict=True):
         verdict = judge(expected, cycles, losses)

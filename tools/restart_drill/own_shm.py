@@ -28,8 +28,8 @@ def left_in_shm(listing: Path) -> list[str]:
     return listing.read_text().split() if may_mount() else []
 
 
-def enter_own_shm(module: str) -> bool:
-    """Give this program, which runs as `python -m module`, a private /dev/shm. Returns False if it may not mount.
+def enter_own_shm() -> bool:
+    """Give this program a private /dev/shm. Returns False if it may not mount.
 
     The process is replaced by one that runs the same command with the private /dev/shm; there this returns True.
     """
@@ -38,7 +38,7 @@ def enter_own_shm(module: str) -> bool:
     if not may_mount():
         return False
     os.environ[_ENTERED] = "1"
-    command = [sys.executable, "-m", module, *sys.argv[1:]]
+    command = [sys.executable, *sys.orig_argv[1:]]
     os.execvp("unshare", ["unshare", "--mount", "bash", "-c", f'{_OWN} && exec "$@"', "bash", *command])
 
 

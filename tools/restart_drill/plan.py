@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from megatron.config.uris import Location
 
-from .injection_points import InjectionPoint, parse_injection_point
+from .injection_points import AFTER_COMMIT, RESTART_STAGES, InjectionPoint
 
 RELAUNCH, TORCHRUN, LAUNCH = "relaunch", "torchrun", "launch"
+FORK = "fork"  # the launcher of LAUNCH, megatron.launch; the other known launcher is TORCHRUN
 SUPERVISORS = (RELAUNCH, TORCHRUN, LAUNCH)
 
 
@@ -29,7 +30,7 @@ class PlannedInjection(NamedTuple):
 def injection_before_restart(supervisor: str) -> PlannedInjection:
     """The injection that causes the restart which another fault is to hit."""
     fault = "sigkill-one" if supervisor == LAUNCH else "sigkill-all"
-    return PlannedInjection(fault, parse_injection_point("after-commit"))
+    return PlannedInjection(fault, AFTER_COMMIT)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def planned_injections(
 ) -> tuple[PlannedInjection, ...]:
     """`cycles` injections. If they are during a restart, another one comes first, which causes a restart."""
     injections = (PlannedInjection(fault, point),) * cycles
-    return (injection_before_restart(supervisor), *injections) if point.during_restart else injections
+    return (injection_before_restart(supervisor), *injections) if point.stage in RESTART_STAGES else injections
 
 
 def say(text: str) -> None:

@@ -10,7 +10,38 @@ from ..restart_bench.errors import LaunchEnded, SettingsError
 from ..restart_bench.modes import command_for
 from ..restart_bench.places import INSTALLED
 from ..restart_bench.presets import Preset, preset_of_word, scripted_names
+from . import command as commands
 from .launch import DrillError
+from .plan import FORK
+
+_SMALL = "tiny_tp2_pp2_dp2"
+# A tiny model saved at every iteration: the number of saves matters, not their size.
+_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 "
+    "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
+)
+_HEARTBEAT_TIMEOUT = "5"  # seconds: a node whose processors are busy must not count as lost
+
+
+def small(words: list[str], *, on_nodes: bool = False, in_place: bool = False) -> list[str]:
+    """The training that `words` give or, without them, that of a tiny model on two ranks.
+
+    `on_nodes`: over HOSTFILE. `in_place`: the launcher must restart ranks in place. Raises DrillError.
+    """
+    if on_nodes:
+        os.environ.setdefault("HEARTBEAT_TIMEOUT", _HEARTBEAT_TIMEOUT)
+    if not words:
+        os.environ.setdefault("EXTRA_ARGS", _FLAGS)
+        os.environ.setdefault("LAUNCHER", FORK)
+        if on_nodes:
+            os.environ.setdefault("DP", "1")
+            return expanded([_SMALL])
+        return commands.on_layout(expanded([_SMALL]), commands.TWO_RANKS)
+    training = expanded(words)
+    launcher = commands.launcher_of(training)
+    if in_place and not on_nodes and (launcher is None or launcher[0] != FORK):
+        raise DrillError(f"the soak restarts ranks in place; give a command of megatron.launch, not {training[0]} ...")
+    return training
 
 
 def expanded(words: list[str]) -> list[str]:

@@ -33,13 +33,11 @@ class Reference:
     directory: Path
 
 
-def run_reference(
-    plan: Plan, training: list[str], engine: str | None, persist_interval: int | None = None
-) -> Reference:
+def run_reference(plan: Plan, training: list[str], engine: str | None) -> Reference:
     """Train without a fault, with separate checkpoints and trace. Raises DrillError."""
     where = plan.out / DIRECTORY
     (where / "trace").mkdir(parents=True)
-    command = commands.completed(training, where / "checkpoints", where / "trace", engine, persist_interval)
+    command = commands.completed(training, where / "checkpoints", where / "trace", engine, plan.persist_interval)
     _train(command, training, where, plan.limit_s, echo=plan.echo)
     return Reference(facts_of(where / "trace")[0], where)
 

@@ -1,8 +1,5 @@
 """Rounds of kills and concurrent launches that all save to one directory: is a committed checkpoint ever lost?
 
-    python -m tools.restart_drill.rounds --out runs/rounds                          # 300 rounds over five engines
-    python -m tools.restart_drill.rounds --out runs/few --rounds 6 --engines lazy --seed 3
-
 A round waits until the running launch has committed a few more checkpoints. Then it does one of these, drawn by the
 seed: it kills processes of the launch and starts the next launch at once, while others may still run; or it starts a
 second, concurrent launch, which must be refused; or one with --take-over, to which the first launch must yield.
@@ -12,13 +9,11 @@ loss of every launch must be that of a run without a fault.
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,30 +21,20 @@ import psutil
 
 from megatron.checkpointing.store.commit import discover
 from megatron.processes.free_port import free_port
-from restart_trace.command_line import CommandParser
 
 from ..common.escaping import markdown as escaped
 from ..common.tables import markdown_table
 from . import command as commands
-from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from .facts import facts_of
 from .injection_points import TraceTail, stage_begun_by
 from .launch import DrillError, Launch
 from .plan import say
-from .preset import expanded
 from .reference import reference_of
 
-ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
 KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process in which an engine writes files
 CONCURRENT, TAKE_OVER = "concurrent", "take-over"
 _WITH_A_WRITER = ("fastpersist-decoupled",)
 _PORT = ("--master_port", "--master-port")
-_PRESET = "tiny_tp2_pp2_dp2"
-# A tiny model saved at every iteration: the number of saves matters, not their size.
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 "
-    "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
-)
 
 
 @dataclass
@@ -264,65 +249,16 @@ def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     return "\n".join([*lines, "", f"{rounds} rounds in {elapsed_s / 60:.1f} minutes.", ""])
 
 
-_EXAMPLE = """examples:
-  %(prog)s --out runs/rounds --rounds 40 --engines torch,lazy
-
-exit status: 0 no checkpoint was lost, 1 at least one was, 2 the rounds could not be carried out
-"""
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="python -m tools.restart_drill.rounds",
-        description="Kill launches again and again, start others at once or concurrently: is a checkpoint ever lost?",
-        epilog=_EXAMPLE,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="new directory for all output")
-    parser.add_argument("--rounds", type=int, default=300, help="number of rounds over all engines (default: 300)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default: 1)")
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help="separated by commas (default: %(default)s)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--time-limit", type=float, default=300.0, metavar="S", help="seconds for each launch and commit (default: 300)"
-    )
-    parser.add_argument("command", nargs="*", help="after --: training command (default: a tiny model on two ranks)")
-    args = parser.parse_args(argv)
-    args.engines = tuple(args.engines.split(","))
-    if args.rounds < len(args.engines):
-        parser.error(f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines")
-    check_out(parser, args.out)
-    return args
-
-
-def _training(words: list[str]) -> list[str]:
-    if words:
-        return words
-    os.environ.setdefault("EXTRA_ARGS", SMALL)
-    return commands.on_layout(expanded([_PRESET]), commands.Sizes(1, 1, 2))
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    catch_stop_signals()
+def run_rounds(training: list[str], out: Path, engines: Sequence[str], rounds: int, seed: int, limit_s: float) -> bool:
+    """Divide `rounds` among the engines; write rounds.md, and print it. Returns whether nothing was lost or wrong."""
     begin = time.monotonic()
     tallies: list[Tally] = []
-    try:
-        training = _training(args.command)
-        for i, engine in enumerate(args.engines):
-            rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
-            say(f"{rounds} rounds with engine {engine}")
-            rng = random.Random(f"{args.seed}/{engine}")
-            course = EngineRounds(training, engine, args.out.absolute() / engine, rng, args.time_limit)
-            tallies.append(course.run(rounds))
-            # Written after each engine, so that its results are kept even if a later engine fails.
-            (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
-    except (DrillError, OSError) as error:
-        say(f"error: {error}")
-        return COULD_NOT_RUN
+    for i, engine in enumerate(engines):
+        mine = rounds // len(engines) + (i < rounds % len(engines))
+        say(f"{mine} rounds with engine {engine}")
+        rng = random.Random(f"{seed}/{engine}")
+        tallies.append(EngineRounds(training, engine, out.absolute() / engine, rng, limit_s).run(mine))
+        # Written after each engine, so that its results are kept even if a later engine fails.
+        (out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     print(markdown(tallies, time.monotonic() - begin))
-    return VERIFIED if all(tally.sound for tally in tallies) else NOT_VERIFIED
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return all(tally.sound for tally in tallies)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from .. import command as commands
 from ..checkpoints import Checkpoints
-from ..cli import saves
 from ..drill import inject_and_restart
 from ..facts import CycleFacts, facts_of
 from ..faults import DISK_FULL
@@ -263,16 +262,15 @@ def lost_checkpoints(cycles: dict[int, CycleFacts], injections: Sequence[Injecti
 
 def _plan(options: SoakOptions, engine: str) -> tuple[Plan, Path]:
     """The plan, and the directory of the checkpoints."""
-    out, on_nodes = options.out / engine, bool(options.nodes_command)
+    out = options.out / engine
     checkpoints = out / "checkpoints" if options.checkpoints is None else options.checkpoints / engine
-    command = commands.completed(options.training, checkpoints, out / "trace", engine, PERSIST_INTERVAL)
-    if not commands.repeats_exactly(command):
-        raise DrillError("the soak compares losses bit for bit, and this training on GPUs need not repeat them")
-    command = [*command, "--keep-last", str(KEPT), "--exit-signal-handler"]
-    command = commands.supervised(command, LAUNCH, _UNLIMITED, options.hang_limit_s, on_nodes=on_nodes)
     plan = Plan(
-        command=command, resumed_command=command, injections=(), supervisor=LAUNCH, out=out, checkpoints=checkpoints,
+        command=[], resumed_command=[], injections=(), supervisor=LAUNCH, out=out, checkpoints=checkpoints,
         limit_s=options.limit_s, hang_limit_s=options.hang_limit_s, echo=False, disk_limit_bytes=options.disk_bytes,
-        nodes_command=options.nodes_command, **saves(command, on_nodes),
+        persist_interval=PERSIST_INTERVAL, nodes_command=options.nodes_command,
     )  # fmt: skip
+    flags = ("--keep-last", str(KEPT), "--exit-signal-handler")
+    plan = commands.with_commands(plan, options.training, engine, restarts=_UNLIMITED, flags=flags)
+    if not commands.repeats_exactly(plan.command):
+        raise DrillError("the soak compares losses bit for bit, and this training on GPUs need not repeat them")
     return plan, checkpoints

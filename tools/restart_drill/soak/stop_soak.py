@@ -9,7 +9,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from ..reference import DIRECTORY, reference_of
 from .hosts import Hosts
 from .launchers import LAUNCHERS, Training, split
 from .private_tmpdir import private_tmpdir
-from .stops import Stop
+from .stop_results import StopResult, stop_tables
+from .stops import Stop, drawn
 
 RESULTS = "stops.json"
 _KEPT = 3  # checkpoints
@@ -48,22 +50,22 @@ _CUT_SHORT = "the validation after iteration"
 _POLL_S = 0.02
 
 
-@dataclass
-class StopResult:
-    """`saved`: the iteration at which the ranks stopped and saved; None if they were ended otherwise.
+def run_stops(
+    training: list[str], out: Path, number: int, stop: Stop | None, minutes: float | None, seed: int, limit_s: float,
+    *, own_shm: bool,
+) -> bool:  # fmt: skip
+    """Carry out `number` stops, `stop` or those that `seed` draws, but none after `minutes`. Write and print soak.md.
 
-    `asked`: a job that went on after the stop was asked to end by SIGTERM. `cut_short`: an evaluation ended early.
+    Returns whether no check failed. Raises DrillError.
     """
-
-    stop: str
-    log: str
-    exit_code: int | None = None
-    restarted: bool = False  # in place
-    asked: bool = False
-    saved: int | None = None
-    cut_short: bool = False
-    wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    begin = time.monotonic()
+    soak = StopSoak(training, out, seed, limit_s, own_shm=own_shm)
+    until = float("inf") if minutes is None else begin + 60 * minutes
+    soak.run(drawn(seed) if stop is None else repeat(stop), number, until)
+    text = stop_tables(soak.results, soak.wrong, soak.compared, seed=seed, elapsed_s=time.monotonic() - begin)
+    (out / "soak.md").write_text(text)
+    print(text)
+    return not soak.wrong and not any(result.wrong for result in soak.results)
 
 
 class StopSoak:
@@ -91,10 +93,6 @@ class StopSoak:
                 (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
         self._compare_losses()
         (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
-
-    @property
-    def passed(self) -> bool:
-        return not self.wrong and not any(result.wrong for result in self.results)
 
     def _as_dict(self) -> dict[str, Any]:
         return {"stops": [asdict(result) for result in self.results], "compared": self.compared, "wrong": self.wrong}

@@ -12,9 +12,9 @@ import pytest
 
 from tools.restart_bench.places import PACKAGE, PROGRAM, SCRIPTS
 from tools.restart_drill import command as commands
-from tools.restart_drill.cli import tolerances_of
 from tools.restart_drill.command import Sizes
 from tools.restart_drill.launch import DrillError
+from tools.restart_drill.output import tolerances_of
 from tools.restart_drill.preset import expanded
 
 FLAGS = [

@@ -9,20 +9,12 @@ import pytest
 
 from megatron.config.uris import ObjectUri
 from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
-from tools.restart_drill import matrix
+from tools.restart_drill import cli, matrix
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
 from tools.restart_drill.launch import DrillError
-from tools.restart_drill.matrix import (
-    ENGINES,
-    INJECTION_POINTS,
-    Cell,
-    Result,
-    cells,
-    injections_of,
-    markdown,
-    sequences,
-)
+from tools.restart_drill.matrix import INJECTION_POINTS, Cell, Result, cells, injections_of, markdown, sequences
+from tools.restart_drill.options import ENGINES, MATRIX
 from tools.restart_drill.plan import SUPERVISORS, Injection, Plan
 from tools.restart_drill.reference import Reference
 
@@ -30,7 +22,7 @@ DISK, BUCKET = Path("/mnt/small"), ObjectUri("bucket", "prefix")
 
 
 def test_only_what_makes_sense_is_drilled() -> None:
-    every = [*cells(SUPERVISORS, ENGINES, DISK), *cells(SUPERVISORS, ENGINES, BUCKET, STORAGE_FAULTS)]
+    every = [*cells(SUPERVISORS, ENGINES[MATRIX], DISK), *cells(SUPERVISORS, ENGINES[MATRIX], BUCKET, STORAGE_FAULTS)]
     assert len(set(every)) == len(every)
     assert {cell.fault for cell in every} == set(FAULTS) - set(ON_NODES) and {
         cell.injection_point for cell in every
@@ -44,14 +36,14 @@ def test_only_what_makes_sense_is_drilled() -> None:
         Cell("relaunch", "torch", "bitflip", "mid-load"),
     ):
         assert left_out not in every
-    without = {cell.fault for cell in cells(SUPERVISORS, ENGINES, None)}
+    without = {cell.fault for cell in cells(SUPERVISORS, ENGINES[MATRIX], None)}
     assert without == set(FAULTS) - set(ON_NODES) - {"disk-full", *STORAGE_FAULTS}
-    in_bucket = {cell.fault for cell in cells(SUPERVISORS, ENGINES, BUCKET)}
+    in_bucket = {cell.fault for cell in cells(SUPERVISORS, ENGINES[MATRIX], BUCKET)}
     assert in_bucket == set(FAULTS) - set(ON_NODES) - {"disk-full"}
 
 
 def test_courses_are_of_one_supervisor_and_engine() -> None:
-    every = cells(SUPERVISORS, ENGINES, DISK)
+    every = cells(SUPERVISORS, ENGINES[MATRIX], DISK)
     found = sequences(every)
     assert sorted(cell for sequence in found for cell in map(str, sequence)) == sorted(map(str, every))
     for sequence in found:
@@ -92,15 +84,15 @@ def run(
         if error is not None:
             raise DrillError(error)
 
-    def content(plan: Plan, done: list[Injection], reference: Reference) -> dict[str, Any]:
+    def content(plan: Plan, done: list[Injection], reference: Reference, report: object) -> dict[str, Any]:
         entry = {"different": [], "restart_s": 1.0, "accounted": 1.0, "lost_steps": 0}
         return {"cycles": [entry | {"verified": injection.cycle not in unverified} for injection in done]}
 
     monkeypatch.setattr(matrix, "run_drill", drill)
     monkeypatch.setattr(matrix, "content_of", content)
+    monkeypatch.setattr(matrix, "analysed", lambda trace: None)
     out = tmp_path / f"{injected}_{error}"
-    argv = ["--out", str(out), "--", *TRAINING]
-    base = matrix.base_plan(matrix.parse_arguments(argv), argv[3:])
+    base = cli.base_plan(cli.parse_arguments(["--matrix", "--out", str(out)]), TRAINING)
     (out / "sequence_000" / "checkpoints").mkdir(parents=True)
     return matrix.run_sequence(base, 0, SEQUENCE, Reference(CycleFacts(), tmp_path))
 
@@ -135,7 +127,7 @@ def test_the_table_shows_what_failed() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--sample", "0"], "--sample 0: must be at least 1"),
+        (["--sample", "0"], "--sample: 0: must be a whole number, at least 1"),
         (["--supervisors", "slurm"], "choose from relaunch, torchrun"),
         (["--supervisors", "relaunch", "--nodes-command", "mine"], "only faults of nodes use it"),
         (["--supervisors", "launch,relaunch", "--nodes-command", "mine"], "only launch can supervise"),
@@ -148,7 +140,7 @@ def test_a_wrong_command_line(
     argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        matrix.parse_arguments(["--out", str(tmp_path / "out"), *argv])
+        cli.parse_arguments(["--matrix", "--out", str(tmp_path / "out"), *argv])
     assert message in capsys.readouterr().err
 
 
@@ -163,11 +155,11 @@ def test_the_reference_run_of_another_matrix(
         seen.append(reference)
         return [Result(cell, True) for cell in chosen]
 
-    monkeypatch.setattr(matrix, "run_matrix", sequence)
-    monkeypatch.setattr(matrix, "catch_stop_signals", lambda: None)
+    monkeypatch.setattr(matrix, "run_cells", sequence)
+    monkeypatch.setattr(cli, "catch_stop_signals", lambda: None)
     earlier = drilled(tmp_path / "earlier", TRAINING)
-    argv = ["--sample", "2", "--reference", str(earlier), "--"]
-    assert matrix.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == matrix.VERIFIED
+    argv = ["--matrix", "--sample", "2", "--reference", str(earlier), "--"]
+    assert cli.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == cli.VERIFIED
     assert [reference.directory for reference in seen] == [earlier / "reference"]
-    assert matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"]) == matrix.COULD_NOT_RUN
+    assert cli.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"]) == cli.COULD_NOT_RUN
     assert len(seen) == 1 and "--seed 1234 there, and 7 here" in capsys.readouterr().err

@@ -129,7 +129,10 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
         ),
         (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give only one of them"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
-        (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun --cold-cache: the agent restarts"),
+        (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun with --resume-tp"),
+        (["--soak"], "argument --soak: not allowed with argument --fault"),
+        (["--sample", "3"], "--sample 3: has no meaning for --fault; remove one of the two"),
+        (["--faults", "sigterm,sigstop"], "--faults sigterm,sigstop: has no meaning for --fault"),
         (["--fault", "node-loss"], "node-loss is a fault of a node; use --supervisor launch and --nodes-command"),
         (
             ["--supervisor", "launch", "--nodes-command", "mine"],
@@ -158,6 +161,25 @@ def test_a_wrong_command_line_ends_with_status_2(
         parse_arguments([*right, *argv, "--", "train"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one of the arguments --fault --matrix --soak --stops --rounds is required"),
+        (["--fault", "sigterm"], "the following arguments are required: --at WHEN and, after --, the training command"),
+        (["--soak", "--cold-cache"], "--cold-cache: has no meaning for --soak; remove one of the two"),
+        (["--rounds", "3", "--nodes-command", "mine"], "--nodes-command mine: has no meaning for --rounds"),
+        (["--rounds", "1", "--engines", "torch,lazy"], "--rounds 1: must be at least 1 for each of the 2 engines"),
+        (["--rounds", "2", "--engines", "torch,slow"], "--engines: --checkpoint-engine slow: no such engine"),
+    ],
+)
+def test_options_of_another_selection_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(["--out", "x", *argv])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 NEVER_SAVES = """

@@ -17,11 +17,12 @@ import pytest
 from megatron.checkpointing.engines.registry import builtin_engines
 from tests.unit.tools.restart_drill.test_faults import checkpoint
 from tools.restart_drill.checkpoints import Checkpoints
+from tools.restart_drill.cli import main, parse_arguments
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import DAMAGE, FAULTS
 from tools.restart_drill.launch import LAUNCH_ID_VARIABLE, RankLocation
+from tools.restart_drill.options import ENGINES, SOAK
 from tools.restart_drill.plan import Injection
-from tools.restart_drill.soak.cli import ENGINES, LEFT_OUT, goals, main, parse_arguments
 from tools.restart_drill.soak.engine_soak import lost_checkpoints
 from tools.restart_drill.soak.growth import Growth, Usage, grown
 from tools.restart_drill.soak.hosts import Hosts
@@ -36,6 +37,7 @@ from tools.restart_drill.soak.schedule import (
     random_injection_point,
 )
 from tools.restart_drill.soak.snapshot import Process, Snapshot, take
+from tools.restart_drill.soak.soak import LEFT_OUT, goals
 
 LAUNCH = "a launch of this test"
 # For each line it reads, it takes more of that resource, or takes and frees some, and then prints a line.
@@ -174,39 +176,39 @@ def test_files_left_beside_checkpoints_are_found(tmp_path: Path) -> None:
     [
         ("--minutes 2 --saves 10", "--minutes 2: sets the duration; remove it, or --saves and --restarts"),
         ("--restarts 2 --engines torch,lazy,dcp-async", "--restarts 2: must be at least 1 for each of the 3 engines"),
-        ("--minutes 0", "--minutes 0: must be more than 0"),
+        ("--minutes 0", "--minutes: 0: must be a number of more than 0"),
+        ("--checkpoints s3://bucket/prefix", "--checkpoints s3://bucket/prefix: a soak fills a disk"),
         ("--engines lazy,slow", "--checkpoint-engine slow: no such engine"),
         ("--faults disk-full", "--faults disk-full: these options allow sigkill-one"),
         ("--faults sigkill-all --nodes-command mine --spares 2", "--faults sigkill-all: these options allow"),
         ("--nodes-command mine --spares 1", "--spares 1: must be at least 2"),
-        ("--nodes-command mine --spares 2 --checkpoints d", "--checkpoints d: disk-full cannot be injected on nodes"),
+        ("--nodes-command mine --spares 2 --checkpoints /d", "--checkpoints /d: disk-full cannot be injected on nodes"),
     ],
 )
 def test_invalid_options_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--out", "x", *arguments.split()])
+        parse_arguments(["--soak", "--out", "x", *arguments.split()])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
-    assert main(["--out", str(tmp_path), "--minutes", "1"]) == 2
+    assert main(["--soak", "--out", str(tmp_path), "--minutes", "1"]) == 2
     assert f"--out {tmp_path}: already exists and is not of a soak with these options" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_saves_and_restarts_are_divided_among_the_engines() -> None:
-    args = parse_arguments(["--out", "x", "--saves", "10", "--restarts", "5", "--engines", "torch,lazy,dcp-async"])
-    divided = goals(args)
+    divided = goals(3, 2, None, 10, 5)
     assert [goal.restarts for goal in divided] == [2, 2, 1] and sum(goal.saves for goal in divided) >= 10
     assert [goal.first for goal in divided] == [0, 2, 4], "the engines share one sequence of faults"
-    timed = goals(parse_arguments(["--out", "x", "--minutes", "2", "--engines", "torch,lazy"]))
+    timed = goals(2, 2, 2.0, None, None)
     assert [goal.seconds for goal in timed] == [60.0, 60.0]
 
 
 def test_no_engine_is_left_out_without_a_reason() -> None:
-    assert {*ENGINES, *LEFT_OUT} == set(builtin_engines()) and not set(ENGINES) & set(LEFT_OUT)
-    assert parse_arguments(["--out", "x"]).engines == list(ENGINES)
+    assert {*ENGINES[SOAK], *LEFT_OUT} == set(builtin_engines()) and not set(ENGINES[SOAK]) & set(LEFT_OUT)
+    assert parse_arguments(["--soak", "--out", "x"]).engines == ENGINES[SOAK]
 
 
 def test_all_faults_are_injected_in_turn() -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from megatron.launch.cli import parse_arguments as parse_launch
 from tools.restart_drill import command as commands
+from tools.restart_drill.cli import main, parse_arguments
 from tools.restart_drill.launch import DrillError
-from tools.restart_drill.soak.cli import main, parse_arguments
 from tools.restart_drill.soak.launchers import LAUNCHERS, split
-from tools.restart_drill.soak.stop_soak import StopResult
-from tools.restart_drill.soak.stop_tables import stop_tables
+from tools.restart_drill.soak.stop_results import StopResult, stop_tables
 from tools.restart_drill.soak.stops import ENGINES, MOMENTS, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
 
 FORK = [
@@ -66,9 +65,9 @@ def test_what_is_no_stop_is_refused(changed: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stop", HELPER], f"--stop {HELPER}: give --stops N, how often"),
-        (["--stops", "0"], "--stops 0: must be more than 0"),
-        (["--stops", "3", "--minutes", "0"], "--minutes 0: must be more than 0"),
+        (["--soak", "--stop", HELPER], f"--stop {HELPER}: has no meaning for --soak"),
+        (["--stops", "0"], "--stops: 0: must be a whole number, at least 1"),
+        (["--stops", "3", "--minutes", "0"], "--minutes: 0: must be a number of more than 0"),
         (["--stops", "3", "--engines", "lazy"], "--engines lazy: has no meaning for --stops; remove one of the two"),
         (["--stops", "3", "--memory-limit", "1"], "--memory-limit 1.0: has no meaning for --stops"),
         (["--stops", "3", "--stop", "signal=SIGHUP"], "signal=SIGHUP: give launcher=..."),
@@ -118,7 +117,7 @@ def test_the_result_shows_what_was_stopped_and_how_to_do_it_again() -> None:
     assert "| SIGUSR1 of all | 0 | 0 | 0 | 2 | 0 |" in text and "| SIGKILL of helper | 0 | 0 | 0 | 0 | 1 |" in text
     assert "| deepspeed | 2 | 0 | 0 | 2 | 1 | 1 |" in text and "SIGTERM" not in text
     assert "3 stops with seed 7 in 2.0 minutes: 1 ended with a save at the stop" in text
-    assert "NOT VERIFIED: the ranks did not save at the stop: 002.log\n    python -m tools.restart_drill.soak" in text
+    assert "NOT VERIFIED: the ranks did not save at the stop: 002.log\n    python -m tools.restart_drill --out" in text
     assert f"--stop {ASKED}\n" in text and "verified" not in text.split("NOT VERIFIED")[0]
     assert stop_tables(results[:2], [], 40, seed=7, elapsed_s=1.0).endswith("\nverified\n")
     assert "NOT VERIFIED: cycle 3" in stop_tables(results[:2], ["cycle 3: another loss"], 40, seed=7, elapsed_s=1.0)

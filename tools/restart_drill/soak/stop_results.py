@@ -1,17 +1,35 @@
-"""The results of a soak of stops as tables: what was stopped when, and a command for each stop that went wrong."""
+"""The results of stops, and their tables: what was stopped when, and a command for each stop that went wrong."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ...common.escaping import markdown as escaped
 from ...common.tables import markdown_table
 from .launchers import LAUNCHERS
-from .stop_soak import StopResult
 from .stops import MOMENTS, SIGNALS, TARGETS, WORKERS, parse_stop
 
-_REPRODUCE = "python -m tools.restart_drill.soak --out runs/again --stops 10 --stop"
+_REPRODUCE = "python -m tools.restart_drill --out runs/again --stops 10 --stop"
+
+
+@dataclass
+class StopResult:
+    """`saved`: the iteration at which the ranks stopped and saved; None if they were ended otherwise.
+
+    `asked`: a job that went on after the stop was asked to end by SIGTERM. `cut_short`: an evaluation ended early.
+    """
+
+    stop: str
+    log: str
+    exit_code: int | None = None
+    restarted: bool = False  # in place
+    asked: bool = False
+    saved: int | None = None
+    cut_short: bool = False
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def stop_tables(
