@@ -18,7 +18,7 @@ from megatron.processes.standby import WAITS
 from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
-from tools.restart_drill.own_shm import in_own_shm, left_in_shm
+from tests.own_shm import in_own_shm, left_in_shm
 
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
 MARK = "LAUNCH_TEST"

@@ -16,7 +16,7 @@ from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, records
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import LAUNCHER, environment, marked
 from tests.dist.test_restart_drill import TRAINING
-from tools.restart_drill.own_shm import in_own_shm, left_in_shm
+from tests.own_shm import in_own_shm, left_in_shm
 
 HELD_AT = 8  # every iteration is saved, each fifth to storage, too
 LAST = 11

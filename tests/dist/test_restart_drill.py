@@ -24,7 +24,7 @@ from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, processes_with, recor
 from tests.dist.hold import held_environment
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import NO_DROPOUT
-from tools.restart_drill.own_shm import in_own_shm, left_in_shm
+from tests.own_shm import in_own_shm, left_in_shm
 
 TRAINING = [
     *LLAMA_STYLE, "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "4",

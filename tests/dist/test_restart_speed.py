@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.harness import HANGS_S, ROOT, wait_for
 from tests.dist.test_launch import environment, marked
-from tools.restart_drill.own_shm import in_own_shm, left_in_shm
+from tests.own_shm import in_own_shm, left_in_shm
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, dataset: list[str], launc
 
 @pytest.mark.slow
 def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[str]) -> None:
-    """With saves that training waits for; with those beside training, of engine lazy: test_restart_rounds.py."""
+    """With saves that training waits for; with those beside training, of engine lazy: test_soak.py."""
     save, engine = tmp_path / "save", ("--checkpoint-engine", "torch")
     with job(save, dataset, ALONE, *engine) as first:
         more_commits(save, 1)

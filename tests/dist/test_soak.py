@@ -43,31 +43,45 @@ def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list
     assert again.returncode == 0 and again.stdout == done.stdout
 
 
-def one_stop(stop: str, out: Path, launcher: list[str], dataset: list[str]) -> tuple[int, str, dict[str, Any]]:
-    """(exit code, standard output, result) of a soak of one stop of a job with data workers, while it evaluates."""
+def stopped(out: Path, launcher: list[str], dataset: list[str], *stops: str) -> tuple[int, str, list[dict[str, Any]]]:
+    """(exit code, output, results) of a soak of these stops of a job, one after the other."""
+    chosen = [word for stop in stops for word in ("--stop", stop)]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.restart_drill", "--out", str(out), "--stops", "1", "--stop", stop,
+        [sys.executable, "-m", "tools.restart_drill", "--out", str(out), "--stops", str(len(stops)), *chosen,
          "--time-limit", str(HANGS_S), "--", *launcher, *dataset, *TRAINING],
         cwd=ROOT, capture_output=True, text=True, timeout=5 * HANGS_S,
     )  # fmt: skip
-    (result,) = json.loads((out / "stops.json").read_text())["stops"]
-    return done.returncode, done.stdout + done.stderr[-3000:], result
+    return done.returncode, done.stdout + done.stderr[-3000:], json.loads((out / "stops.json").read_text())["stops"]
 
 
 @pytest.mark.slow
-def test_a_stop_saves(tmp_path: Path, dataset: list[str]) -> None:
-    """.ci/nightly draws many."""
-    stop = "launcher=restart-launch,workers=4,engine=lazy,signal=SIGUSR1,target=all,moment=evaluation"
-    exit_code, told, result = one_stop(stop, tmp_path / "soak", FORK, dataset)
-    assert exit_code == 0 and result["saved"] is not None and result["wrong"] == [], told
+@pytest.mark.timeout(900)
+def test_stops_save_and_lose_nothing(tmp_path: Path, dataset: list[str]) -> None:
+    """The launcher alone is killed and the next launch begins at once; one is beside it; one takes over. .ci/nightly
+    draws many."""
+    stops = [
+        f"launcher=restart-launch,workers={workers},engine=lazy,signal={signum},target={target},moment={moment},next={when}"
+        for workers, signum, target, moment, when in (
+            (0, "SIGKILL", "launcher", "save", "at-once"),
+            (0, "SIGTERM", "all", "training", "beside"),
+            (0, "SIGTERM", "all", "training", "take-over"),
+            (4, "SIGUSR1", "all", "evaluation", "later"),
+        )
+    ]
+    exit_code, told, results = stopped(tmp_path / "soak", FORK, dataset, *stops)
+    assert exit_code == 0 and not any(result["wrong"] for result in results), told
+    killed, beside, superseding, asked = results
+    assert killed["saved"] is None and beside["refused"] >= 1, results
+    assert None not in (beside["saved"], superseding["saved"], asked["saved"]), results
+    assert superseding["log"].endswith(".beside"), "the launch that took over is the one that was stopped"
 
 
 @pytest.mark.slow
 def test_a_stop_that_breaks_a_promise_is_reported(tmp_path: Path, dataset: list[str]) -> None:
     """The launcher kills its ranks right after it has passed the signal on, before they have ended."""
-    stop = "launcher=restart-launch,workers=4,engine=lazy,signal=SIGTERM,target=launcher,moment=evaluation"
+    stop = "launcher=restart-launch,workers=4,engine=lazy,signal=SIGTERM,target=launcher,moment=evaluation,next=later"
     launcher = [*FORK[:-1], "--shutdown-timeout", "0", FORK[-1]]
-    exit_code, told, result = one_stop(stop, tmp_path / "soak", launcher, dataset)
+    exit_code, told, (result,) = stopped(tmp_path / "soak", launcher, dataset, stop)
     assert exit_code == 1 and result["exit_code"] != 0, told
     # They may have saved before they were killed, of which the launcher knows nothing.
     not_saved = "the ranks did not save at the stop"

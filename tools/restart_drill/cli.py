@@ -1,4 +1,4 @@
-"""The command of the drill: one fault, the matrix, a soak, stops, or rounds."""
+"""The command of the drill: one fault, the matrix, a soak, or stops."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from .drill import run_drill
 from .full_disk import GIB
 from .launch import DrillError
 from .matrix import cells, run_matrix
-from .options import MATRIX, ONE, PRESET, ROUNDS, SOAK, STOPS, parse_arguments
+from .options import MATRIX, ONE, PRESET, SOAK, STOPS, parse_arguments
 from .output import report
 from .own_shm import enter_own_shm
 from .plan import RELAUNCH, Injection, Plan, planned_injections, say
 from .preset import expanded, preset_of, small
 from .reference import run_reference, stored_reference
-from .rounds import run_rounds
 from .soak.engine_soak import SoakOptions
 from .soak.soak import claim, goals, hosts_of_hostfile, run_soak
 from .soak.stop_soak import run_stops
@@ -46,7 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         MATRIX: lambda: _matrix(args),
         SOAK: lambda: _soak(args, own_shm=own_shm),
         STOPS: lambda: _stops(args, own_shm=own_shm),
-        ROUNDS: lambda: _rounds(args),
     }
     try:
         return VERIFIED if run[args.selection]() else NOT_VERIFIED
@@ -163,10 +161,6 @@ def _stops(args: argparse.Namespace, *, own_shm: bool) -> bool:
     return run_stops(
         training, args.out.absolute(), args.stops, args.stop, args.minutes, args.seed, args.time_limit, own_shm=own_shm
     )
-
-
-def _rounds(args: argparse.Namespace) -> bool:
-    return run_rounds(small(args.command), args.out, args.engines, args.rounds, args.seed, args.time_limit)
 
 
 def catch_stop_signals() -> None:

@@ -20,12 +20,11 @@ from .soak.schedule import possible_faults
 from .soak.stops import Stop, parse_stop
 
 # The selections of faults and stops, by the option that chooses each.
-ONE, MATRIX, SOAK, STOPS, ROUNDS = "--fault", "--matrix", "--soak", "--stops", "--rounds"
+ONE, MATRIX, SOAK, STOPS = "--fault", "--matrix", "--soak", "--stops"
 PRESET = "tiny_tp2_pp2_dp2"
 ENGINES = {
     MATRIX: ("torch", "lazy"),
     SOAK: ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async"),
-    ROUNDS: ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async"),
 }
 ENGINES_ON_NODES = ("torch", "lazy", "memory")  # of a soak
 _HANG_LIMITS_S = {ONE: 30.0, MATRIX: 5.0, SOAK: 3.0}
@@ -39,7 +38,6 @@ _EXAMPLE = """examples:
   %(prog)s --matrix --sample 12 --engines lazy --out runs/matrix -- 7b_tp4_pp2
   %(prog)s --soak --minutes 10 --out runs/soak
   %(prog)s --stops 200 --minutes 90 --out runs/stops
-  %(prog)s --rounds 40 --engines torch,lazy --out runs/rounds
 
 A soak continues with the engines that are not finished if an earlier call with the same options wrote --out.
 
@@ -69,7 +67,7 @@ class _Options:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -98,10 +96,6 @@ def _add_selections(parser: argparse.ArgumentParser) -> None:
     which.add_argument(MATRIX, action="store_true", help="inject every fault at every point, as far as it makes sense")
     which.add_argument(SOAK, action="store_true", help="inject faults in random order: is anything left, or growing?")
     which.add_argument(STOPS, type=_size, metavar="N", help="stop the job N times by signals, under every launcher")
-    which.add_argument(
-        ROUNDS, type=_size, metavar="N",
-        help="N times over all engines: kill a launch and start the next one at once, or one beside it",
-    )  # fmt: skip
 
 
 def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
@@ -180,10 +174,10 @@ def _add_of_one(options: _Options) -> None:
 
 
 def _add_of_many(options: _Options) -> None:
-    options.add((MATRIX, SOAK, STOPS, ROUNDS), "--seed", "decides what is drawn at random", type=int, default=1)
+    options.add((MATRIX, SOAK, STOPS), "--seed", "decides what is drawn at random", type=int, default=1)
     options.add((MATRIX, SOAK), "--faults", "separated by commas (default: all that the other options allow)",
                 type=_words)  # fmt: skip
-    options.add((MATRIX, SOAK, ROUNDS), "--engines", "separated by commas (default: see docs/restart_drill.md)",
+    options.add((MATRIX, SOAK), "--engines", "separated by commas (default: see docs/restart_drill.md)",
                 type=_words)  # fmt: skip
     options.add((MATRIX,), "--supervisors", "separated by commas", type=_words, default=(RELAUNCH, TORCHRUN))
     options.add((MATRIX,), "--injection-points", "separated by commas (default: all)", type=_words,
@@ -198,8 +192,8 @@ def _add_of_many(options: _Options) -> None:
     options.add((SOAK,), "--saves", "minimum over all engines (default without --minutes: 200)", type=_size)
     options.add((SOAK,), "--restarts", "over all engines (default without --minutes: 50)", type=_size)
     options.add((SOAK,), "--memory-limit", "allowed growth of a process", type=float, default=32.0, metavar="MIB")
-    options.add((STOPS,), "--stop", "this one each time, as a line of the result shows it (default: drawn with --seed)",
-                type=_stop, metavar="STOP")  # fmt: skip
+    options.add((STOPS,), "--stop", "this one, or several in turn, as the result shows it (default: drawn with --seed)",
+                type=_stop, action="append", default=[], metavar="STOP")  # fmt: skip
 
 
 # Values
@@ -251,7 +245,7 @@ def _positive(text: str) -> float:
 
 
 def _selected(args: argparse.Namespace) -> str:
-    chosen = {ONE: args.fault, MATRIX: args.matrix, SOAK: args.soak, STOPS: args.stops, ROUNDS: args.rounds}
+    chosen = {ONE: args.fault, MATRIX: args.matrix, SOAK: args.soak, STOPS: args.stops}
     return next(selection for selection, value in chosen.items() if value)
 
 
@@ -271,7 +265,7 @@ def _refusal(args: argparse.Namespace) -> str | None:
             check_engine_name(engine)
         except ValueError as error:
             return f"--engines: {error}"
-    refusals = {ONE: _refusal_of_one, MATRIX: _refusal_of_matrix, SOAK: _refusal_of_soak, ROUNDS: _refusal_of_rounds}
+    refusals = {ONE: _refusal_of_one, MATRIX: _refusal_of_matrix, SOAK: _refusal_of_soak}
     return refusals[args.selection](args) if args.selection in refusals else None
 
 
@@ -362,10 +356,4 @@ def _refusal_of_soak(args: argparse.Namespace) -> str | None:
         return f"--checkpoints {args.checkpoints}: disk-full cannot be injected on nodes; remove it, or --nodes-command"
     if isinstance(args.checkpoints, ObjectUri):
         return f"--checkpoints {args.checkpoints}: a soak fills a disk, and object storage has none; give a directory"
-    return None
-
-
-def _refusal_of_rounds(args: argparse.Namespace) -> str | None:
-    if args.rounds < len(args.engines):
-        return f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines"
     return None

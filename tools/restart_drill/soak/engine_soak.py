@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import command as commands
-from ..checkpoints import Checkpoints
+from ..checkpoints import Checkpoints, left_files
 from ..drill import inject_and_restart
 from ..facts import CycleFacts, facts_of
 from ..faults import DISK_FULL
@@ -24,9 +24,7 @@ from ..plan import LAUNCH, Injection, Plan, PlannedInjection
 from ..reference import reference_of
 from ..supervisors import AgentsOnNodes, LauncherAgain
 from ..verify import check_losses, judge, with_last_resume_source
-from .hosts import Hosts
-from .leftovers import left_files
-from .private_tmpdir import private_tmpdir
+from .hosts import Hosts, private_tmpdir
 from .result import EngineResult, Goal
 from .samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
 from .schedule import in_order, random_injection_point

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..nodes import Nodes
@@ -13,6 +17,22 @@ from .snapshot import INTERVAL_S, Snapshot, take
 
 _ROOT = Path(__file__).absolute().parents[3]
 _POLL_S = 0.2
+
+
+@contextmanager
+def private_tmpdir() -> Iterator[Path]:
+    """A TMPDIR for the launch alone, with the same path on all nodes."""
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "EXPORT")}
+    temporary = Path(tempfile.mkdtemp(prefix="soak-"))
+    os.environ |= {"TMPDIR": str(temporary), "EXPORT": f"{before['EXPORT'] or ''} TMPDIR"}
+    try:
+        yield temporary
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(temporary, ignore_errors=True)  # nodes that share /tmp with this host have removed it
 
 
 class Hosts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...common.escaping import markdown as escaped
 from ...common.tables import markdown_table
 from .launchers import LAUNCHERS
-from .stops import MOMENTS, SIGNALS, TARGETS, WORKERS, parse_stop
+from .stops import ENGINES, MOMENTS, NEXT, SIGNALS, TARGETS, WORKERS, parse_stop
 
 _REPRODUCE = "python -m tools.restart_drill --out runs/again --stops 10 --stop"
 
@@ -26,6 +26,7 @@ class StopResult:
     exit_code: int | None = None
     restarted: bool = False  # in place
     asked: bool = False
+    refused: int = 0  # launches, because one before them was still running
     saved: int | None = None
     cut_short: bool = False
     wrong: list[str] = field(default_factory=list)
@@ -40,12 +41,14 @@ def stop_tables(
     saved = sum(result.saved is not None for result in results)
     restarted = sum(result.restarted for result in results)
     cut = sum(result.cut_short for result in results)
+    refused = sum(result.refused for result in results)
     total = (
         f"{len(results)} stops with seed {seed} in {elapsed_s / 60:.1f} minutes: {saved} ended with a save at the "
         f"stop, {restarted} were restarted in place, {cut} cut an evaluation short. "
+        f"{refused} launches were refused, since another one was running. "
         f"{compared} losses were compared."
     )
-    lines = [*_by_moment(results), "", *_by_launcher(results), "", total, ""]
+    lines = [*_by_moment(results), "", *_by_launcher(results), "", *_by_engine(results), "", total, ""]
     lines += [f"NOT VERIFIED: {escaped(line)}" for line in wrong]
     for result in failed:
         lines += [
@@ -81,3 +84,12 @@ def _by_launcher(results: Sequence[StopResult]) -> list[str]:
         rows.append([launcher, str(len(mine)), *workers, str(saved), str(wrong)])
     header = ("launcher", "stops", *(f"{number} workers" for number in WORKERS), "saved at the stop", "wrong")
     return markdown_table(header, rows, numbers=True)
+
+
+def _by_engine(results: Sequence[StopResult]) -> list[str]:
+    stops = [parse_stop(result.stop) for result in results]
+    rows = [
+        [engine, *(str(sum((stop.engine, stop.next) == (engine, when) for stop in stops)) for when in NEXT)]
+        for engine in ENGINES
+    ]
+    return markdown_table(("engine", *(f"next {when}" for when in NEXT)), rows, numbers=True)

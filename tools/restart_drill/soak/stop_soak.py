@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ from ..injection_points import TraceTail, parse_injection_point, stage_begun_by,
 from ..launch import GRACE_S, DrillError, Launch, launched
 from ..plan import say
 from ..reference import DIRECTORY, reference_of
-from .hosts import Hosts
+from .hosts import Hosts, private_tmpdir
 from .launchers import LAUNCHERS, Training, split
-from .private_tmpdir import private_tmpdir
 from .stop_results import StopResult, stop_tables
-from .stops import Stop, drawn
+from .stops import AT_ONCE, BESIDE, TAKE_OVER, Stop, drawn
 
 RESULTS = "stops.json"
 _KEPT = 3  # checkpoints
@@ -51,17 +50,17 @@ _POLL_S = 0.02
 
 
 def run_stops(
-    training: list[str], out: Path, number: int, stop: Stop | None, minutes: float | None, seed: int, limit_s: float,
-    *, own_shm: bool,
+    training: list[str], out: Path, number: int, chosen: Sequence[Stop], minutes: float | None, seed: int,
+    limit_s: float, *, own_shm: bool,
 ) -> bool:  # fmt: skip
-    """Carry out `number` stops, `stop` or those that `seed` draws, but none after `minutes`. Write and print soak.md.
+    """Carry out `number` stops, those of `chosen` in turn or drawn by `seed`. No stop begins after `minutes`.
 
-    Returns whether no check failed. Raises DrillError.
+    Writes and prints soak.md. Returns whether no check failed. Raises DrillError.
     """
     begin = time.monotonic()
     soak = StopSoak(training, out, seed, limit_s, own_shm=own_shm)
     until = float("inf") if minutes is None else begin + 60 * minutes
-    soak.run(drawn(seed) if stop is None else repeat(stop), number, until)
+    soak.run(itertools.cycle(chosen) if chosen else drawn(seed), number, until)
     text = stop_tables(soak.results, soak.wrong, soak.compared, seed=seed, elapsed_s=time.monotonic() - begin)
     (out / "soak.md").write_text(text)
     print(text)
@@ -77,6 +76,9 @@ class StopSoak:
         self._rng = random.Random(seed)
         self._split: dict[str, Training] = {}
         self._reported: set[str] = set()
+        self._tails: dict[int, TraceTail] = {}
+        self._commits: list[tuple[int, int]] = []
+        self._before: tuple[Launch, ExitStack] | None = None  # a launch of which processes may be left
         self.results: list[StopResult] = []
         self.compared = 0  # losses
         self.wrong: list[str] = []  # what concerns no single stop
@@ -88,9 +90,11 @@ class StopSoak:
         self._save.mkdir()
         with ExitStack() as stack:
             self._hosts = Hosts(stack.enter_context(private_tmpdir()), own_shm=self._own_shm)
+            stack.callback(lambda: self._before and self._before[1].close())
             while len(self.results) < number and time.monotonic() < until:
                 self._carry_out(next(stops))
                 (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
+            self._end_before()
         self._compare_losses()
         (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
 
@@ -102,28 +106,86 @@ class StopSoak:
     def _carry_out(self, stop: Stop) -> None:
         log = self._out / "logs" / f"{len(self.results):03d}.log"
         result = StopResult(str(stop), str(log))
-        begin, cycle = time.monotonic(), self._next_cycle()
-        before = self._newest()
-        with launched(self._command(stop), log, echo=False) as launch:
+        begin, before = time.monotonic(), self._newest()
+        with ExitStack() as stack:
             try:
-                self._reach(stop, launch, cycle)
+                launch, cycle = self._start(stop, log, result, stack)
+                if stop.next in (BESIDE, TAKE_OVER):
+                    launch, cycle = self._start_beside(stop, launch, cycle, result, stack)
                 targets = self._targets(stop, launch)
-                if not targets:
-                    raise DrillError("there is no process that the signal could reach")
+                launch.expect_failure()
                 launch.send(stop.number, targets)
-                self._await_end(stop, launch, cycle, result)
-                launch.wait_until_gone(GRACE_S)
+                if stop.next == AT_ONCE:
+                    if stop.target == "helper":  # training may continue, without its writer or with another one
+                        launch.kill(Launch.everything)
+                    self._before = launch, stack.pop_all()
+                else:
+                    self._await_end(stop, launch, cycle, result)
+                    result.exit_code = launch.exit_code
+                    launch.wait_until_gone(GRACE_S)
             except DrillError as error:
                 result.wrong.append(str(error))
-            result.exit_code = launch.exit_code
-            if not result.wrong:
+            if not result.wrong and self._before is None:
                 left = self._hosts.left_over(launch.id, GRACE_S)
                 result.wrong += self._new([line for line in left if "in TMPDIR" not in line])
-        self._check(stop, result, max(before, self._committed_since(cycle)))
+        self._check(stop, result, before)
         result.seconds = time.monotonic() - begin
         self.results.append(result)
         outcome = "; ".join(result.wrong) or ("saved" if result.saved is not None else "ended")
         say(f"stop {len(self.results)}: {stop}: {outcome} ({result.seconds:.0f} s)")
+
+    def _start(self, stop: Stop, log: Path, result: StopResult, stack: ExitStack) -> tuple[Launch, int]:
+        """The launch and its cycle, at the moment of the stop.
+
+        If processes of the launch before may be left, this one is refused while rank 0 of that one lives, and is then
+        started again.
+        """
+        if stop.moment == "start-up":
+            self._end_before()
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            cycle = self._next_cycle()
+            launch = stack.enter_context(launched(self._command(stop), log, echo=False))
+            try:
+                self._reach(stop, launch, cycle)
+                break
+            except DrillError:
+                if self._before is None or not _was_refused(log) or time.monotonic() > deadline:
+                    raise
+            result.refused += 1
+        self._end_before()
+        return launch, cycle
+
+    def _end_before(self) -> None:
+        """Wait until nothing is left of the launch that was not waited for. Raises DrillError if something is."""
+        if self._before is not None:
+            (before, stack), self._before = self._before, None
+            with stack:
+                before.wait_until_gone(GRACE_S)
+
+    def _start_beside(
+        self, stop: Stop, first: Launch, cycle: int, result: StopResult, stack: ExitStack
+    ) -> tuple[Launch, int]:
+        """Start a second launch, which must be refused or, with --take-over, end the first. Returns what then runs."""
+        second_cycle, log = self._next_cycle(), Path(f"{result.log}.beside")
+        flags = ["--take-over"] if stop.next == TAKE_OVER else []
+        second = stack.enter_context(launched([*self._command(stop), *flags], log, echo=False))
+        if stop.next == BESIDE:
+            if second.wait(self._limit_s) == 0 or not _was_refused(log):
+                result.wrong.append(f"{log}: was not refused though another launch is running")
+            result.refused += 1
+            if first.exit_code is not None:
+                raise DrillError(f"the launch was disturbed by one beside it; see {log}")
+            second.wait_until_gone(self._limit_s)
+            return first, cycle
+        if first.wait(self._limit_s) == 0:
+            result.wrong.append("the launch ended with 0 though it was superseded")
+        elif "has superseded this one" not in Path(result.log).read_text(errors="replace"):
+            result.wrong.append("the launch that was superseded does not name its successor")
+        first.wait_until_gone(GRACE_S)
+        result.log = str(log)
+        self._reach(stop, second, second_cycle)
+        return second, second_cycle
 
     def _command(self, stop: Stop) -> list[str]:
         if stop.engine not in self._split:
@@ -184,13 +246,12 @@ class StopSoak:
 
     # Checks
 
-    def _check(self, stop: Stop, result: StopResult, committed: int) -> None:
+    def _check(self, stop: Stop, result: StopResult, before: int) -> None:
+        """`before`: the iteration of the newest checkpoint before the launch was started."""
         told = Path(result.log).read_text(errors="replace")
-        found, problems = discover(self._save, None)
-        newest = max((one.step for one in found), default=0)
-        if newest < committed:
-            result.wrong.append(f"iteration {committed} was committed, and the newest checkpoint is {newest}")
-        result.wrong += self._new(problems)
+        newest = self._check_checkpoints(result)
+        if newest < before:
+            result.wrong.append(f"there was a checkpoint of iteration {before}, and the newest is {newest}")
         result.cut_short = _CUT_SHORT in told
         stopped = _STOPPED.search(told)
         if stopped is not None:
@@ -201,6 +262,25 @@ class StopSoak:
             result.wrong += self._broken_promises(stop, result, told)
         elif result.asked and result.saved is None:
             result.wrong.append("the ranks did not save at the SIGTERM that ended the job")
+
+    def _check_checkpoints(self, result: StopResult) -> int:
+        """Check that the newest committed checkpoints exist, with all their files. Returns the iteration of the newest.
+
+        Repeated, since a launch that was not waited for may be removing one at this instant.
+        """
+        # A commit that rank 0 could not record any more may have removed the oldest of those that are kept.
+        committed = sorted({step for _, step in self._committed()})[1 - _KEPT :]
+        for attempt in range(3):
+            found, problems = discover(self._save, None)
+            steps = {one.step for one in found}
+            if not problems and set(committed) <= steps:
+                break
+            time.sleep(0.2 * (attempt + 1))
+        else:
+            missing = [step for step in committed if step not in steps]
+            result.wrong += self._new([f"iteration {step} was committed, and is not there" for step in missing])
+            result.wrong += self._new(problems)
+        return max(steps, default=0)
 
     def _broken_promises(self, stop: Stop, result: StopResult, told: str) -> list[str]:
         found = [] if result.saved is not None else ["the ranks did not save at the stop"]
@@ -220,10 +300,13 @@ class StopSoak:
         newest = newest_cycle(self._trace)
         return 0 if newest is None else newest[0] + 1
 
-    def _committed_since(self, first: int) -> int:
-        """The newest iteration that rank 0 has recorded as committed from this cycle on; 0 if there is none."""
-        records = (record for cycle in range(first, self._next_cycle()) for record in _records(self._trace, cycle))
-        return max((record["step"] for record in records if stage_begun_by(record) == "after-commit"), default=0)
+    def _committed(self) -> list[tuple[int, int]]:
+        """(cycle, step) of every save that rank 0 has recorded as committed."""
+        for cycle in range(self._next_cycle()):
+            for record in self._tails.setdefault(cycle, TraceTail(self._trace, cycle)).new_records():
+                if stage_begun_by(record) == "after-commit":
+                    self._commits.append((cycle, record["step"]))
+        return self._commits
 
     def _newest(self) -> int:
         """The iteration of the newest complete checkpoint; 0 if there is none."""
@@ -252,8 +335,8 @@ class StopSoak:
                     )
 
 
-def _records(trace: Path, cycle: int) -> list[dict[str, Any]]:
-    return TraceTail(trace, cycle).new_records()
+def _was_refused(log: Path) -> bool:
+    return "--take-over: it then stops saving" in log.read_text(errors="replace")
 
 
 def _iterations(tail: TraceTail) -> list[int]:

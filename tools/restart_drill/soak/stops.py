@@ -17,7 +17,11 @@ TARGETS = ("launcher", "rank", "helper", "all")
 MOMENTS = ("start-up", "load", "training", "evaluation", "save")
 TRAINS = ("training", "evaluation", "save")  # the moments at which a rank obeys --exit-signal-handler
 WORKERS = (0, 2, 4)  # values of --num-workers
-ENGINES = ("lazy", "torch")  # one that saves beside training, and one that training waits for
+ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
+WITH_A_WRITER = ("fastpersist-decoupled",)  # writes files in a process of its own
+# When the next launch starts: once nothing of the job is left; right after the signal, while processes of the job may
+# be left; or before the signal, beside the job: it must be refused or, with --take-over, end the job.
+LATER, AT_ONCE, BESIDE, TAKE_OVER = NEXT = ("later", "at-once", "beside", "take-over")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Stop:
     signal: str
     target: str
     moment: str
+    next: str = LATER
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
@@ -44,7 +49,7 @@ class Stop:
     def refusal(self) -> str | None:
         """Why this is no stop; None if it is one."""
         values = {"launcher": LAUNCHERS, "workers": WORKERS, "engine": ENGINES, "signal": SIGNALS, "target": TARGETS,
-                  "moment": MOMENTS}  # fmt: skip
+                  "moment": MOMENTS, "next": NEXT}  # fmt: skip
         for name, valid in values.items():
             if getattr(self, name) not in valid:
                 return f"{name}={getattr(self, name)} is none of {', '.join(map(str, valid))}"
@@ -52,16 +57,31 @@ class Stop:
             return f"launcher={self.launcher} has no launcher that lives as long as its ranks"
         if self.target == "rank" and self.moment == "start-up" and not LAUNCHERS[self.launcher].watches:
             return "nobody tells the other ranks that it has ended before the rendezvous: they wait for its deadline"
-        if self.target == "helper" and (self.workers == 0 or self.moment not in TRAINS):
+        has_helpers = self.workers > 0 or (self.engine in WITH_A_WRITER and self.next == AT_ONCE)
+        if self.target == "helper" and (not has_helpers or self.moment not in TRAINS):
             return "target=helper is a data worker, which exists while a job with workers trains"
         if self.target == "helper" and self.signal in ASKS:
             return "target=helper ignores the signals that ask a job to end; they reach it with target=all"
+        return self._refusal_of_next()
+
+    def _refusal_of_next(self) -> str | None:
+        if self.next == LATER:
+            return None
+        launcher = LAUNCHERS[self.launcher]
+        if launcher.in_place or not launcher.watches:
+            return f"next={self.next} needs a launcher that ends with its ranks; launcher={self.launcher} does not"
+        if self.moment not in ("training", "save"):
+            return f"next={self.next} needs a job that saves: moment=training or moment=save"
+        if self.next == AT_ONCE:
+            return None if self.signal == "SIGKILL" else "next=at-once needs signal=SIGKILL: others wait for the save"
+        if (self.signal, self.target) != ("SIGTERM", "all"):
+            return f"next={self.next} needs signal=SIGTERM,target=all, by which the job that goes on is ended"
         return None
 
 
 def parse_stop(text: str) -> Stop:
     """The stop that `str` has shown as `text`. Raises ValueError."""
-    pairs = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
+    pairs = {"next": LATER, **{name: value for name, _, value in (part.partition("=") for part in text.split(","))}}
     names = [field.name for field in dataclasses.fields(Stop)]
     if sorted(pairs) != sorted(names) or not pairs["workers"].isdigit():
         raise ValueError(f"{text}: give {','.join(f'{name}=...' for name in names)}, of which workers is a number")
@@ -73,13 +93,16 @@ def parse_stop(text: str) -> Stop:
 
 
 def drawn(seed: int) -> Iterator[Stop]:
-    """An endless sequence. Each signal, target and moment comes once before any comes again; the rest is drawn."""
+    """An endless sequence. Each signal, target, moment and next launch comes once before any comes again.
+
+    The rest is drawn.
+    """
     rng = random.Random(seed)
-    by_kind: dict[tuple[str, str, str], list[Stop]] = {}
-    for values in product(LAUNCHERS, WORKERS, ENGINES, SIGNALS, TARGETS, MOMENTS):
+    by_kind: dict[tuple[str, ...], list[Stop]] = {}
+    for values in product(LAUNCHERS, WORKERS, ENGINES, SIGNALS, TARGETS, MOMENTS, NEXT):
         stop = Stop(*values)
         if stop.refusal() is None:
-            by_kind.setdefault((stop.signal, stop.target, stop.moment), []).append(stop)
+            by_kind.setdefault((stop.signal, stop.target, stop.moment, stop.next), []).append(stop)
     while True:
         for kind in rng.sample(sorted(by_kind), len(by_kind)):
             launchers = sorted({stop.launcher for stop in by_kind[kind]})

@@ -21,11 +21,11 @@ from megatron.net.handshake import COORDINATOR, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import end_all, kill_all
+from tests.own_shm import in_own_shm, left_in_shm
 from tests.unit.certificates import make_files
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, RANKS, Nodes
 from tests.unit.trace_helpers import ROOT, SECRET
-from tools.restart_drill.own_shm import in_own_shm, left_in_shm
 
 ROUNDS = int(os.environ.get("MEMORY_KILL_ROUNDS", "1"))  # more for a longer look
 # Ranks, and places of nodes, that are killed at once; a rank is one of a node that lives.

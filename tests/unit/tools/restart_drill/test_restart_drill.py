@@ -166,12 +166,11 @@ def test_a_wrong_command_line_ends_with_status_2(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "one of the arguments --fault --matrix --soak --stops --rounds is required"),
+        ([], "one of the arguments --fault --matrix --soak --stops is required"),
         (["--fault", "sigterm"], "the following arguments are required: --at WHEN and, after --, the training command"),
         (["--soak", "--cold-cache"], "--cold-cache: has no meaning for --soak; remove one of the two"),
-        (["--rounds", "3", "--nodes-command", "mine"], "--nodes-command mine: has no meaning for --rounds"),
-        (["--rounds", "1", "--engines", "torch,lazy"], "--rounds 1: must be at least 1 for each of the 2 engines"),
-        (["--rounds", "2", "--engines", "torch,slow"], "--engines: --checkpoint-engine slow: no such engine"),
+        (["--stops", "3", "--nodes-command", "mine"], "--nodes-command mine: has no meaning for --stops"),
+        (["--matrix", "--engines", "torch,slow"], "--engines: --checkpoint-engine slow: no such engine"),
     ],
 )
 def test_options_of_another_selection_are_refused(

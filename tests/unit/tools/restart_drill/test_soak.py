@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpointing.engines.registry import builtin_engines
 from tests.unit.tools.restart_drill.test_faults import checkpoint
-from tools.restart_drill.checkpoints import Checkpoints
+from tools.restart_drill.checkpoints import Checkpoints, left_files
 from tools.restart_drill.cli import main, parse_arguments
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import DAMAGE, FAULTS
@@ -26,7 +26,6 @@ from tools.restart_drill.plan import Injection
 from tools.restart_drill.soak.engine_soak import lost_checkpoints
 from tools.restart_drill.soak.growth import Growth, Usage, grown
 from tools.restart_drill.soak.hosts import Hosts
-from tools.restart_drill.soak.leftovers import left_files
 from tools.restart_drill.soak.samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
 from tools.restart_drill.soak.schedule import (
     HOST_FAULTS,

@@ -14,23 +14,22 @@ from tools.restart_drill.cli import main, parse_arguments
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.soak.launchers import LAUNCHERS, split
 from tools.restart_drill.soak.stop_results import StopResult, stop_tables
-from tools.restart_drill.soak.stops import ENGINES, MOMENTS, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
+from tools.restart_drill.soak.stops import ENGINES, MOMENTS, NEXT, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
 
 FORK = [
     "env", "DS_ACCELERATOR=cpu", sys.executable, "-m", "megatron.launch", "--max-restarts", "0",
     "--shutdown-timeout", "40", "--master-port", "29500", "--nproc-per-node", "2",
     "pretrain_gpt.py", "--num-layers", "2",
 ]  # fmt: skip
-HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save"
-ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation"
+HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save,next=later"
+ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation,next=later"
 
 
 def test_all_kinds_of_stops_come_before_one_comes_again() -> None:
-    kinds = [(stop.signal, stop.target, stop.moment) for stop in islice(drawn(3), 200)]
+    kinds = [(stop.signal, stop.target, stop.moment, stop.next) for stop in islice(drawn(3), 200)]
     number = len(set(kinds))
     assert len(set(kinds[:number])) == number and set(kinds[number : 2 * number]) == set(kinds)
-    assert {signal for signal, _, _ in kinds} == set(SIGNALS) and {target for _, target, _ in kinds} == set(TARGETS)
-    assert {moment for _, _, moment in kinds} == set(MOMENTS)
+    assert [set(values) for values in zip(*kinds, strict=True)] == list(map(set, (SIGNALS, TARGETS, MOMENTS, NEXT)))
 
 
 def test_the_seed_draws_every_launcher_engine_and_number_of_workers() -> None:
@@ -51,7 +50,12 @@ def test_the_seed_draws_every_launcher_engine_and_number_of_workers() -> None:
         ("signal=SIGTERM", "target=helper ignores the signals that ask a job to end"),
         ("launcher=by-hand,target=launcher", "launcher=by-hand has no launcher"),
         ("launcher=by-hand,target=rank,moment=start-up", "they wait for its deadline"),
-        ("workers=few", "give launcher=...,workers=...,engine=...,signal=...,target=...,moment=..."),
+        ("workers=few", "give launcher=...,workers=...,engine=...,signal=...,target=...,moment=...,next=..."),
+        ("next=never", "next=never is none of later, at-once, beside, take-over"),
+        ("next=at-once,launcher=torchrun-in-place", "needs a launcher that ends with its ranks"),
+        ("next=at-once,moment=evaluation", "next=at-once needs a job that saves"),
+        ("next=at-once,target=all,signal=SIGTERM", "next=at-once needs signal=SIGKILL"),
+        ("next=beside", "next=beside needs signal=SIGTERM,target=all"),
         ("node=1", "give launcher=..."),
     ],
 )
@@ -109,13 +113,14 @@ def test_a_command_of_another_launcher_is_refused(tmp_path: Path, capsys: pytest
 
 def test_the_result_shows_what_was_stopped_and_how_to_do_it_again() -> None:
     results = [
-        StopResult(HELPER, "000.log", restarted=True),
+        StopResult(HELPER, "000.log", restarted=True, refused=2),
         StopResult(ASKED, "001.log", saved=5, cut_short=True),
         StopResult(ASKED, "002.log", wrong=["the ranks did not save at the stop"]),
     ]
     text = stop_tables(results, [], 40, seed=7, elapsed_s=120.0)
     assert "| SIGUSR1 of all | 0 | 0 | 0 | 2 | 0 |" in text and "| SIGKILL of helper | 0 | 0 | 0 | 0 | 1 |" in text
     assert "| deepspeed | 2 | 0 | 0 | 2 | 1 | 1 |" in text and "SIGTERM" not in text
+    assert "| lazy | 1 | 0 | 0 | 0 |" in text and "2 launches were refused" in text
     assert "3 stops with seed 7 in 2.0 minutes: 1 ended with a save at the stop" in text
     assert "NOT VERIFIED: the ranks did not save at the stop: 002.log\n    python -m tools.restart_drill --out" in text
     assert f"--stop {ASKED}\n" in text and "verified" not in text.split("NOT VERIFIED")[0]
@@ -125,4 +130,5 @@ def test_the_result_shows_what_was_stopped_and_how_to_do_it_again() -> None:
 
 def test_a_stop_promises_a_save_only_while_its_job_trains() -> None:
     assert parse_stop(ASKED).saves and not parse_stop(HELPER).saves
+    assert parse_stop(ASKED.removesuffix(",next=later")) == parse_stop(ASKED)
     assert not Stop("torchrun", 0, "lazy", "SIGTERM", "all", "load").saves
