@@ -1,0 +1,37 @@
+"""The sample of mutants (tests/mutation.py): what is no mutant, whose tests are run. The nightly tries the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.harness import ROOT
+from tests.mutation import TESTS, Mutant, is_another_program, own_tests
+
+CODE = "def f(a: int | None = 1) -> int | None:\n    b: int | None = a\n    return b\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "another"),
+    [
+        ("int | None", "int // None", False), ("a\n", "a  # told\n", False), ("= 1", "= //", False),
+        ("= 1", "= 2", True), ("= a", "= -a", True), ("return b", "return f", True),
+    ],
+)  # fmt: skip
+def test_only_another_program_is_a_mutant(old: str, new: str, another: bool) -> None:
+    assert is_another_program(CODE, CODE.replace(old, new)) == another
+
+
+def test_the_tests_of_a_module_begin_with_those_of_its_name() -> None:
+    tests = own_tests("megatron/checkpointing/store/ownership.py")
+    assert tests[0] == "tests/unit/megatron/checkpointing/store/test_ownership.py"
+    assert {f"tests/unit/megatron/checkpointing/store/test_{name}.py" for name in ("commit", "removal")} < set(tests)
+
+
+def test_all_code_of_the_sample_has_tests() -> None:
+    for code, tests in TESTS.items():
+        assert list((ROOT / code).rglob("*.py")) and list((ROOT / tests).rglob("test_*.py"))
+
+
+def test_a_mutant_is_found_by_its_name() -> None:
+    mutant = Mutant("restart_trace/clock.py", "core/NumberReplacer", 3)
+    assert Mutant.named(mutant.name) == mutant

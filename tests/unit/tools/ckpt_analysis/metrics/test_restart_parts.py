@@ -1,0 +1,64 @@
+"""A start as parts that follow one another: they add up to the whole, whatever was recorded of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.ckpt_analysis.metrics.restart_parts import UNNAMED, parts_of
+from tools.ckpt_analysis.metrics.results import FailureTimes, PhaseStats, Spread, StartStats
+
+
+def phase(name: str, seconds: float | None, *details: PhaseStats) -> PhaseStats:
+    """`seconds`: on the critical rank, None if it has no span of it."""
+    time = Spread(seconds or 1.0, at_critical_s=seconds)
+    return PhaseStats(name, time, 1, None, None, None, "all", list(details))
+
+
+def start(*phases: PhaseStats, rest_s: float = 0.0, failure: FailureTimes | None = None) -> StartStats:
+    """From process start to first step 10 s; of a restart with `failure` 25 s."""
+    return StartStats(
+        cycle=1, ranks=1, finished_ranks=1, wall=Spread(10.0), unattributed=Spread(rest_s, at_critical_s=rest_s),
+        phases=list(phases), is_restart=failure is not None, failure=failure, restart_s=25.0 if failure else None,
+    )  # fmt: skip
+
+
+def test_a_launch_is_its_phases() -> None:
+    found = parts_of(start(phase("imports", 7.0), phase("first_step", 2.5), phase("caught_up", 40.0), rest_s=0.5))
+    assert found == {"imports": 7.0, "first_step": 2.5, UNNAMED: 0.5}
+
+
+def test_a_phase_that_the_critical_rank_has_not_is_no_part() -> None:
+    assert parts_of(start(phase("imports", 9.5), phase("reshard", None), rest_s=0.5)) == {"imports": 9.5, UNNAMED: 0.5}
+
+
+def test_a_restart_begins_with_its_failure() -> None:
+    failure = FailureTimes("sigkill-all", detected_s=1.0, stopped_s=3.0, relaunched_s=7.0)
+    found = parts_of(start(phase("imports", 10.0), failure=failure))
+    assert found == {"detect": 1.0, "stop": 2.0, "relaunch": 4.0, "launcher": 8.0, "imports": 10.0, UNNAMED: 0.0}
+
+
+def test_moments_that_were_not_recorded_belong_to_the_next_part() -> None:
+    failure = FailureTimes("sigkill-all", detected_s=None, stopped_s=3.0, relaunched_s=None)
+    found = parts_of(start(phase("imports", 10.0), failure=failure))
+    assert found == {"stop": 3.0, "launcher": 12.0, "imports": 10.0, UNNAMED: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("read_s", "verify_s", "expected"),
+    [
+        (3.0, 1.0, {"read": 3.0, "verify": 1.0, UNNAMED: 1.0}),  # a second of the load has no name
+        (4.0, 1.0, {"read": 4.0, "verify": 1.0, UNNAMED: 0.0}),
+        (4.0, 2.0, {"read": 3.0, "verify": 2.0, UNNAMED: 0.0}),  # threads were in both at once for a second
+        (None, 2.0, {"verify": 2.0, UNNAMED: 3.0}),
+        (None, None, {UNNAMED: 5.0}),
+    ],
+)
+def test_a_load_is_shown_by_its_own_phases(
+    read_s: float | None, verify_s: float | None, expected: dict[str, float]
+) -> None:
+    found = parts_of(start(phase("load", 5.0, phase("read", read_s), phase("verify", verify_s))))
+    assert found == expected and sum(found.values()) == 5.0
+
+
+def test_a_load_without_phases_of_its_own_is_one_part() -> None:
+    assert parts_of(start(phase("load", 5.0))) == {"load": 5.0, UNNAMED: 0.0}
