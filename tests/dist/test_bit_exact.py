@@ -363,17 +363,3 @@ def test_finetune_takes_the_weights_alone(launcher: Launcher, whole: Whole) -> N
     state = load_file(tuned / "global_step2" / "mp_rank_00_model_states.pt")
     assert (state["iteration"], state["global_steps"], state["args"].consumed_train_samples) == (2, 2, 8)
     assert losses_of_ranks(tuned, STAGES)[0][1] < losses_of_ranks(saved, STAGES)[0][1]
-
-
-def test_exit_on_missing_checkpoint(launcher: Launcher) -> None:
-    nothing, save = launcher.directory / "nothing", launcher.directory / "run"
-    nothing.mkdir()
-    flags = [*LLAMA, *FIVE, "--exit-interval", "1", *buffered_saving(save, 8), "--load", nothing]
-    refused = launcher.run(SINGLE, *flags, "--exit-on-missing-checkpoint")
-    assert refused.exit_codes == [2]
-    assert f"--load {nothing}: no checkpoint there" in refused.output
-    assert "--exit-on-missing-checkpoint" in refused.output
-    assert not (save / "global_step1").exists()
-    started = launcher.train(SINGLE, *flags)
-    assert f"--load {nothing}: no checkpoint there; starting from iteration 0" in started.log(0)
-    assert (save / "global_step1").is_dir()

@@ -95,14 +95,13 @@ def gone(save: Path, *names: str) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize(
-    "begins", [["--load", "SAVE"], ["--load", "PRETRAINED", "--finetune"]], ids=["own", "elsewhere"]
-)
-def test_all_checkpoints_are_gone(launcher: Launcher, pretrained: Path, begins: list[str]) -> None:
-    """The trace of the cycle before tells of them, so nothing begins anew unless it is told to."""
+def test_all_checkpoints_are_gone(launcher: Launcher, pretrained: Path) -> None:
+    """The trace of the cycle before tells of them, so nothing begins anew elsewhere unless it is told to.
+
+    With --load of its own --save: tests/dist/test_resuming_table.py.
+    """
     save = launcher.directory / "save"
-    places = {"SAVE": save, "PRETRAINED": pretrained}
-    command = [*RUN, *buffered_saving(save, 1), *(places.get(word, word) for word in begins), "--exit-interval", "2"]
+    command = [*RUN, *buffered_saving(save, 1), "--load", pretrained, "--finetune", "--exit-interval", "2"]
     launcher.train(SINGLE, *command)
     gone(save, "global_step1", "global_step2", "latest", "latest_checkpointed_iteration.txt")
     refused = launcher.run(SINGLE, *command)
@@ -139,35 +138,6 @@ def test_pointers_that_were_set_back_are_named(launcher: Launcher) -> None:
         told = f"{save / pointer} names global_step{step}, and global_step3 is loaded, which was committed later; "
         assert run.output.count(f"{told}--load-tag global_step{step} goes back to it") == 1
     assert "goes back to it" not in launcher.train(SINGLE, *command, "5").output
-
-
-def test_an_end_before_the_checkpoint_is_refused(launcher: Launcher, pretrained: Path) -> None:
-    flags = [*RUN, "--lr-decay-iters", "5", "--load", pretrained]
-    refused = launcher.run(SINGLE, *flags, "--train-iters", "2")
-    assert refused.exit_codes == [2]
-    assert (
-        f"--train-iters 2: {pretrained}/global_step3 is of iteration 3, so nothing would be trained" in refused.output
-    )
-    ended = launcher.train(SINGLE, *flags, "--train-iters", "3")
-    assert "--train-iters 3: iteration 3 is reached, nothing is trained" in ended.output
-
-
-def test_what_a_checkpoint_lacks_is_asked_for(launcher: Launcher) -> None:
-    """Without random state dropout would repeat its masks from the beginning."""
-    save = launcher.directory / "save"
-    launcher.train(SINGLE, *RUN, *buffered_saving(save, 1), "--no-save-rng", "--exit-interval", "2")
-    refused = launcher.run(SINGLE, *RUN, "--load", save)
-    assert refused.exit_codes == [2] and "give --no-load-rng" in refused.output
-    launcher.train(SINGLE, *RUN, "--load", save, "--no-load-rng", "--exit-interval", "3")
-
-
-def test_a_checkpoint_given_as_its_directory_is_refused(launcher: Launcher, pretrained: Path) -> None:
-    refused = launcher.run(SINGLE, *RUN, "--load", pretrained / "global_step2")
-    assert refused.exit_codes == [2]
-    assert f"is one checkpoint itself: give --load {pretrained} --load-tag global_step2" in refused.output
-    nothing = launcher.directory / "nothing"
-    refused = launcher.run(SINGLE, *RUN, "--load", nothing, "--finetune")
-    assert refused.exit_codes == [2] and f"--finetune takes the weights of --load {nothing}, where no" in refused.output
 
 
 def test_a_run_that_begins_among_checkpoints_of_another(launcher: Launcher, pretrained: Path) -> None:

@@ -1,7 +1,8 @@
 """The restart study's own command line of its 3b model, with each of its DeepSpeed files: trained, saved, resumed.
 
 Only paths and sizes are replaced, and nccl by gloo. Approaches 2 and 6 ask for DeepSpeed's FastFileWriter, 3, 4 and 7
-for DataStates-LLM: what these need and a machine lacks ends the run with one message.
+for DataStates-LLM: what these need and a machine lacks ends the run with one message, here of one approach of each.
+That the others ask for the same is in tests/unit/megatron/config/test_study.py.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ SIZES = {
 }  # fmt: skip
 BATCH = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
 LACKING = {
-    "2": "--direct-io on: DeepSpeed's FastFileWriter cannot be used: ",
-    "3": "--checkpoint-engine datastates: package datastates is not installed",
-    "4": "--checkpoint-engine datastates: package datastates is not installed",
     "6": "--direct-io on: DeepSpeed's FastFileWriter cannot be used: ",
     "7": "--checkpoint-engine datastates: package datastates is not installed",
 }

@@ -4,13 +4,14 @@ golden/upstream_run is a real run of upstream at 4efb479d with DeepSpeed 0.19.8 
 PP2 DP2, ZeRO-1, bf16 with fp32 gradient accumulation. `global_step5` is its checkpoint after iteration 5. Its Adam
 is torch's with L2 weight decay, which a resume takes over with the optimizer state.
 
-Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: test_parallel_equivalence):
+Faults of upstream, and the test that each is not ours (B: test_bit_exact, I: test_bad_input,
+P: test_parallel_equivalence):
 
     grouped KV heads crash                          P test_curve_is_that_of_plain_torch[llama-*], 4 of 8 heads, also TP4
     RoPE without pipeline is silently wrong         P test_curve_is_that_of_plain_torch[llama-*], and PP2 equals it
     a non-contiguous V crashes                      P both styles: V is a slice of the fused projection, micro-batch 2
     --use-checkpoint-args exits 0 without training  test_use_checkpoint_args_trains
-    --exit-on-missing-checkpoint is ignored         B test_exit_on_missing_checkpoint
+    --exit-on-missing-checkpoint is ignored         I test_load_without_a_checkpoint
     --no-load-optim is ignored                      B test_no_load_optim
     --train-iters on resume changes the data order  B test_other_train_iters_keep_the_data_order
     the last checkpoint is written twice in place   B test_last_checkpoint_is_written_once
