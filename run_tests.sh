@@ -3,8 +3,10 @@
 #
 # examples:
 #   run_tests.sh [ARGUMENTS OF PYTEST]           all of it, as in: run_tests.sh -k layering
-#   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types of everything but tests, and the unit tests
-#                                                that are not marked `slow`; those that train (tests/dist) are left out
+#   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types of the files that you have changed, and the
+#                                                unit tests that are not marked `slow`; those that train (tests/dist) are
+#                                                left out
+#   run_tests.sh --processor-time 30             all of it, and which 30 files of tests took most processor time
 #
 #   TEST_WORKERS   tests at a time (default: three for two cores, as many tests wait, with --quick one for each core; at
 #                  most four; 1 runs them one after the other)
@@ -31,13 +33,25 @@ workers=${TEST_WORKERS:-$workers}
 # The workers take all cores: torch's threads would wait for one another. nproc would count by this, too.
 export OMP_NUM_THREADS=1
 
-# Arguments: the files and directories whose types are checked; none: all that pyproject.toml names.
+# The Python files that differ from the commit where this branch left the one that it is pushed to, or else from the last
+# commit; one a line. Fails outside of a git checkout, where all are checked.
+changed_files() {
+    local base
+    base=$(git merge-base HEAD '@{upstream}' 2>/dev/null || git rev-parse --quiet --verify HEAD) || return
+    git diff --name-only --diff-filter=d "$base" -- '*.py' && git ls-files --others --exclude-standard -- '*.py'
+}
+
+# Arguments: the files whose types are checked; none: all that pyproject.toml names.
 static_checks() {
     echo "== ruff"
     "$bin/ruff" check .
     "$bin/ruff" format --check .
     echo "== import-linter"
     "$bin/lint-imports" --no-cache --no-logo
+    if $quick && (($# == 0)); then
+        echo "== no types: no Python file is changed"
+        return
+    fi
     echo "== pyright"
     local room=--max-semi-space-size=128 # MiB: pyright then spends a fifth less of a processor, on collecting garbage
     NODE_OPTIONS=$room node -e 0 2>/dev/null || room= # there may be no node yet, or an old one
@@ -51,7 +65,12 @@ run_pytest() { "$bin/python" -m pytest -n "$workers" --dist loadfile --no-loadsc
 checked=()
 tests=()
 if $quick; then
-    checked=(megatron restart_trace tools benchmarks examples_deepspeed ./*.py) # as long again without: tests
+    # The types of all files take longer than the tests.
+    if changed=$(changed_files); then
+        [[ -z $changed ]] || mapfile -t checked <<<"$changed"
+    else
+        checked=(megatron restart_trace tools benchmarks examples_deepspeed ./*.py)
+    fi
     tests=(-q tests/unit -m "not slow")
     export POLARS_MAX_THREADS=1 # the whole suite has several, whose results come in any order
 fi

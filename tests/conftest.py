@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import processor_time
 from tests.dist.harness import Zygote
 from tools.common.machine import filesystem_of
 
@@ -48,6 +49,14 @@ for variable in ("COLUMNS", "LINES"):
 # preempts one that holds the lock of a connection, for which gloo's thread then spins: a sixth of the processor's
 # time of tests/dist/test_parallel_equivalence.py, and half as much without that.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    processor_time.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    processor_time.configure(config)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own, which goes by the parameters of fixtures

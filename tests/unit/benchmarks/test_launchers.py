@@ -44,6 +44,7 @@ def test_iterations_are_read_from_whole_lines_as_they_come(tmp_path: Path) -> No
 SHOWN = ("torchrun", "fork", "fork-in-place", "fork-standby")
 
 
+@pytest.mark.slow
 def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
     """On the same model, batch and data as the plain script."""
     setting = Setting(tmp_path, 2, "lazy", "fp32")

@@ -39,6 +39,7 @@ def test_ratio_of_medians_pools_the_baselines() -> None:
     assert ratio.value == 2.0  # the median of 1 1 1 1 3 3 is 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.05])
 def test_the_interval_holds_the_true_ratio(factor: float) -> None:
     held = 0

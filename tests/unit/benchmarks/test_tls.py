@@ -12,6 +12,7 @@ from megatron.net.tls import FLAGS
 from tests.unit.trace_helpers import SECRET
 
 
+@pytest.mark.slow
 def test_both_variants_are_measured_in_turn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_every_flag_reaches_a_field() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_flag_has_help_and_every_dataclass_default_survives() -> None:
     for action in build_parser()._actions:
         assert action.help

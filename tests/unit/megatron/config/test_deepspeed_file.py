@@ -215,6 +215,7 @@ def test_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
     assert len(str(caught.value)) < 500 + len(str(file))
 
 
+@pytest.mark.slow
 def test_deep_nest_under_any_key_is_one_error(tmp_path: Path) -> None:
     """Whatever the depth at which Python gives up."""
     for depth in (1, 50, 300, 900, 990, 1100):

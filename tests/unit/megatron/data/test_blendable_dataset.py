@@ -83,6 +83,7 @@ def test_blended_samples_equal_upstreams(tmp_path: Path, case: dict[str, Any]) -
     assert sha256(np.stack([sample["text"] for sample in valid])) == case["valid"]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.one_of(st.floats(1e-3, 1.0), st.sampled_from([0.5, 1.0])), min_size=1, max_size=30),

@@ -81,6 +81,7 @@ def test_batches_and_consumed_samples(num_workers: int) -> None:
         next(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_going_on_from_consumed_samples_gives_the_same_batches(num_workers: int) -> None:
     whole = build_pretraining_data_loader(Counting(), PretrainingSampler(None, 0, 2, 0, 2), num_workers)

@@ -65,6 +65,7 @@ def reference_sample_idx(sizes: list[int], doc_idx: list[int], seq_length: int, 
     return rows
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     sizes=st.lists(st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 90)), min_size=1, max_size=20),
@@ -92,6 +93,7 @@ def test_sample_idx_beyond_2_to_31_tokens() -> None:
     assert built.tolist() == reference_sample_idx(sizes, doc_idx.tolist(), seq_length, num_samples)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(tokens=st.integers(1, 400), seq_length=st.integers(1, 60), num_samples=st.integers(1, 300))
 @example(tokens=1001, seq_length=10, num_samples=179)  # 79 of 100 samples of the last epoch
@@ -189,6 +191,7 @@ def test_split_ranges(split: str, documents: int, ranges: list[tuple[int, int]])
     assert split_ranges([share / sum(shares) for share in shares] + [0.0] * (3 - len(shares)), documents) == ranges
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     shares=st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda shares: sum(shares) > 1e-9),

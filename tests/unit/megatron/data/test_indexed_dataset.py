@@ -83,6 +83,7 @@ def test_reads_what_upstream_wrote() -> None:
 sequences = st.lists(st.integers(0, 65535), max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(documents=st.lists(st.lists(sequences, max_size=3), max_size=8))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from megatron.fileio.checksums import by_file, checksum_text, combine, range_che
 CONTENT = bytes(range(256)) * 4
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(1, len(CONTENT) - 1), max_size=9), st.data())
 def test_ranges_in_any_order_give_the_checksum_of_the_whole(edges: set[int], data: st.DataObject) -> None:
     cuts = [0, *sorted(edges), len(CONTENT)]

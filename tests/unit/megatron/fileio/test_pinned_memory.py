@@ -30,6 +30,8 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.unit.megatron.fileio import stand_in_driver
 
+pytestmark = pytest.mark.slow  # most tests start a process
+
 MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
 
@@ -49,7 +51,6 @@ def limited(library: Path) -> Iterator[ctypes.CDLL]:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
-@pytest.mark.slow
 def test_memory_is_pinned_until_its_last_view_is_gone(library: Path, limited: ctypes.CDLL) -> None:
     memory = pinned_memory(2 * MIB, CudaPins(DEVICE, str(library)))
     assert limited.locked_bytes() == len(memory) == 2 * MIB and memory.ctypes.data % 4096 == 0

@@ -79,6 +79,7 @@ def test_other_files_are_no_archives(tmp_path: Path, content: bytes) -> None:
         directory_checksum(path)
 
 
+@pytest.mark.slow
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=400
 )

@@ -18,6 +18,8 @@ from megatron.processes.free_port import free_port
 from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import ROOT, SECRET
 
+pytestmark = pytest.mark.slow  # each test starts the check of several hosts
+
 SAME = {"torch": "2.13.0"}
 LIMIT_S = 300
 

@@ -21,6 +21,8 @@ from restart_trace.startup import PRELOAD_VARIABLE, Preload, preload_of
 from tests.dist.harness import end_all, processes_with
 from tests.unit.trace_helpers import ROOT
 
+pytestmark = pytest.mark.slow  # most tests start a launcher
+
 # The launcher without its imports, which take seconds and are not what is looked at here.
 SUPERVISE = """
 import sys
@@ -404,7 +406,6 @@ def test_one_node_has_no_fixed_port() -> None:
     assert parse_arguments(["--master-port", "5", script, "--lr", "1"]).arguments == ("--lr", "1")
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_alone_has_the_threads_of_a_process_that_was_not_forked(tmp_path: Path) -> None:
     """What computes as modules are imported must not start them before the fork."""
     (tmp_path / "script.py").write_text("import torch\nprint('threads', torch.get_num_threads())\n")

@@ -33,6 +33,7 @@ def named(job, name: str) -> list[psutil.Process]:
     return [process for process in job.left() if process.name() == name]
 
 
+@pytest.mark.slow
 def test_standby_ranks_wait_take_the_place_of_those_that_fail_and_are_replaced(start: Start) -> None:  # noqa: F811
     job = start(SCRIPT, *FLAGS)
     for restart in (0, 1):
@@ -67,6 +68,7 @@ if restart == 2:""",
 )
 
 
+@pytest.mark.slow
 def test_they_load_once_they_are_set_up_and_each_time_the_launcher_is_asked_again(start: Start) -> None:  # noqa: F811
     job = start(LOADING_SCRIPT, *FLAGS, "--standby-load")
     for rank in (0, 1):
@@ -78,6 +80,7 @@ def test_they_load_once_they_are_set_up_and_each_time_the_launcher_is_asked_agai
         assert not (job.directory / f"loaded_{rank}_3").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_none_is_left_when_the_launcher_ends(start: Start, signum: int) -> None:  # noqa: F811
     job = start(SCRIPT, *FLAGS)
@@ -86,6 +89,7 @@ def test_none_is_left_when_the_launcher_ends(start: Start, signum: int) -> None:
     assert job.wait() == (128 + signum if signum == signal.SIGTERM else -signum)
 
 
+@pytest.mark.slow
 def test_where_one_ends_the_restart_sets_its_ranks_up_itself(start: Start) -> None:  # noqa: F811
     job = start(SCRIPT, *FLAGS)
     waiting = {job.pid(rank, 1) for rank in (0, 1)}
@@ -99,6 +103,7 @@ def test_where_one_ends_the_restart_sets_its_ranks_up_itself(start: Start) -> No
     assert not (job.directory / "released_0_1").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_while_they_are_set_up_is_waited_out(start: Start) -> None:  # noqa: F811
     job = start(
         SCRIPT.replace(
@@ -115,6 +120,7 @@ def test_a_failure_while_they_are_set_up_is_waited_out(start: Start) -> None:  #
     assert job.pid(0, 1) == setting_up
 
 
+@pytest.mark.slow
 def test_standby_ranks_that_refuse_to_go_on_are_followed_by_a_start_that_sets_itself_up(start: Start) -> None:  # noqa: F811
     job = start(
         SCRIPT.replace("    standby.wait_for_release()\n", "    standby.wait_for_release()\n    sys.exit(2)\n"),

@@ -47,6 +47,7 @@ def stored_bytes(function: Callable[..., object], inputs: Sequence[torch.Tensor]
     return sum(kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_is_that_of_float32_rounded_once_and_keeps_its_input(dtype: torch.dtype) -> None:
     layer = RMSNorm(32, 1e-5, Placement(TensorParallelGroup(), dtype, CPU))

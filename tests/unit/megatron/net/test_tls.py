@@ -143,6 +143,7 @@ def test_nobody_stands_between_with_another_certificate_of_the_ca(port: Port, fi
     assert port.let_in == 0
 
 
+@pytest.mark.slow
 def test_strangers_cost_little_before_they_are_let_in(
     port: Port, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_stage_without_a_kind_has_no_group_of_it() -> None:
     assert [g["name"] for g in parameter_groups(torch.nn.LayerNorm(2))] == ["no_wd_no_scale_lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="apex takes over where it is installed beside CUDA")
 def test_adam_is_adamw() -> None:
     """One step against torch's AdamW, and not against its Adam."""

@@ -99,6 +99,7 @@ def either(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("tls")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either")
 def test_what_goes_up_and_down() -> None:
     """Large items, too, and ranks that give none."""

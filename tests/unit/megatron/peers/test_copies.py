@@ -212,6 +212,7 @@ def test_ranks_hear_of_hosts_on_which_none_runs(monkeypatch: pytest.MonkeyPatch)
     assert waiting_peers() == others
 
 
+@pytest.mark.slow
 def test_copies_travel_with_tls(tls: None, two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
     """To a peer and back, a part of one too; a process without the certificates gets nothing."""
     one, other = two

@@ -487,6 +487,7 @@ def config_for(prefix: str, tmp_path: Path, save: str) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_an_outage_is_told_as_any_refusal(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standby ranks that are released ask for it alone, apart from the other checks."""
     for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():

@@ -84,6 +84,7 @@ def test_bpe_equals_the_reference(bpe: Tokenizer, bpe_files: dict[str, Any]) -> 
         assert bpe.tokenize(text) == reference.encode(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("aetns 'sd\n\t_-.,01äßπ中🙂"), max_size=40))
 def test_bpe_equals_the_reference_on_any_text(bpe: Tokenizer, bpe_files: dict[str, Any], text: str) -> None:

@@ -99,6 +99,7 @@ def test_placements_lie_beside_their_tensors(tmp_path: Path) -> None:
     assert found == {f"{NAME}/module/0/weight": placement}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 40_000), max_size=12), st.sampled_from([4096, 8192, 65536]))
 def test_blocks_cover_every_byte_of_every_tensor_once(sizes: list[int], block_bytes: int) -> None:

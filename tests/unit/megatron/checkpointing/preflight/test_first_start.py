@@ -209,6 +209,7 @@ def test_links_to_one_place_are_one_place(tmp_path: Path) -> None:
     assert goes_on(options(tmp_path / "run", tmp_path / "link"))
 
 
+@pytest.mark.slow
 def test_storage_that_does_not_answer_makes_no_first_start(tmp_path: Path) -> None:
     """The run would begin again over its own checkpoints, or save others under another beginning."""
     save, pretrained = tmp_path / "run", tmp_path / "pretrained"

@@ -45,6 +45,7 @@ def some_shares(draw: st.DrawFn) -> tuple[list[CheckedBytes], list[Share]]:
     return records, shares
 
 
+@pytest.mark.slow
 @given(some_shares())
 def test_every_byte_of_what_is_needed_is_verified_by_one_rank(case: tuple[list[CheckedBytes], list[Share]]) -> None:
     _, shares = case

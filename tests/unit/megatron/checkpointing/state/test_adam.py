@@ -28,6 +28,7 @@ def adam(**options: Any) -> torch.optim.Adam:
     return torch.optim.Adam(groups, **chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_in_state", [False, True])
 def test_fused_adam_goes_on_in_torchs(step_in_state: bool) -> None:
     ours, base = adam(), fused(step_in_state)

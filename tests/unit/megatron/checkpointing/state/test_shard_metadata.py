@@ -325,6 +325,7 @@ def test_impossible_slices(arguments: tuple[Any, ...], message: str) -> None:
         ParameterSlice(*arguments)
 
 
+@pytest.mark.slow
 def test_cheap_and_without_data() -> None:
     """A stage of 100 parameters, on the meta device: nothing is read or copied."""
     layers = OrderedDict((str(i), modules("llama", 512, 0, 4, "meta")["5"]) for i in range(17))

@@ -407,6 +407,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_ranks_in_wrappers_know_their_own_launch(tmp_path: Path, restarts: str) -> None:
     """A wrapper around each rank makes them children of different processes; agents do not count restarts alike."""

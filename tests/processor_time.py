@@ -1,0 +1,77 @@
+"""`--processor-time N`: the N files that took most processor time, and the N tests of these that are not marked `slow`.
+
+Counted are the tests and all processes that they started. Processor seconds hardly depend on what else the machine
+does, unlike durations. A fixture that several tests share counts for the first of them. Processes that outlived their
+parent, and that nobody has waited for, are missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Generator
+
+import psutil
+import pytest
+
+PROPERTY = "processor_s"
+
+
+def processor_seconds() -> float:
+    """User and system seconds of this process, of its descendants, and of those that these have waited for."""
+    total = sum(os.times()[:4])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+class ProcessorTime:
+    def __init__(self, shown: int) -> None:
+        self._shown = shown
+        self._of_file: defaultdict[str, float] = defaultdict(float)
+        self._of_quick_test: defaultdict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._before = processor_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, object, object]:
+        if call.when == "teardown":  # the report of this phase takes it from a worker to the process that sums up
+            item.user_properties.append((PROPERTY, processor_seconds() - self._before))
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = dict(report.user_properties).get(PROPERTY)
+        if report.when != "teardown" or not isinstance(seconds, float):
+            return
+        self._of_file[report.nodeid.partition("::")[0]] += seconds
+        if "slow" not in report.keywords:
+            self._of_quick_test[report.nodeid] += seconds
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"processor time: {sum(self._of_file.values()):.0f} s")
+        for counted in (self._of_file, self._of_quick_test):
+            for name, seconds in sorted(counted.items(), key=lambda item: -item[1])[: self._shown]:
+                terminalreporter.write_line(f"{seconds:8.2f} s  {name}")
+            terminalreporter.write_line("")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--processor-time",
+        type=int,
+        metavar="N",
+        help="show the N files that took most processor time, with all they start",
+    )
+
+
+def configure(config: pytest.Config) -> None:
+    shown = config.getoption("--processor-time")
+    if shown is not None:
+        config.pluginmanager.register(ProcessorTime(shown))
