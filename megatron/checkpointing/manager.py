@@ -58,6 +58,7 @@ class Checkpointer:
             model=model_identity(context.config, context.padded_vocab_size),
             loaded_from=context.first_start.loaded_from,
             first_start=context.first_start.flags,
+            resumed_with=context.first_start.resumed_with,
             training=training_identity(context.config),
             place=context.place.at._asdict(),
         )

@@ -63,18 +63,22 @@ def test_flags_of_the_first_start_describe_no_later_one(launcher: Launcher, pret
     assert [passed_over(run) for run in runs] == [[], [], [told]]
 
 
-def test_going_back_in_its_own_directory_happens_once(launcher: Launcher) -> None:
-    """With --load-tag of its own --save: a restart does not go back again; another label does."""
+def test_going_back_in_its_own_directory_happens_once(launcher: Launcher, pretrained: Path) -> None:
+    """With --load-tag of its own --save: a restart does not go back again; another label does.
+
+    The command that began the job, as its launcher repeats it, goes on from there, too.
+    """
     save = launcher.directory / "save"
-    command = [*RUN, *buffered_saving(save, 1), "--load", save]
-    launcher.train(SINGLE, *command, "--exit-interval", "4")
-    back = [*command, "--load-tag", "global_step1"]
+    saving = [*RUN, *buffered_saving(save, 1)]
+    first = [*saving, "--load", pretrained, "--finetune"]
+    launcher.train(SINGLE, *first, "--exit-interval", "4")
+    back = [*saving, "--load", save, "--load-tag", "global_step1"]
     for flags, stop, expected in (
         (back, "2", [2]),
         (back, "3", [3]),
         ([*back, "--start-over", "again"], "2", [2]),
         ([*back, "--start-over", "again"], "3", [3]),
-        (command, "5", [4, 5]),
+        (first, "5", [4, 5]),
     ):
         run = launcher.train(SINGLE, *flags, "--exit-interval", stop)
         assert [int(step) for step in re.findall(r"iteration +(\d+)/", run.output)] == expected

@@ -371,13 +371,17 @@ class Case(NamedTuple):
     allowed: str = ""
 
 
-def _begun_elsewhere(run: Path, saved: Saved) -> None:
+def _begun_elsewhere(run: Path, saved: Saved, **more: str) -> None:
     """As the checkpoint of a run that began with --load of another place."""
     directory = run / "global_step2"
     manifest = Manifest.of(directory)
     place = str(saved.load[LEARNED])
-    begun = dataclasses.replace(manifest, loaded_from=place, first_start=f"--load {place}")
+    begun = dataclasses.replace(manifest, loaded_from=place, first_start=f"--load {place}", **more)
     write_manifest(directory, begun, fsync=False)
+
+
+def _gone_back(run: Path, saved: Saved) -> None:
+    _begun_elsewhere(run, saved, resumed_with="--load-tag global_step1")
 
 
 def _empty(run: Path, saved: Saved) -> None:
@@ -547,6 +551,10 @@ LOADS = [
     Case(
         "`--save` holds checkpoints of this run, and flags of its first start are given",
         "--load {learned} --save {run} --save-interval 9", _begun_elsewhere,
+    ),
+    Case(
+        "the run has gone back with `--load-tag` in its own `--save`, and the command of its first start is given",
+        "--load {learned} --save {run} --save-interval 9", _gone_back,
     ),
     Case(
         "`latest` or `latest_checkpointed_iteration.txt` names an older checkpoint than the one committed last", "",

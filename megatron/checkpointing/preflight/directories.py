@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from megatron.checkpointing.preflight.first_start import FirstStart, first_start, newest_manifest, resumes
+from megatron.checkpointing.preflight.first_start import FirstStart, first_start, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Manifest, is_private, is_upstreams
 from megatron.checkpointing.store.manifest import read_latest
@@ -64,7 +64,7 @@ def _newest_of(options: CheckpointConfig) -> tuple[str | None, FirstStart | None
         newest = newest_tag(Path(options.save))
         return newest, None if newest is None else _first_start_of(Path(options.save) / newest)
     found = newest_manifest(options)
-    return (None, None) if found is None else (found.tag, FirstStart(found.loaded_from, found.first_start))
+    return (None, None) if found is None else (found.tag, kept_by(found))
 
 
 def newest_tag(directory: Path) -> str | None:
@@ -103,4 +103,4 @@ def _first_start_of(directory: Path) -> FirstStart | None:
         manifest = Manifest.of(directory)
     except (OSError, ValueError):
         return None
-    return FirstStart(manifest.loaded_from, manifest.first_start)
+    return kept_by(manifest)

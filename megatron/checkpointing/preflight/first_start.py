@@ -2,7 +2,8 @@
 
 Launchers restart a job with the command that began it. Flags such as --load PRETRAINED --finetune say how the run
 begins: once --save holds a checkpoint of this run, a start goes on from there. A checkpoint belongs to the run whose
-first start had the flags that its manifest keeps.
+first start had the flags that its manifest keeps. A start that resumes --save with such flags, as --load-tag, goes on
+with that run; the manifest keeps these flags beside the first.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ class FirstStart(NamedTuple):
     """How a run begins, as manifests keep it. `loaded_from`: another place than --save, or "".
 
     `flags`: as the user gives them, with --start-over; "" for a run that begins from iteration 0 or resumes --save.
+    `resumed_with`: the flags of the last start that resumed --save otherwise than from its newest checkpoint.
     """
 
     loaded_from: str = ""
     flags: str = ""
+    resumed_with: str = ""
+
+    @property
+    def all_flags(self) -> str:
+        return f"{self.flags} {self.resumed_with}".strip()
 
 
 def first_start(options: CheckpointConfig) -> FirstStart:
@@ -109,15 +116,22 @@ def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> boo
     return newest is not None and is_of(newest, mine)
 
 
+def kept_by(manifest: commit.Manifest) -> FirstStart:
+    """How the run that saved the checkpoint began."""
+    return FirstStart(manifest.loaded_from, manifest.first_start, manifest.resumed_with)
+
+
 def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
-    """Whether the run that saved the checkpoint began with the flags `mine`.
+    """Whether the run that saved the checkpoint began with the flags `mine`, or was resumed with them last.
 
     An older program kept the place alone that a run was loaded from.
     """
-    kept = FirstStart(manifest.loaded_from, manifest.first_start)
+    kept = kept_by(manifest)
     if kept.loaded_from and not kept.flags:
         return kept.loaded_from == mine.loaded_from
-    return kept == mine
+    if mine.flags and not mine.loaded_from and mine.flags == kept.resumed_with:
+        return True
+    return (kept.loaded_from, kept.flags) == (mine.loaded_from, mine.flags)
 
 
 def began(options: CheckpointConfig) -> FirstStart:
@@ -127,10 +141,13 @@ def began(options: CheckpointConfig) -> FirstStart:
     `newest_manifest`.
     """
     mine = first_start(options)
-    if mine.flags or not resumes(options):
-        return mine
     newest = newest_manifest(options)
-    return mine if newest is None else FirstStart(newest.loaded_from, newest.first_start)
+    if newest is None:
+        return mine
+    kept = kept_by(newest)
+    if is_of(newest, mine):
+        return mine._replace(resumed_with=kept.resumed_with) if mine.loaded_from else kept
+    return kept._replace(resumed_with=mine.flags or kept.resumed_with) if resumes(options) else mine
 
 
 def is_started_again(env: Mapping[str, str]) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointError
-from megatron.checkpointing.preflight.first_start import FirstStart, began, is_of, newest_manifest, resumes
+from megatron.checkpointing.preflight.first_start import FirstStart, began, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Search
 from megatron.config import CheckpointConfig
@@ -55,7 +55,7 @@ class RepeatedErrorError(CheckpointError):
 class StepError:
     """An error that ended a start in training.
 
-    `generation`: of its hold on --save; `run`: the flags of the first start of its run; `step`: the iteration that was
+    `generation`: of its hold on --save; `run`: FirstStart.all_flags of its run; `step`: the iteration that was
     under way; `loaded`: that of the checkpoint which the start went on from, 0 without one; `place`: that checkpoint,
     as a message names it; `error`: type, place and message without numbers, by which errors are compared; `message`: as
     it was.
@@ -124,7 +124,7 @@ def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     if save is None or is_uri(save):
         return None
     last = recorded(save)[-STARTS:]
-    if len(last) < STARTS or not all(error.same(last[-1]) for error in last) or last[-1].run != began(options).flags:
+    if len(last) < STARTS or not all(error.same(last[-1]) for error in last) or last[-1].run != began(options).all_flags:
         return None
     if options.on_repeated_error == "retry":
         logger.warning("%s; going on all the same, as --on-repeated-error retry says", _told(last))
@@ -174,8 +174,8 @@ def _committed_before(save: str, step: int) -> str | None:
         candidate, _ = search.next()
         if candidate is None or candidate.manifest is None:
             continue
-        run = run or FirstStart(candidate.manifest.loaded_from, candidate.manifest.first_start)
-        if candidate.step < step and is_of(candidate.manifest, run):
+        run = run or kept_by(candidate.manifest)
+        if candidate.step < step and kept_by(candidate.manifest) == run:
             return candidate.tag
     return None
 
@@ -199,7 +199,7 @@ class StepErrors:
     ) -> None:  # fmt: skip
         save = options.save
         self._directory = None if save is None or is_uri(save) else Path(save) / names.GENERATIONS
-        self._generation, self._run, self._loaded, self._rank = generation, begins.flags, loaded, rank
+        self._generation, self._run, self._loaded, self._rank = generation, begins.all_flags, loaded, rank
         of_save = loaded > 0 and resumes(options)
         self._place = f"{save}/{names.tag_of(loaded)}" if of_save else f"iteration {loaded}"
         known = [] if save is None or self._directory is None or rank != 0 else recorded(save)

@@ -45,6 +45,7 @@ class CheckpointIdentity:
     model: dict[str, Any]
     loaded_from: str = ""  # the other directory that the run began from, as in Manifest
     first_start: str = ""  # as in Manifest
+    resumed_with: str = ""  # as in Manifest
     training: dict[str, Any] = field(default_factory=dict)  # as in Manifest
     place: dict[str, int] = field(default_factory=dict)  # coordinates of this rank in `layout`
 
@@ -434,6 +435,7 @@ class CheckpointWriter:
                 files=commit.collect_files([saved for _, saved, _ in gathered]),
                 loaded_from=self._identity.loaded_from,
                 first_start=self._identity.first_start,
+                resumed_with=self._identity.resumed_with,
                 training=self._identity.training,
                 sequence=directory.next_sequence(self._known),
                 run_id=directory.run_id,

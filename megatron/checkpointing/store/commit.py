@@ -57,10 +57,11 @@ class Manifest:
     `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
     after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
     from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
-    preflight/first_start.py has them; "" if there were none. `run_id` is that of the directory that it was
-    saved into (see ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`:
-    for a checkpoint in object storage, the object of each file. `training`: optimizer and schedule
-    (training_identity of preflight/compatibility.py); {} if an earlier version wrote it.
+    preflight/first_start.py has them, and `resumed_with` those of the last start that resumed the directory otherwise
+    than from its newest checkpoint; "" if there were none. `run_id` is that of the directory that it was saved into (see
+    ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`: for a checkpoint in object storage,
+    the object of each file. `training`: optimizer and schedule (training_identity of preflight/compatibility.py); {} if
+    an earlier version wrote it.
     megatron.checkpointing.store.manifest says what each key may hold; a new key must be added there.
     """
 
@@ -72,6 +73,7 @@ class Manifest:
     files: dict[str, SavedFile]
     loaded_from: str = ""
     first_start: str = ""
+    resumed_with: str = ""
     sequence: int = 1
     run_id: str = ""
     manifest_version: int = MANIFEST_VERSION
@@ -82,7 +84,7 @@ class Manifest:
         """The content and, under "checksum", the SHA-256 of its canonical JSON."""
         content = asdict(self)
         training = content.pop("training")
-        for key in ("objects", "first_start"):
+        for key in ("objects", "first_start", "resumed_with"):
             if not content[key]:  # programs of before, which did not know it, read all others
                 del content[key]
         if training:  # before the files, where `beginning_of` reads it

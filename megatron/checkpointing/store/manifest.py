@@ -279,6 +279,7 @@ _MANIFEST = {
     "run_id": _text,
     "loaded_from": _text,
     "first_start": _line,
+    "resumed_with": _line,
     "sequence": _integer(0, MAX_SEQUENCE),
     "manifest_version": _integer(0),
     "objects": _objects,

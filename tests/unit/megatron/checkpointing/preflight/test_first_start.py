@@ -39,8 +39,9 @@ def saved_by(begun_with: CheckpointConfig, step: int = 5, sequence: int = 1, **c
     """A checkpoint in --save of a run that began with these flags."""
     directory = Path(str(begun_with.save)) / f"global_step{step}"
     directory.mkdir(parents=True)
-    begins = first_start(begun_with)
-    kept = {"loaded_from": begins.loaded_from, "first_start": begins.flags} | changed
+    begins = began(begun_with)
+    kept = {"loaded_from": begins.loaded_from, "first_start": begins.flags, "resumed_with": begins.resumed_with}
+    kept |= changed
     write_manifest(directory, dataclasses.replace(manifest_of(step), sequence=sequence, **kept), fsync=False)
     (directory.parent / "latest").write_text(directory.name)
 
@@ -94,24 +95,34 @@ def test_a_resume_of_its_own_directory_keeps_how_the_run_began(tmp_path: Path) -
     assert began(resumed) == FirstStart()
     saved_by(first)
     assert began(resumed) == first_start(first) == FirstStart(str(pretrained), f"--load {pretrained} --finetune")
-    saved_by(resumed, 6, sequence=2, **dict(zip(("loaded_from", "first_start"), began(resumed), strict=True)))
+    saved_by(resumed, 6, sequence=2)
     assert goes_on(first)
-    back = options(save, save, load_tag="global_step5")  # another course of it
-    assert began(back) == first_start(back)
 
 
-def test_the_first_command_after_going_back_is_refused_with_what_is_possible(tmp_path: Path) -> None:
-    """The checkpoints of the new course are not those of that command; beginning once more is no way to go on."""
+@pytest.mark.parametrize("flags", EACH, ids=lambda flags: next(iter(flags)))
+def test_a_launcher_may_repeat_the_first_command_after_the_run_went_back(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """Somebody goes back by hand; the launcher starts the job with the command that it has."""
     save, pretrained = tmp_path / "run", tmp_path / "pretrained"
-    pretrained.mkdir()
-    first = options(save, pretrained, finetune=True)
-    back = options(save, save, load_tag="global_step5")
+    first, back = options(save, pretrained, finetune=True), options(save, save, **flags)
     saved_by(first)
+    assert not goes_on(back)
     saved_by(back, 6, sequence=2)
-    assert goes_on(back) and not goes_on(first)
-    with pytest.raises(ConfigError, match=f"give --load {save} to resume from there") as caught:
-        check_save(first)
-    assert "--start-over" not in str(caught.value)
+    assert began(first) == began(back) == began(options(save, save)) != first_start(first)
+    for sequence, command in enumerate((first, back, options(save, save)), start=3):
+        assert goes_on(first) and goes_on(back)
+        saved_by(command, 4 + sequence, sequence=sequence)
+    assert not goes_on(options(save, pretrained)), "a command that no start of this run has had"
+    again = dataclasses.replace(back, load_tag="global_step6")
+    assert not goes_on(again)
+    saved_by(again, 10, sequence=6)
+    assert goes_on(again) and goes_on(first) and not goes_on(back)
+
+
+def test_a_run_from_iteration_0_that_went_back_is_requeued(tmp_path: Path) -> None:
+    first = options(tmp_path)
+    saved_by(first)
+    saved_by(options(tmp_path, tmp_path, load_tag="global_step5"), 6, sequence=2)
+    assert goes_on(first, {"SLURM_RESTART_COUNT": "1"}) and not goes_on(first)
 
 
 @pytest.mark.parametrize("state", ["optim", "rng"])
@@ -134,8 +145,10 @@ def test_flags_of_a_run_that_begins_in_its_own_directory(tmp_path: Path, flags: 
     assert not goes_on(mine)
     saved_by(mine, 6, sequence=2)
     assert goes_on(mine)
-    saved_by(options(tmp_path, tmp_path), 7, sequence=3)  # of a launch without the flags: now they are news again
-    assert not goes_on(mine)
+    saved_by(options(tmp_path, tmp_path), 7, sequence=3)  # of a launch without the flags
+    assert goes_on(mine)
+    saved_by(options(tmp_path, tmp_path, load_tag="global_step10"), 11, sequence=4)
+    assert goes_on(mine) == (flags == {"load_tag": "global_step10"})  # news again
 
 
 def test_another_begin_is_another_run(tmp_path: Path) -> None:
