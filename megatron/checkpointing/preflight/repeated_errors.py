@@ -7,7 +7,7 @@ that step. A run is known by the flags of its first start (see first_start.py), 
 checkpoint, too.
 
 What ends a rank from outside (a signal, a lost rank or node) leaves no record, and a start that gets past the step
-removes the records. Of a --save in object storage none are kept.
+removes the records.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import logging
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointError
 from megatron.checkpointing.preflight.first_start import FirstStart, began, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Search
+from megatron.checkpointing.store.commit import Candidate, Search
 from megatron.config import CheckpointConfig
 from megatron.config.errors import REPEATED
 from megatron.config.uris import is_uri
-from restart_trace.strict_json import read_json
+from megatron.fileio.objects.errors import ObjectStoreError
+from restart_trace.strict_json import parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
 STARTS = 3  # in a row with the same error: then it is suspected
-_RECORD, _BACK = re.compile(r"error_(\d{8})"), re.compile(r"back_(\d{8})")
+_RECORD, _BACK = "error_", "back_"  # each with the generation of the start
 _MAX_BYTES = 1 << 14
 _MAX_TEXT = 300
 # Addresses, ranks and sizes with their units: they differ between starts.
@@ -82,32 +84,82 @@ class _Back(NamedTuple):
     sequence: int
 
 
-def _files(directory: Path, kind: re.Pattern[str]) -> list[str]:
-    """Names of the records of one kind in SAVE/.generations, oldest first."""
+class _Directory:
+    """Where the records of a --save in a file system are. All methods raise OSError."""
+
+    def __init__(self, save: str) -> None:
+        self._path = Path(save) / names.GENERATIONS
+
+    def list(self) -> list[str]:
+        return os.listdir(self._path)
+
+    def read(self, name: str) -> Any:
+        """Raises ValueError if it is no JSON."""
+        return read_json(self._path / name, _MAX_BYTES)
+
+    def create(self, name: str, content: str) -> None:
+        """One that is there already stays."""
+        with contextlib.suppress(FileExistsError), open(self._path / name, "x") as file:
+            file.write(content)
+
+    def remove(self, name: str) -> None:
+        os.unlink(self._path / name)
+
+
+class _Prefix:
+    """Where the records of a --save in object storage are. As _Directory; raises ObjectStoreError."""
+
+    def __init__(self, options: CheckpointConfig) -> None:
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+
+        stored = open_checkpoints("--save", str(options.save), options)
+        self._bucket, self._prefix = stored.bucket, stored.uri.key(f"{names.GENERATIONS}/")
+
+    def list(self) -> list[str]:
+        return [info.key.removeprefix(self._prefix) for info in self._bucket.list(self._prefix)]
+
+    def read(self, name: str) -> Any:
+        return parse_json(self._bucket.get(self._prefix + name, _MAX_BYTES)[0].decode())
+
+    def create(self, name: str, content: str) -> None:
+        self._bucket.create(self._prefix + name, content.encode())
+
+    def remove(self, name: str) -> None:
+        self._bucket.delete([self._prefix + name])
+
+
+_AWAY = (OSError, ObjectStoreError)  # what storage refuses
+
+
+def _place_of(options: CheckpointConfig) -> _Directory | _Prefix:
+    return _Prefix(options) if is_uri(str(options.save)) else _Directory(str(options.save))
+
+
+def _listed(place: _Directory | _Prefix, kind: str) -> list[str]:
+    """Names of the records of one kind, oldest first."""
     try:
-        return sorted(name for name in os.listdir(directory) if kind.fullmatch(name))
-    except OSError:
+        return sorted(name for name in place.list() if re.fullmatch(rf"{kind}\d{{8}}", name))
+    except _AWAY:
         return []
 
 
-def recorded(save: str) -> list[StepError]:
+def recorded(options: CheckpointConfig) -> list[StepError]:
     """The errors that are recorded in --save, oldest first; what no start has written is left out."""
-    directory = Path(save) / names.GENERATIONS
-    errors = []
-    for name in _files(directory, _RECORD):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            error = StepError(**read_json(directory / name, _MAX_BYTES))
+    place, errors = _place_of(options), []
+    for name in _listed(place, _RECORD):
+        with contextlib.suppress(*_AWAY, ValueError, TypeError):
+            error = StepError(**place.read(name))
             if all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
                 errors.append(error)
     return errors
 
 
-def _last_back(save: str) -> _Back | None:
+def _last_back(options: CheckpointConfig) -> _Back | None:
     """The last start that went back, of those since the records were removed."""
-    directory = Path(save) / names.GENERATIONS
-    for name in reversed(_files(directory, _BACK)):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            back = _Back(**read_json(directory / name, _MAX_BYTES))
+    place = _place_of(options)
+    for name in reversed(_listed(place, _BACK)):
+        with contextlib.suppress(*_AWAY, ValueError, TypeError):
+            back = _Back(**place.read(name))
             if type(back.generation) is int and type(back.sequence) is int and type(back.tag) is str:
                 return back
     return None
@@ -120,24 +172,25 @@ def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     Raises RepeatedErrorError if the same error has ended STARTS starts of this run in a row at the same step and the
     flag is not `retry`, or if going back has not helped or is not possible. Raises as `newest_manifest`.
     """
-    save = options.save
-    if save is None or is_uri(save):
+    if options.save is None:
         return None
-    last = recorded(save)[-STARTS:]
-    if len(last) < STARTS or not all(error.same(last[-1]) for error in last) or last[-1].run != began(options).all_flags:
+    last = recorded(options)[-STARTS:]
+    if len(last) < STARTS or not all(error.same(last[-1]) for error in last):
+        return None
+    if last[-1].run != began(options).all_flags:
         return None
     if options.on_repeated_error == "retry":
         logger.warning("%s; going on all the same, as --on-repeated-error retry says", _told(last))
         return None
     # Only a start that goes on from --save can go on from another checkpoint there.
     resumed = later or (resumes(options) and options.load_tag is None)
-    back = _last_back(save)
+    back = _last_back(options)
     failed_since = back is not None and last[-1].generation >= back.generation
     if back is not None and resumed and not failed_since and _committed_since(options, back):
         return None
     older = None
     if options.on_repeated_error == "back" and resumed and not failed_since:
-        older = _committed_before(save, last[-1].loaded if back is None else (names.step_of(back.tag) or 0) + 1)
+        older = _committed_before(options, last[-1].loaded if back is None else (names.step_of(back.tag) or 0) + 1)
     if older is not None:
         logger.warning("%s; going back to %s, as --on-repeated-error back says", _told(last), older)
         return older
@@ -167,17 +220,31 @@ def _advice(options: CheckpointConfig, error: StepError, resumed: bool, failed_s
     return f"{suspected}: correct the cause and give --on-repeated-error retry{back}"
 
 
-def _committed_before(save: str, step: int) -> str | None:
+def _committed_before(options: CheckpointConfig, step: int) -> str | None:
     """The newest checkpoint in --save of an earlier iteration than `step`, of the run that saved there last."""
-    search, run = Search(Path(save), None), None
-    for _ in range(search.number):
-        candidate, _ = search.next()
-        if candidate is None or candidate.manifest is None:
+    run = None
+    for candidate in _newest_first(options):
+        if candidate.manifest is None:
             continue
         run = run or kept_by(candidate.manifest)
         if candidate.step < step and kept_by(candidate.manifest) == run:
             return candidate.tag
     return None
+
+
+def _newest_first(options: CheckpointConfig) -> Iterator[Candidate]:
+    """The complete checkpoints in --save. Raises ObjectStoreError."""
+    save = str(options.save)
+    if is_uri(save):
+        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+
+        yield from open_checkpoints("--save", save, options).discover(None)[0]
+        return
+    search = Search(Path(save), None)
+    for _ in range(search.number):
+        candidate, _ = search.next()
+        if candidate is not None:
+            yield candidate
 
 
 def _committed_since(options: CheckpointConfig, back: _Back) -> bool:
@@ -198,51 +265,54 @@ class StepErrors:
         back_to: str | None = None,
     ) -> None:  # fmt: skip
         save = options.save
-        self._directory = None if save is None or is_uri(save) else Path(save) / names.GENERATIONS
+        self._options = options
         self._generation, self._run, self._loaded, self._rank = generation, begins.all_flags, loaded, rank
         of_save = loaded > 0 and resumes(options)
         self._place = f"{save}/{names.tag_of(loaded)}" if of_save else f"iteration {loaded}"
-        known = [] if save is None or self._directory is None or rank != 0 else recorded(save)
+        known = [] if save is None or rank != 0 else recorded(options)
         self._until = max((error.step for error in known), default=None)  # once it is done, they are over
         if back_to is not None and rank == 0:
             newest = newest_manifest(options)
             back = _Back(generation, back_to, 0 if newest is None else newest.sequence)
-            self._write(f"back_{generation:08d}", back._asdict())
+            self._write(_BACK, back._asdict())
 
     def note(self, error: BaseException, step: int) -> None:
         """Record what ends this rank in iteration `step`; of several ranks the first counts."""
-        if self._directory is None:
+        if self._options.save is None:
             return
         message, place = _cause(error)
         described = StepError(
             self._generation, self._run, step, self._loaded, self._place,
             _NUMBERS.sub("N", message)[:_MAX_TEXT] + place, message[:_MAX_TEXT], self._rank,
         )  # fmt: skip
-        self._write(f"error_{self._generation:08d}", asdict(described))
-        self._remove(_files(self._directory, _RECORD)[:-STARTS])
+        self._write(_RECORD, asdict(described))
 
-    def _write(self, name: str, content: dict[str, object]) -> None:
+    def _write(self, kind: str, content: dict[str, object]) -> None:
         """A record that is there already stays. What storage refuses must not hide the error that ends this rank."""
+        name = f"{kind}{self._generation:08d}"
         try:
-            with open(f"{self._directory}/{name}", "x") as file:
-                file.write(json.dumps(content))
-        except FileExistsError:
-            pass
-        except OSError as refused:
-            logger.warning("%s/%s: not written, so a repeated error goes unnoticed: %s", self._directory, name, refused)
+            place = _place_of(self._options)
+            place.create(name, json.dumps(content))
+        except _AWAY as refused:
+            where = f"{self._options.save}/{names.GENERATIONS}/{name}"
+            logger.warning("%s: not written, so a repeated error goes unnoticed: %s", where, refused)
+            return
+        _remove(place, _listed(place, kind)[:-STARTS])
 
     def passed(self, step: int) -> None:
         """Iteration `step` is done: errors at it and before are over. Removes their records, on rank 0."""
-        if self._until is None or step < self._until or self._directory is None:
+        if self._until is None or step < self._until:
             return
         self._until = None
+        place = _place_of(self._options)
         for kind in (_RECORD, _BACK):
-            self._remove(_files(self._directory, kind))
+            _remove(place, _listed(place, kind))
 
-    def _remove(self, files: list[str]) -> None:
-        for name in files:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self._directory}/{name}")
+
+def _remove(place: _Directory | _Prefix, files: list[str]) -> None:
+    for name in files:
+        with contextlib.suppress(*_AWAY):
+            place.remove(name)
 
 
 def _cause(error: BaseException) -> tuple[str, str]:

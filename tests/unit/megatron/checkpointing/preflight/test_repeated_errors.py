@@ -68,16 +68,16 @@ def test_a_start_that_gets_past_the_step_ends_the_row(tmp_path: Path) -> None:
         fails(tmp_path, generation)
     passing = start(tmp_path, 2)
     passing.passed(11)
-    assert len(recorded(str(tmp_path))) == 2
+    assert len(recorded(mine(tmp_path))) == 2
     passing.passed(12)
-    assert recorded(str(tmp_path)) == []
+    assert recorded(mine(tmp_path)) == []
 
 
 def test_of_several_ranks_the_first_counts_once(tmp_path: Path) -> None:
     (tmp_path / ".generations").mkdir()
     for rank in (3, 0, 1):
         start(tmp_path, 5, rank=rank).note(error_of(f"of rank {rank}"), 12)
-    (error,) = recorded(str(tmp_path))
+    (error,) = recorded(mine(tmp_path))
     assert (error.rank, error.message) == (3, "ValueError: of rank 3")
 
 
@@ -119,7 +119,7 @@ def test_after_going_back_a_run_goes_on_from_what_it_has_saved_since(tmp_path: P
     with pytest.raises(RepeatedErrorError, match="As going back has not helped"):
         before(back)
     start(tmp_path, 6).passed(12)
-    assert recorded(str(tmp_path)) == [] == list((tmp_path / ".generations").iterdir())
+    assert recorded(mine(tmp_path)) == [] == list((tmp_path / ".generations").iterdir())
 
 
 def test_going_back_takes_no_checkpoint_of_another_run(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_an_error_of_a_data_worker_is_the_one_that_was_raised_there(tmp_path: Pa
         with pytest.raises(type(error)) as caught:
             list(DataLoader(Damaged(error), num_workers=2))  # pyright: ignore[reportArgumentType]
         start(tmp_path, generation).note(caught.value, 12)
-    index, key = recorded(str(tmp_path))
+    index, key = recorded(mine(tmp_path))
     assert index.message == "IndexError: document 7" and key.message == "KeyError: 'document 7'"
     assert index.error == f"IndexError: document N in {__file__}:__getitem__" and not index.same(key)
 
@@ -210,4 +210,4 @@ def test_what_no_start_has_written_is_left_out(tmp_path: Path, content: str) -> 
     for generation in range(2):
         fails(tmp_path, generation)
     (tmp_path / ".generations" / "error_00000002").write_text(content)
-    assert len(recorded(str(tmp_path))) == 2 and before(mine(tmp_path)) is None
+    assert len(recorded(mine(tmp_path))) == 2 and before(mine(tmp_path)) is None

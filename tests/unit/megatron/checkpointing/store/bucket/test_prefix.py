@@ -12,6 +12,8 @@ import pytest
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.preflight.compatibility import check_newest
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
 from megatron.checkpointing.store.commit import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
 from megatron.fileio.objects.bucket import Bucket
@@ -28,6 +30,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server
 def check(tmp_path: Path, **options: Any) -> None:
     more = {"save_interval": 5} if "save" in options else {}
     check_object_storage(CheckpointConfig(checkpoint_engine="torch", storage_cache=str(tmp_path), **more, **options))
+
+
+def test_an_error_that_repeats_itself_is_known_from_the_prefix(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a directory: of several ranks the first counts, three starts are too many, and what gets past ends it."""
+    uri = f"s3://{BUCKET}/prefix/repeated"
+    options = CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri)
+    for generation in range(1, 5):
+        for rank in (1, 0):
+            StepErrors(options, FirstStart(), generation, 10, rank).note(ValueError(f"bad token of rank {rank}"), 12)
+    assert [(error.generation, error.rank) for error in recorded(options)] == [(2, 1), (3, 1), (4, 1)]
+    with pytest.raises(RepeatedErrorError, match=f"bad token of rank 1.*{uri}/global_step10. That checkpoint"):
+        checkpoint_before(options, later=False)
+    StepErrors(options, FirstStart(), 5, 10, 0).passed(12)
+    assert recorded(options) == [] and checkpoint_before(options, later=False) is None
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("content", [b"global_step5", b"release", b"global_step5/mine", b"x" * 600])
