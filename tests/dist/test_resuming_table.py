@@ -369,6 +369,7 @@ class Case(NamedTuple):
     changes: str
     prepare: Callable[[Path, Saved], object] = lambda run, saved: None
     allowed: str = ""
+    layout: Layout = SINGLE  # of LOADS
 
 
 def _begun_elsewhere(run: Path, saved: Saved, **more: str) -> None:
@@ -427,6 +428,12 @@ def _converted(run: Path, saved: Saved) -> None:
     (run / "latest_universal").write_text(universal.name)
 
 
+def _converted_without_schedule(run: Path, saved: Saved) -> None:
+    _converted(run, saved)
+    path = run / "global_step2_universal" / "mp_rank_00_model_states.pt"
+    torch.save(load_file(path) | {"lr_scheduler": None}, path)
+
+
 def _failed(run: Path, saved: Saved) -> None:
     (run / ".generations").mkdir(exist_ok=True)
     options = CheckpointConfig(save=str(run), save_interval=1, load=str(run))
@@ -465,6 +472,10 @@ LIGHT = [
         "`--universal-checkpoint` is given, and what `latest_universal` or `--load-tag` names is missing, incomplete "
         "or an ordinary checkpoint",
         "--universal-checkpoint", allowed="!--universal-checkpoint",
+    ),
+    Case(
+        "a universal checkpoint is without the state of the schedule", "--universal-checkpoint",
+        _converted_without_schedule, "--no-load-lr-state",
     ),
     Case(
         "`latest` names a checkpoint that is not there, and there is no other", "", _manifest_gone,
@@ -564,6 +575,10 @@ LOADS = [
     Case("in every checkpoint the content of a file is damaged", "", _damage("global_step2")),
     Case("the newest checkpoint is damaged, and an older one is whole", "", _newest_damaged),
     Case("the checkpoint is without the state of the schedule", "--checkpoint-verify size", _without_schedule),
+    Case(
+        "the checkpoint is without the state of the schedule, and the layout is another", "--checkpoint-verify size",
+        _without_schedule, layout=Layout(tp=1, pp=1, dp=2),
+    ),
     Case("`--train-iters` is the iteration of the checkpoint", "--train-iters 2 --lr-decay-iters 4"),
     Case(
         "a dataset, vocabulary or tokenizer file was made again at the same path",
@@ -580,8 +595,9 @@ def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Pat
     case.prepare(run, saved)
     given = {"run": run, "learned": saved.load[LEARNED]}
     words = saved.words(LEARNED, "--load {run}", case.changes, **given)
-    finished = saved.launcher.run(SINGLE, *words, "--restart-trace-dir", trace)
-    assert finished.exit_codes == [2 if row.happens == "refused" else 0], finished.output
+    finished = saved.launcher.run(case.layout, *words, "--restart-trace-dir", trace)
+    code = 2 if row.happens == "refused" else 0
+    assert finished.exit_codes == [code] * case.layout.world_size, finished.output
     assert all(word in finished.output for word in row.words) and "Traceback" not in finished.output
     if row.happens == "refused":
         reads = [
@@ -591,20 +607,18 @@ def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "layout", "code"),
+    ("flags", "code"),
     [
-        ("--override-opt_param-scheduler", SINGLE, 2), ("--use-checkpoint-opt_param-scheduler", SINGLE, 2),
-        ("", Layout(tp=1, pp=1, dp=2), 2), ("--no-load-lr-state", SINGLE, 0), ("--finetune", SINGLE, 0),
+        ("--override-opt_param-scheduler", 2), ("--use-checkpoint-opt_param-scheduler", 2),
+        ("--no-load-lr-state", 0), ("--finetune", 0),
     ],
 )  # fmt: skip
-def test_a_checkpoint_without_the_state_of_the_schedule(
-    saved: Saved, tmp_path: Path, flags: str, layout: Layout, code: int
-) -> None:
-    """Which schedule counts is no answer to where it goes on; nor is another layout."""
+def test_a_checkpoint_without_the_state_of_the_schedule(saved: Saved, tmp_path: Path, flags: str, code: int) -> None:
+    """Which schedule counts is no answer to where it goes on."""
     run = tmp_path / "run"
     shutil.copytree(saved.load[LEARNED], run)
     _without_schedule(run, saved)
     words = saved.words(LEARNED, "--load {run} --checkpoint-verify size", flags, run=run)
-    finished = saved.launcher.run(layout, *words)
-    assert finished.exit_codes == [code] * layout.world_size, finished.output
+    finished = saved.launcher.run(SINGLE, *words)
+    assert finished.exit_codes == [code], finished.output
     assert ("holds no state of the learning-rate schedule" in finished.output) == (code == 2)

@@ -58,10 +58,10 @@ class Manifest:
     after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
     from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
     preflight/first_start.py has them, and `resumed_with` those of the last start that resumed the directory otherwise
-    than from its newest checkpoint; "" if there were none. `run_id` is that of the directory that it was saved into (see
-    ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`: for a checkpoint in object storage,
-    the object of each file. `training`: optimizer and schedule (training_identity of preflight/compatibility.py); {} if
-    an earlier version wrote it.
+    than from its newest checkpoint; "" if there were none. `run_id` is that of the directory that it was saved into
+    (see ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`: for a checkpoint in object
+    storage, the object of each file. `training`: optimizer and schedule (training_identity of
+    preflight/compatibility.py); {} if an earlier version wrote it.
     megatron.checkpointing.store.manifest says what each key may hold; a new key must be added there.
     """
 
