@@ -70,7 +70,8 @@ TRAININGS = {
 # What goes on from the checkpoint of one of these.
 RESUMED = {
     "plain": "--load {save} --train-iters 102 --lr-decay-iters 101 --eval-iters 0",
-    "fp16": "--tensor-model-parallel-size 2 --partition-activations --load {save} --prefetch-on-start --train-iters 4 --lr-decay-iters 3",
+    "fp16": "--tensor-model-parallel-size 2 --partition-activations "
+    "--load {save} --prefetch-on-start --train-iters 4 --lr-decay-iters 3",
 }
 
 FIELDS = {field.name: field for cls in GROUPS.values() for field in dataclasses.fields(cls)}
