@@ -267,7 +267,8 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
         train(trainer)
     except BaseException as error:
         if _is_its_own(error):
-            trainer.errors.note(error, trainer.progress.iteration + 1)
+            step = trainer.progress.iteration + 1
+            trainer.recorder.event("failure", "training_error", trainer.errors.note(error, step), step)
         if not has_timed_out(error):  # otherwise a pending save would wait for the same rank
             trainer.saves.drain_after_error()
         raise

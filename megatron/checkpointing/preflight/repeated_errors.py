@@ -276,16 +276,17 @@ class StepErrors:
             back = _Back(generation, back_to, 0 if newest is None else newest.sequence)
             self._write(_BACK, back._asdict())
 
-    def note(self, error: BaseException, step: int) -> None:
-        """Record what ends this rank in iteration `step`; of several ranks the first counts."""
-        if self._options.save is None:
-            return
+    def note(self, error: BaseException, step: int) -> str:
+        """Record what ends this rank in iteration `step`; of several ranks the first counts. Returns its message."""
         message, place = _cause(error)
+        if self._options.save is None:
+            return message[:_MAX_TEXT]
         described = StepError(
             self._generation, self._run, step, self._loaded, self._place,
             _NUMBERS.sub("N", message)[:_MAX_TEXT] + place, message[:_MAX_TEXT], self._rank,
         )  # fmt: skip
         self._write(_RECORD, asdict(described))
+        return described.message
 
     def _write(self, kind: str, content: dict[str, object]) -> None:
         """A record that is there already stays. What storage refuses must not hide the error that ends this rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .comparisons import HOST_LIMITS, RANK_LIMITS
 from .copies import late_copies, missing_copies, read_from_storage, rejected_copies
 from .costs import cold_imports, fsync_dominates, serialization_bound, slow_name_lookup, small_files, wait_previous
+from .errors import repeated_errors
 from .object_storage import store_one_connection, store_small_objects, store_throttled
 from .oversubscription import more_ranks_than_cores
 from .page_cache import page_cache_reads
@@ -141,6 +142,14 @@ RULES: tuple[Rule, ...] = (
         "the job if it happens again. One that did not answer: look at that host and the network to it.",
         None,
         rejected_copies,
+    ),
+    Rule(
+        "repeated_error",
+        {"cycles": 2},
+        "A restart does not help: look at the data of that iteration and at the checkpoint that the cycles went on from. "
+        "--on-repeated-error back goes on from the one before.",
+        "A restart does not help: look at the data of that iteration and at the checkpoint that the cycles went on from.",
+        repeated_errors,
     ),
     Rule(
         "store_throttled",

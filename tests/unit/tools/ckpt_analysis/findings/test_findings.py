@@ -454,6 +454,27 @@ def test_copies_rejected(tmp_path: Path, met: bool) -> None:
         assert "rank 6 went on to the next copy; the first of rank 6: copy of node2" in found[0].evidence
 
 
+@pytest.mark.parametrize(
+    ("step", "message", "met"),
+    [(7, "token 12 of sample 3", True), (8, "token 11 of sample 2", False), (7, "another", False)],
+)
+def test_repeated_error(tmp_path: Path, step: int, message: str, met: bool) -> None:
+    for cycle, (at, said) in enumerate([(7, "token 11 of sample 2"), (step, message)]):
+        for rank in range(2):
+            log = RankLog(Options(), rank, cycle, 20_000 * cycle)
+            log.process()
+            log.begin("startup").end()
+            log.iteration(6)
+            if rank == 1:
+                log.event("failure", "training_error", f"ValueError: {said}", step=at)
+            dump(file_of(tmp_path, rank, cycle), log.records)
+    found = [one for one in analyse(load_trace(tmp_path)).report.findings if one.rule == "repeated_error"]
+    assert len(found) == met
+    if met:
+        assert found[0].title == "The same error ended 2 cycles at iteration 7"
+        assert "cycles 0, 1; the last on rank 1: ValueError: token 12 of sample 3" in found[0].evidence
+
+
 @pytest.mark.parametrize(("tier", "cycle", "met"), [("storage", 1, True), ("peer", 1, False), ("storage", 0, False)])
 def test_read_from_storage(tmp_path: Path, tier: str, cycle: int, met: bool) -> None:
     for rank in range(4):
