@@ -146,9 +146,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "repeated_error",
         {"cycles": 2},
-        "A restart does not help: look at the data of that iteration and at the checkpoint that the cycles went on from. "
+        "A restart does not help: look at the data of that iteration, and at the checkpoint that it was reached from. "
         "--on-repeated-error back goes on from the one before.",
-        "A restart does not help: look at the data of that iteration and at the checkpoint that the cycles went on from.",
+        "A restart does not help: look at the data of that iteration, and at the checkpoint that it was reached from.",
         repeated_errors,
     ),
     Rule(

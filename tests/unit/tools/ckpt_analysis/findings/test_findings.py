@@ -472,7 +472,7 @@ def test_repeated_error(tmp_path: Path, step: int, message: str, met: bool) -> N
     assert len(found) == met
     if met:
         assert found[0].title == "The same error ended 2 cycles at iteration 7"
-        assert "cycles 0, 1; the last on rank 1: ValueError: token 12 of sample 3" in found[0].evidence
+        assert "Cycles 0-1; the last on rank 1: ValueError: token 12 of sample 3" in found[0].evidence
 
 
 @pytest.mark.parametrize(("tier", "cycle", "met"), [("storage", 1, True), ("peer", 1, False), ("storage", 0, False)])
