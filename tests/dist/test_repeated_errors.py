@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config.errors import REPEATED
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from tests.dist.harness import ROOT, Run, Zygote, losses
+from tests.dist.harness import ROOT, Run, Zygote, losses, records
 from tests.dist.light_starts import IMPORTS, light_starts
 from tests.dist.test_launch import environment
 from tests.dist.tiny_runs import SINGLE, Launcher
@@ -57,6 +57,10 @@ def test_the_start_after_three_names_the_checkpoint_and_the_iteration(failed: tu
     launcher, save, runs = failed
     assert [run.exit_codes for run in runs] == [[1]] * 3
     last = reached(save)
+    events = [record for record in records(save / "restart_trace") if record["type"] == "event"]
+    errors = [event for event in events if event["phase"] == "training_error"]
+    assert [event["step"] for event in errors] == [last + 1] * 3, errors
+    assert all(event["operation"] == "failure" and event["detail"].startswith("IndexError: ") for event in errors)
     flags = [*launcher.dataset, *RUN, "--save", str(save), "--load", str(save)]
     (refused, back) = light_starts([flags, [*flags, "--on-repeated-error", "back"]])
     assert refused.exit_code == REPEATED and back.exit_code == IMPORTS
