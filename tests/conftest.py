@@ -33,7 +33,7 @@ FIRST = (
     "dist/test_ckpt_replay.py", "dist/test_engines_training.py", "cluster/test_peers.py", "dist/test_hooks.py",
     "cluster/test_bad_hosts.py", "dist/test_gpu_tier.py", "dist/test_parallel_equivalence.py", "cluster/test_sweep.py",
     "dist/test_redistribute.py", "cluster/test_waits.py", "dist/test_restart_sweep.py", "dist/test_bit_exact.py",
-    "dist/test_restart_speed.py",
+    "dist/test_launchers_benchmark.py",
 )  # fmt: skip
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -23,11 +23,8 @@ class Measurement:
     samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     def seconds(self, variant: str) -> list[float]:
-        """One value per round: that of the slowest rank, without the imports of DeepSpeed's conversion."""
-        return [
-            max(rank["wall_s"] for rank in ranks) - sum(rank["imports_s"] for rank in ranks)
-            for ranks in self.samples[variant]
-        ]
+        """One value per round: that of the slowest rank."""
+        return [max(rank["wall_s"] for rank in ranks) for ranks in self.samples[variant]]
 
 
 def measure(place: Path, request: Request, progress: Callable[[str], None]) -> list[Measurement]:

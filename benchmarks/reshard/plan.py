@@ -9,11 +9,10 @@ ENGINES = ("torch", "lazy")
 SOURCE = (2, 2, 2)  # TP, PP, DP of the checkpoint
 TARGETS = ((1, 4, 1), (4, 1, 2))  # of those who load it
 
-PLAIN, DIRECT, UNIVERSAL = "plain", "direct", "universal"
+PLAIN, DIRECT = "plain", "direct"
 # Name -> (way, engine that saved). "plain" is of the same state, saved on the layout that loads it.
 VARIANTS: dict[str, tuple[str, str]] = {
-    **{f"{way} {engine}": (way, engine) for engine in ENGINES for way in (PLAIN, DIRECT)},
-    "universal torch": (UNIVERSAL, "torch"),
+    f"{way} {engine}": (way, engine) for engine in ENGINES for way in (PLAIN, DIRECT)
 }
 BYTES_PER_PARAMETER = 14  # bf16 weight in a layer file; fp32 master weight and two moments in the shard
 LAYERS = 8

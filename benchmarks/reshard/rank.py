@@ -12,8 +12,6 @@ import gc
 import json
 import mmap
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,16 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.state import SavableState, build_from
-from benchmarks.reshard.plan import (
-    BYTES_PER_PARAMETER,
-    ENGINES,
-    PLAIN,
-    UNIVERSAL,
-    VARIANTS,
-    Plan,
-    model_flags,
-    vocab_size,
-)
+from benchmarks.reshard.plan import BYTES_PER_PARAMETER, ENGINES, PLAIN, VARIANTS, Plan, model_flags, vocab_size
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
@@ -64,7 +53,6 @@ class Rank:
         self._state = state
         self._control: ControlPlane = state.context.control
         self._directory = Path(plan.directory)
-        self._conversion: dict[str, float] = {}  # of the last load, on the rank that converted
         self._bytes = sum(p.numel() for p in state.engine.module.parameters()) * BYTES_PER_PARAMETER
 
     def save_source(self) -> None:
@@ -124,43 +112,19 @@ class Rank:
         from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
 
-        way, engine = VARIANTS[variant]
-        options: dict[str, Any] = {"load": str(self._source(variant))}
-        if way == UNIVERSAL:
-            self._convert(self._source(variant))
-            options = {"load": str(self._converted), "universal_checkpoint": True}
-        config = self._config(**options)
+        _, engine = VARIANTS[variant]
+        config = self._config(load=str(self._source(variant)))
         reader = create_engine(
             engine, engine_options(config.checkpoint, self._control.rank, config.parallel.distributed_timeout_minutes)
         )
         traced = {} if recorder is None else {"recorder": recorder}
         checkpointer = self._state.checkpointer(config=config, checkpoint_engine=reader, **traced)
         if checkpointer.load(self._engine) is None:
-            raise FileNotFoundError(f"{options['load']}: no checkpoint to load")
-
-    def _convert(self, source: Path) -> None:
-        """Have rank 0 convert the checkpoint in `source` by DeepSpeed's ds_to_universal."""
-        if self._control.rank == 0:
-            (checkpoint,) = source.glob("global_step*")
-            arguments = [checkpoint, self._converted / f"{checkpoint.name}_universal", os.getpid()]
-            began = now_ns()
-            done = subprocess.run(
-                [sys.executable, Path(__file__).with_name("convert.py"), *map(str, arguments)],
-                capture_output=True, text=True, check=True,
-                env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            seconds = json.loads(done.stdout.splitlines()[-1])
-            self._conversion = {"imports_s": seconds["imports_s"], "wall_s": (now_ns() - began) / 1e9}
-        self._control.agree(None)
-
-    @property
-    def _converted(self) -> Path:
-        return self._directory / "converted"
+            raise FileNotFoundError(f"{config.checkpoint.load}: no checkpoint to load")
 
     def _sample(self, variant: str) -> dict[str, Any]:
-        """One timed load of this rank. `imports_s` are those of DeepSpeed's conversion, which are process start."""
+        """One timed load of this rank."""
         self._forget()
-        self._conversion = {}
         share = None
         if self._control.rank == 0:
             os.sync()
@@ -175,16 +139,10 @@ class Rank:
         self._load(variant, recorder)
         end = now_ns()
         self._control.agree(None)
-        if self._control.rank == 0:
-            shutil.rmtree(self._converted, ignore_errors=True)
-        phases = _phases(sink.records)
-        if self._conversion:
-            phases["conversion"] = self._conversion["wall_s"]
         return {
             "wall_s": (end - start) / 1e9,
-            "imports_s": self._conversion.get("imports_s", 0.0),
             "page_cache": page_cache.state_of(share) if self._control.rank == 0 else None,
-            "phases_s": phases,
+            "phases_s": _phases(sink.records),
             "bytes_read": sum(r.get("bytes", 0) for r in sink.records if r["type"] == "operation_end"),
         }
 

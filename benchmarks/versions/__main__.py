@@ -1,8 +1,8 @@
 """Command line: `python -m benchmarks.versions --before WORKTREE`. Exit status: 0 measured, 2 could not run.
 
-Each version runs its own `tools.ckpt_replay`, `benchmarks.reshard` and `benchmarks.launchers`, under this interpreter,
-with its checkout as the working directory and first on the path. A round has every measurement of both versions; the
-one that goes first alternates.
+Each version runs its own `tools.ckpt_replay`, `benchmarks.reshard`, `benchmarks.launchers` and `tools.ckpt_analysis`,
+under this interpreter, with its checkout as the working directory and first on the path. A round has every measurement
+of both versions; the one that goes first alternates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,21 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """`arguments`: after `python`; the JSON that they print holds the seconds that `samples` yields."""
+    """`arguments`: after `python`; they print JSON, from which `samples` yields seconds. Without it the whole command
+    is timed. `made`: a directory that `make` writes, before the first round alone.
+    """
 
     arguments: tuple[str, ...]
-    samples: Callable[[dict[str, Any]], Iterator[tuple[str, float]]]
+    samples: Callable[[dict[str, Any]], Iterator[tuple[str, float]]] | None = None
+    make: tuple[str, ...] = ()
+    made: Path | None = None
 
 
 def measurements(size: int, engines: str, directory: Path) -> dict[str, Measurement]:
-    """Measurements by name. `size`: bytes of a rank's state in the replays; the resharded checkpoint has a fourth."""
+    """Measurements by name. `size`: bytes of a rank's state in the replays; the resharded checkpoint has a fourth,
+    and the analysed trace a span for each KiB. A version writes into `directory`, where the trace stays.
+    """
+    trace = directory / "trace"
     replay = (
         *("-m", "tools.ckpt_replay", "--model", "70b", "--tp", "8", "--pp", "8", "--limit-bytes", str(size)),
         *("--engine", engines, "--cold", "--no-storage", "--repeat", "1", "--format", "json", "--dir", str(directory)),
@@ -75,6 +83,11 @@ def measurements(size: int, engines: str, directory: Path) -> dict[str, Measurem
                 *("--format", "json", "--dir", str(directory)),
             ),
             _of_launchers,
+        ),
+        "analysis": Measurement(
+            ("-m", "tools.ckpt_analysis", "summary", str(trace), "--no-cache", "--format", "json"),
+            make=("-m", "benchmarks.synthetic_traces", str(trace), "--ranks", "64", "--spans", str(size // 1024)),
+            made=trace,
         ),
     }
 
@@ -98,14 +111,22 @@ def _of_launchers(found: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def measure(measurement: Measurement, version: Path, directory: Path) -> Sample:
     """One sample of everything in `measurement`. Raises MeasurementError."""
+    if measurement.made is not None and not measurement.made.exists():
+        _run(measurement.make, version, directory)
+    began = time.monotonic()
+    output = _run(measurement.arguments, version, directory)
+    seconds = time.monotonic() - began
+    return {"whole command": seconds} if measurement.samples is None else dict(measurement.samples(json.loads(output)))
+
+
+def _run(arguments: Sequence[str], version: Path, directory: Path) -> str:
+    """What the command prints. Raises MeasurementError if it fails."""
     environment = os.environ | {"PYTHONPATH": str(version), "TMPDIR": str(directory)}
-    ran = subprocess.run(
-        [sys.executable, *measurement.arguments], cwd=version, env=environment, capture_output=True, text=True
-    )
+    ran = subprocess.run([sys.executable, *arguments], cwd=version, env=environment, capture_output=True, text=True)
     if ran.returncode:
         last = "\n".join(ran.stderr.splitlines()[-10:])
-        raise MeasurementError(f"{version}: {' '.join(measurement.arguments)} ended with {ran.returncode}:\n{last}")
-    return dict(measurement.samples(json.loads(ran.stdout)))
+        raise MeasurementError(f"{version}: {' '.join(arguments)} ended with {ran.returncode}:\n{last}")
+    return ran.stdout
 
 
 def table(name: str, before: Sequence[Sample], now: Sequence[Sample]) -> list[str]:
@@ -166,13 +187,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples: dict[str, tuple[list[Sample], list[Sample]]] = {}
     try:
         with tempfile.TemporaryDirectory(prefix="versions_", dir=arguments.dir) as name:
+            places = [Path(name, which) for which in ("before", "now")]
+            for place in places:
+                place.mkdir()
+            of_versions = [measurements(arguments.bytes, arguments.engine, place) for place in places]
             for number in range(arguments.rounds):
-                for title, measurement in measurements(arguments.bytes, arguments.engine, Path(name)).items():
+                for title in of_versions[0]:
                     if arguments.only and title not in arguments.only:
                         continue
                     both = samples.setdefault(title, ([], []))
                     for which in (0, 1) if number % 2 == 0 else (1, 0):
-                        both[which].append(measure(measurement, versions[which], Path(name)))
+                        both[which].append(measure(of_versions[which][title], versions[which], places[which]))
                     print(f"round {number + 1} of {arguments.rounds}: {title}", file=sys.stderr, flush=True)
     except (OSError, ValueError, KeyError, MeasurementError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2, which .
 differ from these by the name of an engine, of a fault, of a launcher or by a number, and their commands are checked one
 by one (tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard`, `device-error` and the drills of each engine run what
 `shared-gpu` runs, `launch` and `sequence-parallel` what `machine` and `shared-gpu` run, `step-time-4` what `step-time`
-runs, `engines` what `engines-others` runs. `overhead` is tests/dist/test_ckpt_overhead.py.
+runs, `engines` what `engines-others` runs. `overhead` is tests/dist/test_overhead_benchmark.py.
 """
 
 from __future__ import annotations

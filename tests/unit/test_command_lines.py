@@ -33,9 +33,9 @@ MODULES = sorted(
 # Started by commands with arguments that nobody types.
 CHILD_PROCESSES = {
     "tools.ckpt_replay.worker", "benchmarks.hooks.rank", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
-    "benchmarks.launchers.plain_deepspeed", "benchmarks.analysis_speed.naive", "megatron.launch.rank",
+    "benchmarks.launchers.plain_deepspeed", "megatron.launch.rank",
     "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
-    "tools.restart_drill.soak.snapshot", "benchmarks.reshard.convert",
+    "tools.restart_drill.soak.snapshot",
 }  # fmt: skip
 SCRIPTS = [
     *sorted(path for path in BENCH.rglob("*.*") if path.suffix in (".sh", ".sbatch") and path.read_text()[:2] == "#!"),

@@ -13,11 +13,12 @@ from tests.unit.trace_helpers import ROOT
 @pytest.mark.slow
 def test_this_version_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bytes", "1MiB", "--engine", "torch", "--rounds", "1", "--dir", str(tmp_path)]
-    assert main(["--before", str(ROOT), "--only", "replay, 1 rank", *sizes]) == 0
+    assert main(["--before", str(ROOT), "--only", "replay, 1 rank", "analysis", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[5:]] == [
+    assert [line.split(" | ")[0] for line in lines[5:9]] == [
         "| torch: blocked", "| torch: durable", "| torch: load cold", "| torch: load warm"
     ]  # fmt: skip
+    assert lines[10] == "## Analysis" and lines[-1].startswith("| whole command | ")
     assert not list(tmp_path.iterdir())
 
 

@@ -157,7 +157,7 @@ def test_an_empty_trace_directory_is_explained(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    """So it answers at once: benchmarks.analysis_speed says how fast."""
+    """So it answers at once."""
     code = (
         "import sys\n"
         "from tools.ckpt_analysis.cli import main\n"

@@ -30,7 +30,5 @@ def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: P
     for variant, rounds in found["samples"].items():
         (ranks,) = rounds
         assert len(ranks) == 4 and all(rank["wall_s"] > 0 for rank in ranks)
-        converting = [rank["imports_s"] > 0 for rank in ranks]
-        assert converting == [variant.startswith("universal"), False, False, False]
         assert 0 < found["median_s"][variant] <= max(rank["wall_s"] for rank in ranks)
     assert not list(tmp_path.iterdir())

@@ -1,1 +1,0 @@
-"""What TLS between the parts of a launch costs a copy of a save."""
