@@ -222,7 +222,7 @@ def test_what_ranks_refuse_over_hosts_is_not_tried_again(
         wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
 
 
-TAKE = "4 ranks (TP 2 x PP 2 x DP 1) with 2 per node take 2 nodes"
+TAKE = "4 ranks (TP2 PP2 DP1) with 2 per node take 2 nodes"
 
 
 @pytest.mark.parametrize(

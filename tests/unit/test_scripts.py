@@ -275,7 +275,7 @@ def test_too_few_gpus_are_counted(preset: Preset, tmp_path: Path) -> None:
     needed = preset.tp * preset.pp * 3
     done = run_script(preset.script, tmp_path, DP="3", WORK_DIR=str(tmp_path / "work"))
     assert done.returncode == 2
-    assert f"needs {needed} GPUs (TP {preset.tp} x PP {preset.pp} x DP 3), sees 0" in done.stderr
+    assert f"needs {needed} GPUs (TP{preset.tp} PP{preset.pp} DP3), sees 0" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,7 +307,7 @@ def test_more_scaled_ranks_than_memory_holds_are_refused(tmp_path: Path) -> None
     settings = {"MODE": "scaled", "SKIP_SETUP": "1", "PYTHON": sys.executable, "WORK_DIR": str(tmp_path / "work")}
     done = run_script("run_70b_tp4_pp20.sh", tmp_path, DP="1000000", **settings)
     assert done.returncode == 2 and list(tmp_path.iterdir()) == []
-    assert "MODE=scaled: 80000000 ranks (TP 4 x PP 20 x DP 1000000) take about 14400000000 MiB" in done.stderr
+    assert "MODE=scaled: 80000000 ranks (TP4 PP20 DP1000000) take about 14400000000 MiB" in done.stderr
     assert "The largest preset that fits: DP=" in done.stderr
 
 
@@ -379,7 +379,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     hostfile.write_text("node0 slots=4\nnode1 slots=2\n")
     done = run_script("run_13b_tp4_pp4.sh", tmp_path, HOSTFILE=str(hostfile))
     assert done.returncode == 2
-    assert "needs 16 GPUs (TP 4 x PP 4 x DP 1), sees 6 (2 hosts in" in done.stderr
+    assert "needs 16 GPUs (TP4 PP4 DP1), sees 6 (2 hosts in" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (
             "run_7b_tp4_pp2.sh",
             {"DRY_RUN": "1", "GPUS_PER_NODE": "4", "NODE_RANK": "2"},
-            "NODE_RANK=2: 8 ranks (TP 4 x PP 2",
+            "NODE_RANK=2: 8 ranks (TP4 PP2",
         ),
         (
             TINY,
@@ -467,7 +467,7 @@ def test_bad_settings_are_named(script: str, settings: dict[str, str], message: 
     ("lines", "settings", "message"),
     [
         ("a slots=4\nb slots=4\na slots=4\n", {}, "names a twice; give each host one line"),
-        ("a slots=4\n", {}, "names 1 hosts, and 8 ranks (TP 2 x PP 2 x DP 2) with 4 per node take 2"),
+        ("a slots=4\n", {}, "names 1 hosts, and 8 ranks (TP2 PP2 DP2) with 4 per node take 2"),
         ("a slots=4\nb slots=3\n", {}, "b has slots=3, and every host gets 4 ranks"),
         ("a slots=4\nb slots=x\n", {}, "'b slots=x' is not of the form HOST slots=N"),
         ("a\nb\n", {"GPUS_PER_NODE": "2"}, "names 2 hosts, and 8 ranks"),
@@ -490,20 +490,17 @@ def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: 
     [
         ({"SLURM_JOB_NUM_NODES": "two"}, "SLURM_JOB_NUM_NODES=two: must be a number of nodes; unset"),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "4"}, "SLURM_NNODES=4 contradict each other"),
-        ({"SLURM_JOB_NUM_NODES": "2"}, "=2: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "=2: 8 ranks (TP2 PP2 DP2) with 2 per node take 4 nodes"),
         (
             {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_CPUS_PER_NODE": "4(x3),1"},
-            "SLURM_JOB_CPUS_PER_NODE=4(x3),1: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes with a "
+            "SLURM_JOB_CPUS_PER_NODE=4(x3),1: 8 ranks (TP2 PP2 DP2) with 2 per node take 4 nodes with a "
             "processor for each rank, and the allocation has 3 such nodes; allocate them (--nodes 4 --ntasks-per-",
         ),
         (
             {"SLURM_JOB_CPUS_PER_NODE": "many"},
             "SLURM_JOB_CPUS_PER_NODE=many: must be numbers of processors, as 8(x2),4",
         ),
-        (
-            {"DEVICE": "cuda", "SLURM_GPUS_ON_NODE": "1"},
-            "SLURM_GPUS_ON_NODE=1: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per",
-        ),
+        ({"DEVICE": "cuda", "SLURM_GPUS_ON_NODE": "1"}, "SLURM_GPUS_ON_NODE=1: 8 ranks (TP2 PP2 DP2) with 2 per"),
         ({"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3]"}, "names 3 hosts, SLURM_JOB_NUM_NODES=4"),
     ],
 )

@@ -199,7 +199,7 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         (("3b_tp4_pp1", "--scheduler", "slurm"), {}, "--scheduler slurm: sbatch is not on PATH"),
         (("3b_tp4_pp1", "--scheduler", "none", "--nodes", "2"), {}, "--nodes 2: --scheduler none has no job"),
         (("3b_tp4_pp1", "--scheduler", "none", "--", "-q", "x"), {}, "-q x: --scheduler none submits nothing"),
-        (("70b_tp8_pp8", "--nodes", "2"), {"DRY_RUN": "1"}, "--nodes 2: 64 ranks (TP 8 x PP 8 x DP 1) with 8 per node"),
+        (("70b_tp8_pp8", "--nodes", "2"), {"DRY_RUN": "1"}, "--nodes 2: 64 ranks (TP8 PP8 DP1) with 8 per node"),
         (("70b_tp8_pp8", "--nodes", "9"), {"DRY_RUN": "1"}, "take 8 nodes, and the others would idle"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "GPUS_PER_NODE": "6"}, "do not fill nodes of 6 GPUs"),
         (("70b_tp8_pp8",), {"DRY_RUN": "1", "HOSTFILE": "/h"}, "HOSTFILE=/h: slurm assigns the job's nodes"),

@@ -150,7 +150,7 @@ def _tell(run: Run, recomputed: Recomputation) -> None:
         if latest.exists():
             run.say(f"resuming from {latest.read_text().strip()} in {run.save_dir}")
     run.say(str(recomputed))
-    run.say(f"training {run.iters} iterations on {run.layout.ranks}, saving to {run.save_dir}")
+    run.say(f"training {run.iters} iterations on {nodes.ranks_of(run.layout)}, saving to {run.save_dir}")
     unused = nodes.unused_hosts(run.nodes)
     if unused:
         run.say(unused)
@@ -167,7 +167,9 @@ def check_devices(run: Run) -> None:
     nodes.check_nodes(given, run.nodes, run.layout)
     nodes.check_node_rank(given, run.nodes, launcher)
     if launcher == "srun" and allocated:
-        slurm.check_allocation(run.environ, run.layout.ranks, run.nodes.number, run.nodes.gpus_per_node, run.device)
+        slurm.check_allocation(
+            run.environ, nodes.ranks_of(run.layout), run.nodes.number, run.nodes.gpus_per_node, run.device
+        )
     elif run.nodes.hosts.names:
         nodes.check_slots(run.nodes, run.layout)
     if run.mode == "scaled":
@@ -184,7 +186,7 @@ def _check_memory(run: Run) -> None:
     needed = run.layout.world_size * SCALED_RANK_MIB
     if available and needed > available[0]:
         raise SettingsError(
-            f"MODE=scaled: {run.layout.ranks} take about {needed} MiB, and {available[0]} MiB of memory are "
+            f"MODE=scaled: {nodes.ranks_of(run.layout)} take about {needed} MiB, and {available[0]} MiB of memory are "
             f"free.{nodes.advise_largest(available[0] // SCALED_RANK_MIB)}"
         )
 

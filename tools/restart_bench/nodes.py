@@ -9,30 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.parallel.topology import Layout
+
 from . import slurm
 from .environment import for_shell_line
 from .errors import SettingsError
 from .presets import largest_scripted, start_of
 from .settings import Settings, whole_number
-
-
-@dataclass(frozen=True)
-class Layout:
-    tp: int
-    pp: int
-    dp: int
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def __str__(self) -> str:
-        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
-
-    @property
-    def ranks(self) -> str:
-        """For messages."""
-        return f"{self.world_size} ranks ({self})"
 
 
 @dataclass(frozen=True)
@@ -72,6 +55,11 @@ class Nodes:
         """Whether ranks are started on other hosts through ssh."""
         names = self.hosts.names
         return bool(names) and not given.node_rank and (self.used > 1 or not is_this_host(names[0]))
+
+
+def ranks_of(layout: Layout) -> str:
+    """For messages."""
+    return f"{layout.world_size} ranks ({layout})"
 
 
 def gpus_of(environ: Mapping[str, str]) -> int:
@@ -223,10 +211,10 @@ def check_nodes(given: Settings, nodes: Nodes, layout: Layout) -> None:
     per_node, number = nodes.gpus_per_node, nodes.number
     if layout.world_size % per_node:
         raise SettingsError(
-            f"{layout.ranks} do not fill nodes of {per_node} GPUs; set GPUS_PER_NODE to a divisor of "
+            f"{ranks_of(layout)} do not fill nodes of {per_node} GPUs; set GPUS_PER_NODE to a divisor of "
             f"{layout.world_size}"
         )
-    take = f"{layout.ranks} with {per_node} per node take {number} nodes"
+    take = f"{ranks_of(layout)} with {per_node} per node take {number} nodes"
     if given.node_rank and not (re.fullmatch("[0-9]+", given.node_rank) and int(given.node_rank) < number):
         raise SettingsError(f"NODE_RANK={given.node_rank}: {take}; number them from 0 to {number - 1}")
     if given.nnodes and int(given.nnodes) != number:
@@ -241,7 +229,7 @@ def check_slots(nodes: Nodes, layout: Layout) -> None:
     hosts, per_node = nodes.hosts, nodes.gpus_per_node
     if len(hosts.names) < nodes.number:
         raise SettingsError(
-            f"{hosts.named_by}: names {len(hosts.names)} hosts, and {layout.ranks} with {per_node} per node take "
+            f"{hosts.named_by}: names {len(hosts.names)} hosts, and {ranks_of(layout)} with {per_node} per node take "
             f"{nodes.number}; add hosts, or set GPUS_PER_NODE"
         )
     for name, slots in list(zip(hosts.names, hosts.slots, strict=True))[: nodes.used]:

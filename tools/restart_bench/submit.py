@@ -225,7 +225,7 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
             raise SettingsError(f"--nodes {asked.nodes}: MODE={run.mode} runs on one node; leave it out")
         return run, 1, 1
     found, layout = run.nodes, run.layout
-    take = f"{layout.ranks} with {found.gpus_per_node} per node take {found.number} nodes"
+    take = f"{nodes.ranks_of(layout)} with {found.gpus_per_node} per node take {found.number} nodes"
     count = asked.nodes or found.number
     if count < found.number:
         raise SettingsError(
@@ -292,7 +292,7 @@ def script_of(job: Job, variables: Sequence[str]) -> list[str]:
     gpus = run.device != "cpu"
     resources = Resources(asked.preset.name, job.nodes, job.tasks, gpus, asked.time, run.work_dir)
     lines = ["#!/usr/bin/env bash", *job.scheduler.directives(resources)]
-    lines.append(f"# MODE={run.mode} of {asked.preset.name}: {run.layout.ranks}. Written by submit.sh.")
+    lines.append(f"# MODE={run.mode} of {asked.preset.name}: {nodes.ranks_of(run.layout)}. Written by submit.sh.")
     lines.append(f"cd {shlex.quote(working_directory())}")
     lines += [f"export {for_assignment(variable)}" for variable in variables]
     if run.given.image:
