@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, end_all, losses, records, wait_for
@@ -92,7 +93,7 @@ class Job:
         ((*slots,),) = slots_held_by(self.started[1 + node].pid)
         newest = max(slots, key=lambda slot: (slot.record() or {"step": 0})["step"])
         path = Path(f"/proc/self/fd/{newest.data}")
-        contents = lazy_format.decode(lazy_format.read_header(path), path)
+        contents = lazy_format.decode(lazy_header.read_header(path), path)
         placed = [entry for entry in contents.entries.values() if entry.placement is not None]
         middles = [contents.data_start + (entry.start + entry.stop) // 2 for entry in placed]
         for position in range(0, newest.num_bytes, 1 << 14) if header else middles:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import position_in_file
 from megatron.checkpointing.store.commit import Manifest
@@ -59,7 +60,7 @@ def flip_in(tag: Path, state: str, *path: Any) -> Path:
         flip_bit(tag / state, position_in_file(nest) + nest.numel() * nest.element_size() // 2, bit=4)
         return tag / state
     (file,) = [tag / name for name, held in manifest.files.items() if held.holds(state)]
-    contents = lazy_format.decode(lazy_format.read_header(file), file)
+    contents = lazy_format.decode(lazy_header.read_header(file), file)
     entry = contents.entries["/".join([state, *map(str, path)])]
     flip_bit(file, contents.data_start + (entry.start + entry.stop) // 2, bit=4)
     return file

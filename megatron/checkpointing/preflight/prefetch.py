@@ -7,18 +7,17 @@ page cache. A wrong guess costs what was read. Standard library only: it runs wh
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
 import queue
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.engines.base import SavedCheckpoint
+from megatron.checkpointing.engines.lazy.header import ALIGNMENT, METADATA, SUFFIX, entries_of, read_header_by
 from megatron.checkpointing.preflight.compatibility import newest_with_manifest
 from megatron.checkpointing.store import naming as names
 from megatron.config import Config
@@ -32,9 +31,7 @@ from restart_trace.regular import open_regular
 logger = logging.getLogger(__name__)
 
 _BLOCK = 4 << 20  # bytes: of the buffer, and what is read between two looks at whether to stop
-_SUFFIX = ".safetensors"  # of engine lazy, whose files hold more states than one
 _OPTIMIZER_SUFFIX = "_optim_states.pt"
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 
 Stretch = tuple[int, int]  # bytes [start, stop) of a file
 
@@ -159,23 +156,21 @@ def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
 
 
 def _stretches(fd: int, path: Path, my_optimizer_file: str) -> list[Stretch]:
-    """The parts of a file to read: of engine lazy's, the header and what is not another rank's shard; else all of it.
+    """The parts of a file to read: of engine lazy's, whose files hold more states than one, the header and what is not
+    another rank's shard; else all of it.
 
-    Raises ValueError if the header is no header.
+    Raises CheckpointDamagedError or ValueError if the header is no header.
     """
     size = os.fstat(fd).st_size
-    if path.suffix != _SUFFIX:
+    if path.suffix != SUFFIX:
         return [(0, size)]
-    (length,) = struct.unpack("<Q", os.pread(fd, 8, 0).ljust(8, b"\0"))
-    if length > min(size, _MAX_HEADER):
-        raise ValueError(f"{path}: its header cannot be {length} bytes long")
-    begin = 8 + length
+    header = read_header_by(path, ALIGNMENT, lambda start, size: os.pread(fd, size, start))
+    begin = len(header)
     found = [(0, begin)]
-    entries = json.loads(os.pread(fd, length, 8))
-    for name, entry in entries.items():
+    for name, entry in entries_of(header).items():
         state = name.partition("/")[0]
         mine = not state.endswith(_OPTIMIZER_SUFFIX) or state == my_optimizer_file
-        if name != "__metadata__" and mine:
+        if name != METADATA and mine:
             start, stop = entry["data_offsets"]
             if not 0 <= start <= stop <= size - begin:
                 raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")

@@ -30,6 +30,7 @@ from megatron.checkpointing.engines.base import (
 )
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, STREAMING_THREADS, HostCache
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
@@ -149,7 +150,7 @@ class LazyEngine(CheckpointEngine):
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
         saved = sorted(checkpoint.files.items())
-        files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_format.SUFFIX)]
+        files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_header.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], checkpoint.ranged, op), files))
         return [
@@ -205,7 +206,7 @@ class LazyEngine(CheckpointEngine):
             check_size(path, file)
         with reading(path):
             with op.span("load", "read", file=path.name) as span:
-                header = lazy_format.read_header(path, ranged)
+                header = lazy_header.read_header(path, ranged)
                 span.bytes = len(header)
             with op.span("load", "deserialize", file=path.name):
                 contents = self._parse(header, path, file)

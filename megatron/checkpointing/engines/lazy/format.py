@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +24,11 @@ import torch
 from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.lazy.header import ALIGNMENT, LENGTH, METADATA, SUFFIX, entries_of
 from megatron.fileio.checksums import crc32
-from megatron.fileio.open_files import RangedFile, RangedFiles
 
-ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
 FORMAT_VERSION = "1"
 ALGORITHM = "safetensors-header-crc32"
-_LENGTH = struct.Struct("<Q")
-_FIRST_REQUEST = 1 << 18  # bytes requested before the header's length is known; most headers are shorter
-_MAX_HEADER = 100_000_000  # the safetensors library refuses more
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -48,9 +41,6 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 # Types without a name in safetensors are stored as bytes; `tensors` then also has their type and shape.
 _OTHER_DTYPES = {"complex128": torch.complex128, "complex32": torch.complex32}
 _OTHER_NAMES = {dtype: name for name, dtype in _OTHER_DTYPES.items()}
-
-
-SUFFIX = ".safetensors"
 
 
 def file_name(rank: int) -> str:
@@ -160,7 +150,7 @@ def encode(contents: Contents) -> bytes:
         "states": json.dumps(contents.states, separators=(",", ":")),
         "tensors": json.dumps(described, separators=(",", ":")),
     }
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {METADATA: metadata}
     for name, entry in contents.entries.items():
         header[name] = {
             "dtype": _DTYPE_NAMES.get(entry.dtype, "U8"),
@@ -168,7 +158,7 @@ def encode(contents: Contents) -> bytes:
             "data_offsets": [entry.start, entry.stop],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+    return LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
 
 
 def _description(entry: TensorEntry) -> dict[str, Any]:
@@ -184,7 +174,7 @@ def _description(entry: TensorEntry) -> dict[str, Any]:
 
 def _padded(length: int) -> int:
     """`length` of the JSON plus the padding by which the data begins at a multiple of ALIGNMENT."""
-    return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+    return -(-(length + LENGTH.size) // ALIGNMENT) * ALIGNMENT - LENGTH.size
 
 
 def header_checksum(header: bytes) -> str:
@@ -192,44 +182,11 @@ def header_checksum(header: bytes) -> str:
     return f"{ALGORITHM}:{crc32(header):08x}"
 
 
-def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:
-    """The bytes before the data. `ranged`: opens the file, if it is not on this node.
-
-    Raises CheckpointDamagedError if the file is too short for them.
-    """
-    if ranged is None:
-        with path.open("rb", buffering=0) as file:
-            return _header(path, ALIGNMENT, lambda start, size: os.pread(file.fileno(), size, start))
-    with closing(ranged(path)) as opened:
-        return _header(path, _FIRST_REQUEST, lambda start, size: _bytes_of(opened, start, size))
-
-
-def _header(path: Path, first_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
-    """`read(position, size)` returns at most `size` bytes."""
-    found = read(0, first_bytes)
-    if len(found) < _LENGTH.size:
-        raise CheckpointDamagedError(f"{path}: {len(found)} bytes, too few for a safetensors file")
-    size = _LENGTH.unpack_from(found)[0] + _LENGTH.size
-    if size > _MAX_HEADER:
-        raise CheckpointDamagedError(f"{path}: not a safetensors file: its header says that it is {size} bytes long")
-    while len(found) < size and (more := read(len(found), size - len(found))):
-        found += more
-    if len(found) < size:
-        raise CheckpointDamagedError(f"{path}: ends within its header of {size} bytes")
-    return found[:size]
-
-
-def _bytes_of(file: RangedFile, start: int, size: int) -> bytes:
-    content = bytearray(min(size, file.num_bytes - start))
-    file.read(memoryview(content), start)
-    return bytes(content)
-
-
 def decode(header: bytes, path: Path) -> Contents:
     """Parse what `read_header` returned. Raises CheckpointDamagedError naming `path` if it is not of this format."""
     try:
-        content = json.loads(header[_LENGTH.size :])
-        metadata = content.pop("__metadata__")
+        content = entries_of(header)
+        metadata = content.pop(METADATA)
         if metadata["lazy_format_version"] != FORMAT_VERSION:
             raise CheckpointDamagedError(
                 f"{path}: format version {metadata['lazy_format_version']}; only {FORMAT_VERSION} is known"

@@ -19,6 +19,7 @@ from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.writer import cut_into_blocks
 from megatron.fileio import direct_files
@@ -71,7 +72,7 @@ def test_data_begins_aligned_and_each_tensor_at_a_multiple_of_its_element_size(t
         tmp_path, [FileState(NAME, state()), FileState("other.pt", {"odd": torch.zeros(3, dtype=torch.uint8)})]
     )
     path = tmp_path / saved.name
-    contents = lazy_format.decode(lazy_format.read_header(path), path)
+    contents = lazy_format.decode(lazy_header.read_header(path), path)
     assert contents.data_start % 4096 == 0
     assert len(contents.entries) == 7
     for entry in contents.entries.values():
@@ -94,7 +95,7 @@ def test_placements_lie_beside_their_tensors(tmp_path: Path) -> None:
     nest = {"module": [state(), {"weight": torch.zeros(4)}]}
     file = FileState(NAME, nest, {("module", 0, "weight"): placement})
     path = tmp_path / save(tmp_path, [file]).name
-    contents = lazy_format.decode(lazy_format.read_header(path), path)
+    contents = lazy_format.decode(lazy_header.read_header(path), path)
     found = {name: entry.placement for name, entry in contents.entries.items() if entry.placement}
     assert found == {f"{NAME}/module/0/weight": placement}
 
@@ -157,7 +158,7 @@ def test_a_poisoned_file_runs_nothing(tmp_path: Path) -> None:
     """A skeleton that asks for a class which is not on the allow-list, with a checksum that fits."""
     saved = save(tmp_path, [FileState(NAME, {"a": torch.zeros(3), "b": 1})])
     path = tmp_path / saved.name
-    content = lazy_format.decode(lazy_format.read_header(path), path)
+    content = lazy_format.decode(lazy_header.read_header(path), path)
     marker = tmp_path / "ran"
     for poison in (
         {"class": "subprocess.Popen", "state": {"args": ["touch", str(marker)]}},
@@ -168,7 +169,7 @@ def test_a_poisoned_file_runs_nothing(tmp_path: Path) -> None:
         header = lazy_format.encode(lazy_format.Contents(content.entries, {NAME: skeleton}, 0))
         data = path.read_bytes()[content.data_start :]
         path.write_bytes(header + data)
-        content = lazy_format.decode(lazy_format.read_header(path), path)
+        content = lazy_format.decode(lazy_header.read_header(path), path)
         forged = SavedFile(saved.name, path.stat().st_size, lazy_format.header_checksum(header), (NAME,))
         with pytest.raises(CheckpointDamagedError, match=NAME):
             load(tmp_path, forged)

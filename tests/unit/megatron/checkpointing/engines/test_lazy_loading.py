@@ -13,6 +13,7 @@ import torch
 from megatron.checkpointing.engines.base import MIB, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
@@ -156,7 +157,7 @@ def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cached: bool) -> None:
     (saved,) = engine(fsync=True).save(files(5 * MIB), tmp_path, untraced_operation())
     path = tmp_path / saved.name
-    start = lazy_format.decode(lazy_format.read_header(path), path).data_start
+    start = lazy_format.decode(lazy_header.read_header(path), path).data_start
     for position in (start, start + saved.num_bytes // 2, saved.num_bytes - 40):
         content = bytearray(path.read_bytes())
         content[position] ^= 1
@@ -178,7 +179,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, threads: int, direct_io: str
     (saved,) = engine().save(files(256 * 1024), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     content = path.read_bytes()
-    start = lazy_format.decode(lazy_format.read_header(path), path).data_start
+    start = lazy_format.decode(lazy_header.read_header(path), path).data_start
     positions = [0, 7, 8, 100, start - 1, start, start + BLOCK, start + BLOCK - 1, len(content) - 1]
     positions += range(start, len(content), len(content) // 23)
     for position in positions:
@@ -223,14 +224,14 @@ def test_short_and_missing_files_are_named(tmp_path: Path, direct_io: str) -> No
 def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its size was checked: the read itself has to notice."""
     (saved,) = engine().save(files(), tmp_path, untraced_operation())
-    read_header = lazy_format.read_header
+    read_header = lazy_header.read_header
 
     def read_and_cut(path: Path, ranged: None) -> bytes:
         header = read_header(path, ranged)
         os.truncate(path, saved.num_bytes - 5000)
         return header
 
-    monkeypatch.setattr(lazy_format, "read_header", read_and_cut)
+    monkeypatch.setattr(lazy_header, "read_header", read_and_cut)
     with pytest.raises(CheckpointDamagedError, match=f"{saved.name}: ends at byte"):
         load(tmp_path, [saved])
 

@@ -1,0 +1,60 @@
+"""The header of a file of engine `lazy` (megatron.checkpointing.engines.lazy.format), read without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.fileio.open_files import RangedFile, RangedFiles
+
+ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"  # the only name in the header that is not a tensor's
+LENGTH = struct.Struct("<Q")
+_FIRST_REQUEST = 1 << 18  # bytes requested before the header's length is known; most headers are shorter
+_MAX_HEADER = 100_000_000  # the safetensors library refuses more
+
+
+def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:
+    """The bytes before the data. `ranged`: opens the file, if it is not on this node.
+
+    Raises CheckpointDamagedError if the file is too short for them.
+    """
+    if ranged is None:
+        with path.open("rb", buffering=0) as file:
+            return read_header_by(path, ALIGNMENT, lambda start, size: os.pread(file.fileno(), size, start))
+    with closing(ranged(path)) as opened:
+        return read_header_by(path, _FIRST_REQUEST, lambda start, size: _bytes_of(opened, start, size))
+
+
+def read_header_by(path: Path, first_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
+    """As `read_header`, by `read(position, size)`, which returns at most `size` bytes; the first time `first_bytes`."""
+    found = read(0, first_bytes)
+    if len(found) < LENGTH.size:
+        raise CheckpointDamagedError(f"{path}: {len(found)} bytes, too few for a safetensors file")
+    size = LENGTH.unpack_from(found)[0] + LENGTH.size
+    if size > _MAX_HEADER:
+        raise CheckpointDamagedError(f"{path}: not a safetensors file: its header says that it is {size} bytes long")
+    while len(found) < size and (more := read(len(found), size - len(found))):
+        found += more
+    if len(found) < size:
+        raise CheckpointDamagedError(f"{path}: ends within its header of {size} bytes")
+    return found[:size]
+
+
+def _bytes_of(file: RangedFile, start: int, size: int) -> bytes:
+    content = bytearray(min(size, file.num_bytes - start))
+    file.read(memoryview(content), start)
+    return bytes(content)
+
+
+def entries_of(header: bytes) -> dict[str, Any]:
+    """Name -> dtype, shape and data_offsets of each tensor, and METADATA. Raises ValueError if it is not JSON."""
+    entries: dict[str, Any] = json.loads(header[LENGTH.size :])
+    return entries
