@@ -10,8 +10,8 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.training import samples_of_run
 from megatron.config.unsupported_flags import NO_EFFECT_VALUES
+from tests.golden.upstream_flags_page import page
 from tests.unit.megatron.config.test_arguments import SMALL, configure, small
-from tools.upstream_flags_page import page
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -1,6 +1,6 @@
 """Prints docs/upstream_flags.md: what each flag of upstream's does here, from the tables that the parser is built of.
 
-python -m tools.upstream_flags_page tests/golden/upstream_flags.txt > docs/upstream_flags.md
+python -m tests.golden.upstream_flags_page tests/golden/upstream_flags.txt > docs/upstream_flags.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD = """\
 
 Every flag of upstream Megatron-DeepSpeed (commit 4efb479d) has an effect here, is accepted without one, or is
 refused; the three tables say which. `python pretrain_gpt.py --help` also lists the flags that upstream does not
-have. The page is printed from the tables of the parser by `python -m tools.upstream_flags_page
+have. The page is printed from the tables of the parser by `python -m tests.golden.upstream_flags_page
 tests/golden/upstream_flags.txt`.
 
 Upstream has 55 shell scripts that run `pretrain_gpt.py` with arguments of their own. 37 of them are accepted with
@@ -76,7 +76,7 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     parser = CommandParser(
-        "python -m tools.upstream_flags_page", description="Print docs/upstream_flags.md.", epilog=_EPILOG
+        "python -m tests.golden.upstream_flags_page", description="Print docs/upstream_flags.md.", epilog=_EPILOG
     )
     parser.add_argument("names", type=Path, metavar="FILE", help="the names of upstream's flags")
     print(page(parser.parse_args().names.read_text().split()), end="")
