@@ -14,7 +14,6 @@ import argparse
 import functools
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from benchmarks.launchers.over_nodes import (
     restarted,
     trace_in,
 )
-from benchmarks.launchers.rounds import interleaved
+from benchmarks.launchers.rounds import figures, interleaved, times
 from benchmarks.launchers.variants import PP, TP, MeasurementError
 from tools.restart_drill.launch import recorded_ranks
 from tools.restart_drill.nodes import Nodes
@@ -126,22 +125,14 @@ def _kill_last_rank(nodes: Nodes, trace_dir: Path) -> Callable[[], object]:
 
 def analyse(samples: dict[str, list[float]], nodes: int) -> dict[str, Any]:
     """Medians, spreads and every sample, in seconds, by round; the ratio of several nodes to one, or None."""
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+    variants = figures(VARIANTS, samples)
+    both = variants.keys() >= {SEVERAL, ONE}
     return {
         "nodes": nodes,
         "ranks": nodes * RANKS,
         "target": TARGET,
-        "ratio": medians[SEVERAL] / medians[ONE] if medians.keys() >= {SEVERAL, ONE} else None,
-        "variants": {
-            name: {
-                "what": VARIANTS[name],
-                "median_s": medians[name],
-                "min_s": min(values),
-                "max_s": max(values),
-                "samples_s": values,
-            }
-            for name, values in samples.items()
-        },
+        "ratio": variants[SEVERAL]["median_s"] / variants[ONE]["median_s"] if both else None,
+        "variants": variants,
     }
 
 
@@ -153,8 +144,7 @@ def render(found: dict[str, Any]) -> str:
         f"  {'':14} {'median':>8} {'min':>8} {'max':>8}",
     ]
     for name, variant in found["variants"].items():
-        times = " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
-        lines.append(f"  {name:14} {times}  ({', '.join(f'{value:.2f}' for value in variant['samples_s'])})")
+        lines.append(f"  {name:14} {times(variant)}  ({', '.join(f'{value:.2f}' for value in variant['samples_s'])})")
     ratio = found["ratio"]
     if ratio is not None:
         verdict = "met" if ratio <= found["target"] else "MISSED"

@@ -15,7 +15,6 @@ import functools
 import os
 import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -37,7 +36,7 @@ from benchmarks.launchers.over_nodes import (
     restarted,
     trace_in,
 )
-from benchmarks.launchers.rounds import interleaved
+from benchmarks.launchers.rounds import figures, interleaved, times
 from benchmarks.launchers.variants import ROOT, MeasurementError
 from megatron.processes.free_port import free_port
 from tools.restart_drill.launch import recorded_ranks
@@ -244,23 +243,11 @@ def _assigned(variables: dict[str, str]) -> list[str]:
 
 def analyse(samples: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, spreads, what megatron.launch takes of each, and every sample, in seconds, by round."""
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    ours = medians.get(SPARE)
-    return {
-        "target_s": _TARGET_S,
-        "target_ratio": _TARGET_RATIO,
-        "variants": {
-            name: {
-                "what": VARIANTS[name],
-                "median_s": medians[name],
-                "min_s": min(values),
-                "max_s": max(values),
-                "launch_ratio": None if ours is None else ours / medians[name],
-                "samples_s": values,
-            }
-            for name, values in samples.items()
-        },
-    }
+    variants = figures(VARIANTS, samples)
+    ours = variants[SPARE]["median_s"] if SPARE in variants else None
+    for variant in variants.values():
+        variant["launch_ratio"] = None if ours is None else ours / variant["median_s"]
+    return {"target_s": _TARGET_S, "target_ratio": _TARGET_RATIO, "variants": variants}
 
 
 def render(found: dict[str, Any]) -> str:
@@ -271,7 +258,6 @@ def render(found: dict[str, Any]) -> str:
         f"  {'':12} {'median':>8} {'min':>8} {'max':>8}  launch takes",
     ]
     for name, variant in found["variants"].items():
-        times = " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
         if name == SPARE:
             met = variant["median_s"] < found["target_s"]
             verdict = f"target: below {found['target_s']:g} s: {'met' if met else 'MISSED'}"
@@ -282,7 +268,7 @@ def render(found: dict[str, Any]) -> str:
             target = f"target: at most {found['target_ratio']}: {'met' if met else 'MISSED'}"
             verdict = f"{variant['launch_ratio']:.2f} of it; {target}"
         samples = ", ".join(f"{value:.2f}" for value in variant["samples_s"])
-        lines.append(f"  {name:12} {times}  {verdict} ({samples})")
+        lines.append(f"  {name:12} {times(variant)}  {verdict} ({samples})")
     return "\n".join([*lines, *(f"  {name}: {variant['what']}" for name, variant in found["variants"].items())])
 
 

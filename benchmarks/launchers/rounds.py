@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 OK, COULD_NOT_RUN = 0, 2
 
@@ -57,3 +59,22 @@ def interleaved(arguments: argparse.Namespace, sample: Callable[[str, int], floa
             message = f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s"
             print(message, file=sys.stderr, flush=True)
     return samples
+
+
+def figures(variants: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """By variant: what it is, median, least, most and every sample in seconds, by round."""
+    return {
+        name: {
+            "what": variants[name],
+            "median_s": statistics.median(values),
+            "min_s": min(values),
+            "max_s": max(values),
+            "samples_s": list(values),
+        }
+        for name, values in samples.items()
+    }
+
+
+def times(variant: Mapping[str, Any]) -> str:
+    """Median, least and most of a variant's `figures`, as columns."""
+    return " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
