@@ -18,9 +18,14 @@ import pytest
 PROPERTY = "processor_s"
 
 
-def processor_seconds() -> float:
-    """User and system seconds of this process, of its descendants, and of those that these have waited for."""
-    total = sum(os.times()[:4])
+def own_seconds() -> float:
+    """User and system seconds of this process, and of the descendants that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def seconds_of_descendants() -> float:
+    """Of those that are there, and of those that these have waited for. It takes milliseconds itself."""
+    total = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             total += sum(process.cpu_times()[:4])
@@ -35,7 +40,8 @@ class ProcessorTime:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._before = processor_seconds()
+        self._of_descendants = seconds_of_descendants()
+        self._own = own_seconds()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -43,7 +49,8 @@ class ProcessorTime:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, object, object]:
         if call.when == "teardown":  # the report of this phase takes it from a worker to the process that sums up
-            item.user_properties.append((PROPERTY, processor_seconds() - self._before))
+            own = own_seconds() - self._own
+            item.user_properties.append((PROPERTY, own + seconds_of_descendants() - self._of_descendants))
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
