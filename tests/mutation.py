@@ -127,11 +127,14 @@ def drawn(seed: int) -> Iterator[Mutant]:
 
 
 def own_tests(module: str) -> list[str]:
-    """The unit tests of a module: first the files that have its name, wherever they are."""
+    """The unit tests of a module: first the files that have its name or import it, wherever they are."""
     (directory,) = (tests for code, tests in TESTS.items() if module.startswith(f"{code}/"))
-    named = sorted((ROOT / "tests" / "unit").rglob(f"test_{Path(module).stem}*.py"))
+    dotted = module.removesuffix(".py").replace("/", ".")
+    every = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+    named = [path for path in every if Path(module).stem in path.stem]
+    importing = [path for path in every if dotted in path.read_text()]
     beside = sorted((ROOT / directory).rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in dict.fromkeys([*named, *beside])]
+    return [str(path.relative_to(ROOT)) for path in dict.fromkeys([*named, *importing, *beside])]
 
 
 def copy_of_the_checkout(place: Path) -> Path:

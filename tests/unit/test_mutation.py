@@ -23,8 +23,14 @@ def test_only_another_program_is_a_mutant(old: str, new: str, another: bool) -> 
 
 def test_the_tests_of_a_module_begin_with_those_of_its_name() -> None:
     tests = own_tests("megatron/checkpointing/store/ownership.py")
-    assert tests[0] == "tests/unit/megatron/checkpointing/store/test_ownership.py"
+    assert "tests/unit/megatron/checkpointing/store/test_ownership.py" in tests[:2]
     assert {f"tests/unit/megatron/checkpointing/store/test_{name}.py" for name in ("commit", "removal")} < set(tests)
+
+
+def test_tests_that_import_a_module_are_its_tests_wherever_they_are() -> None:
+    tests = own_tests("tools/ckpt_analysis/metrics/critical_path.py")
+    assert tests[0] == "tests/unit/tools/ckpt_analysis/render/html/test_figures.py"
+    assert tests[-1].startswith("tests/unit/tools/ckpt_analysis/metrics/")
 
 
 def test_all_code_of_the_sample_has_tests() -> None:

@@ -43,10 +43,11 @@ def parts_of(start: StartStats) -> dict[str, float]:
 
 
 def _parts_of_load(load: PhaseStats) -> dict[str, float]:
-    """Phases of a load on the critical rank. Threads may be in two at once: that time is not the longest one's."""
+    """Phases of a load on the critical rank. Threads may be in several at once: that time is not the longer ones'."""
     parts = {detail.name: took for detail in load.details if (took := detail.time.at_critical_s)}
-    twice = sum(parts.values()) - (load.time.at_critical_s or 0.0)
-    if parts and twice > 0:
-        longest = max(parts, key=lambda name: parts[name])
-        parts[longest] = max(0.0, parts[longest] - twice)
+    twice = max(0.0, sum(parts.values()) - (load.time.at_critical_s or 0.0))
+    for name in sorted(parts, key=lambda name: parts[name], reverse=True):
+        of_longer = min(parts[name], twice)
+        parts[name] -= of_longer
+        twice -= of_longer
     return parts

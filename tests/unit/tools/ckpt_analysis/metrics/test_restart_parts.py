@@ -60,5 +60,11 @@ def test_a_load_is_shown_by_its_own_phases(
     assert found == expected and sum(found.values()) == 5.0
 
 
+def test_threads_of_a_load_that_take_longer_than_it_leave_no_part_below_zero() -> None:
+    """Three threads at once for nearly all of the load."""
+    found = parts_of(start(phase("load", 2.0, phase("read", 1.9), phase("verify", 1.8), phase("reshard", 1.5))))
+    assert found == pytest.approx({"read": 0.0, "verify": 0.5, "reshard": 1.5, UNNAMED: 0.0})
+
+
 def test_a_load_without_phases_of_its_own_is_one_part() -> None:
     assert parts_of(start(phase("load", 5.0))) == {"load": 5.0, UNNAMED: 0.0}
