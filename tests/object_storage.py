@@ -31,7 +31,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from megatron.fileio.objects.bucket import Bucket, SentPart
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request
 

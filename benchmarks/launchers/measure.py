@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, MeasurementError, Setting, command, restarts_in_place
-from megatron.processes.rendezvous_store import PROCESS_NAME
+from megatron.launch.rendezvous_store import PROCESS_NAME
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched

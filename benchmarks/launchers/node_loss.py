@@ -38,7 +38,7 @@ from benchmarks.launchers.over_nodes import (
 )
 from benchmarks.launchers.rounds import figures, interleaved, times
 from benchmarks.launchers.variants import ROOT, MeasurementError
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from tools.restart_drill.launch import recorded_ranks
 from tools.restart_drill.nodes import Nodes
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"

@@ -77,7 +77,7 @@ class PretrainingSampler:
 
 
 class HelperProcesses(Protocol):
-    """How the processes of a loader start, and live: ``megatron.processes.helpers.Helpers``."""
+    """How the processes of a loader start, and live: ``megatron.training.helpers.Helpers``."""
 
     @property
     def context(self) -> BaseContext: ...

@@ -26,11 +26,11 @@ from megatron.launch.membership import LaunchEndedError, OtherLaunchError, comma
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, LaunchConnection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
+from megatron.launch.rendezvous_store import RendezvousStore
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
 from megatron.net.handshake import COORDINATOR, AuthenticationError, NoAnswerError, connect
 from megatron.net.secret import required_secret
-from megatron.processes.memory_slots import hold_slots
-from megatron.processes.rendezvous_store import RendezvousStore
+from megatron.peers.memory_slots import hold_slots
 from megatron.processes.source import what_runs
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE

@@ -8,8 +8,8 @@ import sys
 from typing import NoReturn
 
 from megatron.launch.plan import Plan
+from megatron.launch.rendezvous_store import STORE_VARIABLES
 from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE, end_with_parent
-from megatron.processes.rendezvous_store import STORE_VARIABLES
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
 

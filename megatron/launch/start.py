@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import fork_ranks
+from megatron.launch.rendezvous_store import RendezvousStore
 from megatron.processes.process_name import name_process
-from megatron.processes.rendezvous_store import RendezvousStore
 from megatron.processes.standby import LAUNCHER_VARIABLE, LOAD, LOADS_VARIABLE, RELEASE, SETS_UP, VARIABLE
 from restart_trace.startup import Preload
 

@@ -16,7 +16,7 @@ from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, Refusals
 from megatron.launch.start import Standby, Start
-from megatron.processes.memory_slots import hold_slots
+from megatron.peers.memory_slots import hold_slots
 from megatron.processes.standby import ASK_SIGNAL
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE

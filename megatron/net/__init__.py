@@ -1,1 +1,1 @@
-"""Connections between the parts of a launch: the secret, the handshake, who is let in, where to listen."""
+"""Connections between the parts of a launch: secret, handshake, TLS, frames, and where to listen."""

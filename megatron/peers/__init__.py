@@ -1,1 +1,1 @@
-"""Copies of saves in the memory of other hosts: who holds whose, the process that sends and takes them, its client."""
+"""Saves in memory that outlives a rank, and their copies on other hosts: who holds which, who sends them."""

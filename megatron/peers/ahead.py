@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron.fileio.host_memory import available_memory
 from megatron.peers.client import Peer, ask, fetch
+from megatron.peers.memory_slots import SLOTS_PER_RANK, Slot
 from megatron.peers.wire import Channel, PeerError, key_of
-from megatron.processes.memory_slots import SLOTS_PER_RANK, Slot
 from restart_trace.clock import now_ns
 
 _ANSWER_S = 10.0  # how long a peer may say nothing

@@ -28,10 +28,10 @@ from megatron.net.handshake import COPIES
 from megatron.net.secret import required_secret
 from megatron.peers.ahead import Ahead
 from megatron.peers.client import Peer, ask
+from megatron.peers.memory_slots import Slot, new_slots
 from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
 from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
-from megatron.processes.memory_slots import Slot, new_slots
 
 _AT_WORK = 0.25  # of its deadline: how often an asker that waits is told that something is being done
 _QUESTION_S = 10.0  # from a connection to its question

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from megatron.net.listening import listen_for_hosts
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, ask, own_peer, tell, tell_of_waiting
 from megatron.peers.holder import run
+from megatron.peers.memory_slots import held_slots
 from megatron.peers.traffic import share_step_times, step_times
 from megatron.peers.wire import PeerError
-from megatron.processes.memory_slots import held_slots
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 from restart_trace.cycles import LAUNCH_ID_VARIABLE

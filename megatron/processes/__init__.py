@@ -1,1 +1,1 @@
-"""What a process asks of its host: to end with its parent, and a port that is free."""
+"""The processes of a host: they end with their parent, ignore the job's signals, stand by, and run one source."""

@@ -56,7 +56,7 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)  # started without a launcher: a single process
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
-        from megatron.processes.free_port import free_port
+        from megatron.net.free_port import free_port
 
         os.environ["MASTER_PORT"] = str(free_port())
 

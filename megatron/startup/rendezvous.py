@@ -5,7 +5,7 @@ its process groups from it. Restarted ranks would find the addresses of dead ran
 start has keys of its own.
 
 No name server is asked for the names of peers, which torch's store needs for its log alone
-(megatron.processes.name_lookups).
+(megatron.net.name_lookups).
 
 Each rank tells where it runs, and the first of each host compares its versions with rank 0's. No rank goes on before
 all have come and none has found a difference.
@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.processes.name_lookups import names_from_files, numeric_address
+from megatron.net.name_lookups import names_from_files, numeric_address
 from megatron.processes.source import difference, what_runs
 from megatron.startup import roll_call
 

@@ -11,8 +11,8 @@ from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.parallel.control_plane import ControlPlane
-from megatron.processes.helpers import Helpers
 from megatron.startup.initialize import Runtime
+from megatron.training.helpers import Helpers
 from restart_trace.device_threads import device_thread
 
 SplitDatasets = tuple[Any, Any, Any]

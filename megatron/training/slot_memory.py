@@ -16,10 +16,10 @@ from megatron.config import CheckpointConfig, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, own_peer
+from megatron.peers.memory_slots import SLOTS_PER_RANK
 from megatron.peers.placement import PlacementError, number_of_copies, place, read_domains
 from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.wire import Key, PeerError
-from megatron.processes.memory_slots import SLOTS_PER_RANK
 from megatron.startup.initialize import Runtime
 from restart_trace.cycles import is_restart_in_place
 from restart_trace.recorder import Operation

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from megatron.peers.client import Peer, fetch
+from megatron.peers.memory_slots import Slot, slots_held_by
 from megatron.peers.wire import PeerError, key_of
-from megatron.processes.memory_slots import Slot, slots_held_by
 
 DEADLINE_S = 300.0
 

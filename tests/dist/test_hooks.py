@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from restart_trace.mounts import mount_of
 from restart_trace.reading import read_records
 from restart_trace.schema import check_record

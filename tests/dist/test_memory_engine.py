@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.store.commit import Manifest
-from megatron.processes.memory_slots import slots_held_by
+from megatron.peers.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import LAUNCHER, environment, marked

@@ -19,7 +19,7 @@ import pytest
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
-from megatron.processes.memory_slots import slots_held_by
+from megatron.peers.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, end_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import environment, marked

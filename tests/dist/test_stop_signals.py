@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron.checkpointing.store.commit import discover
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from megatron.processes.standby import WAITS
 from tests.dist.harness import records, wait_for
 from tests.dist.test_save_directory import ALONE, DEEPSPEED, FORK, PATIENCE_S, PROGRAM, TORCHRUN, Job, job, more_commits

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.store import naming as names
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.tiny_runs import Launcher, parallel
 from tests.dist.trace_runs import BIG, ONE_ITERATION, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes

@@ -87,8 +87,8 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from megatron.processes.memory_slots import hold_slots, let_go_of_slots
-    from megatron.processes.rendezvous_store import STORE_VARIABLES, RendezvousStore
+    from megatron.launch.rendezvous_store import STORE_VARIABLES, RendezvousStore
+    from megatron.peers.memory_slots import hold_slots, let_go_of_slots
     from megatron.training.heavy_imports import import_for_forks
 
     import_for_forks()

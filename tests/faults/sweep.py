@@ -306,7 +306,7 @@ def _passed_over(ended: Ended | None) -> str | None:
 
 
 def _slot_files() -> list[int]:
-    from megatron.processes.memory_slots import held_slots
+    from megatron.peers.memory_slots import held_slots
 
     return [fd for mine in held_slots() or [] for slot in mine for fd in (slot.data, slot.record_file)]
 
@@ -329,7 +329,7 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
 
     import_for_forks()
     from megatron.checkpointing.engines.registry import engine_class
-    from megatron.processes.memory_slots import hold_slots
+    from megatron.peers.memory_slots import hold_slots
     from tests.dist import forked_writers
     from tests.faults import launches
 

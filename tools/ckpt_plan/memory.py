@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpointing.store.disk_space import slot_bytes
 from megatron.config import Config
 from megatron.config.deepspeed_config import immediate_grad_update
-from megatron.processes.memory_slots import SLOTS_PER_RANK
+from megatron.peers.memory_slots import SLOTS_PER_RANK
 
 from .activations import ELEMENT_SIZE, activation_bytes
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes

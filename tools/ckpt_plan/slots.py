@@ -12,8 +12,8 @@ from typing import Any
 from megatron.checkpointing.store.disk_space import slot_bytes
 from megatron.config import ConfigError
 from megatron.fileio.host_memory import available_memory, memory_limit
+from megatron.peers.memory_slots import SLOTS_PER_RANK
 from megatron.peers.placement import PlacementError, holders, number_of_copies
-from megatron.processes.memory_slots import SLOTS_PER_RANK
 
 from ..common.formatting import size
 from .presets import Planned

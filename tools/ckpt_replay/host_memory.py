@@ -12,9 +12,9 @@ from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.net.secret import make_secret
 from megatron.peers.client import VARIABLE as OWN
 from megatron.peers.client import Peer
+from megatron.peers.memory_slots import VARIABLE as SLOTS
+from megatron.peers.memory_slots import hold_slots
 from megatron.peers.process import CopyProcess
-from megatron.processes.memory_slots import VARIABLE as SLOTS
-from megatron.processes.memory_slots import hold_slots
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 _HOLDER = "CKPT_REPLAY_HOLDER"  # ADDRESS:PORT of the process that holds copies

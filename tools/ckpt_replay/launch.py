@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 
 from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, result_file
 from .worker import PREPARE, TASK

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron.processes.memory_slots import Slot, slots_held_by
+from megatron.peers.memory_slots import Slot, slots_held_by
 from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
 
 from .checkpoints import Checkpoints, flip_bit, truncate

@@ -447,7 +447,7 @@ def test_ranks_that_a_launcher_forks_are_traced(tmp_path: Path) -> None:
         import restart_trace.hooks
         restart_trace.hooks.install("trace")
         import torch.distributed
-        from megatron.processes.name_lookups import use_names_from_files
+        from megatron.net.name_lookups import use_names_from_files
         use_names_from_files()  # a name server may take its time
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         for rank in range(2):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 
 from .. import command as commands
 from ..launch import DrillError

@@ -16,8 +16,8 @@ from typing import Any
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError
 from megatron.checkpointing.engines.lazy.slot_save import SlotMemory
 from megatron.peers.client import Peer, ask, fetch, own_peer, take_members
+from megatron.peers.memory_slots import Slot, held_slots
 from megatron.peers.wire import Channel, Key, PeerError, key_of
-from megatron.processes.memory_slots import Slot, held_slots
 from restart_trace.clock import now_ns
 from restart_trace.cycles import is_restart_in_place
 from restart_trace.recorder import Operation

@@ -1,6 +1,6 @@
 """Engine `memory`: keeps every save in host memory that outlives the rank, and writes every N-th save to storage, too.
 
-A rank has two slots (megatron.processes.memory_slots). A save goes to the slot that does not hold the newest save which
+A rank has two slots (megatron.peers.memory_slots). A save goes to the slot that does not hold the newest save which
 all ranks have agreed on, so that at any instant one save is complete. On storage the files are those of engine `lazy`.
 """
 
@@ -35,9 +35,9 @@ from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.pinned_memory import why_pinning_failed
 from megatron.peers.client import Peer, Sent, fetch, own_peer, send_copies
+from megatron.peers.memory_slots import Slot, held_slots, new_slots
 from megatron.peers.traffic import own_step_times
 from megatron.peers.wire import Key, PeerError
-from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 

@@ -28,7 +28,7 @@ from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.pinned_memory import PIECE, PinnedMapping, PinningError, Pins
 from megatron.peers.client import Sent
-from megatron.processes.memory_slots import Slot
+from megatron.peers.memory_slots import Slot
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.launch.check_hosts import Host, tell, what_is_wrong
+from megatron.net.free_port import free_port
 from megatron.net.secret import VARIABLE
-from megatron.processes.free_port import free_port
 from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import ROOT, SECRET
 

@@ -20,7 +20,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from megatron.launch.etcd import StoreAddress, parse_address
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes, running

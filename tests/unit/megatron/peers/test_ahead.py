@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
+from megatron.net.free_port import free_port
 from megatron.peers import ahead
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer
 from megatron.peers.holder import Holder
+from megatron.peers.memory_slots import held_slots, hold_slots, let_go_of_slots
 from megatron.peers.wire import Channel, PeerError
-from megatron.processes.free_port import free_port
-from megatron.processes.memory_slots import held_slots, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.peers.test_copies import (
     DEADLINE_S,

@@ -19,6 +19,7 @@ import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.net.acceptor import Acceptor
+from megatron.net.free_port import free_port
 from megatron.net.handshake import COPIES
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.net.tls import FLAGS
@@ -36,12 +37,11 @@ from megatron.peers.client import (
     tell_of_waiting,
     waiting_peers,
 )
+from megatron.peers.memory_slots import VARIABLE as SLOTS
+from megatron.peers.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots, slots_held_by
 from megatron.peers.process import CopyProcess
 from megatron.peers.traffic import VARIABLE as STEP_TIMES
 from megatron.peers.wire import PeerError, key_of
-from megatron.processes.free_port import free_port
-from megatron.processes.memory_slots import VARIABLE as SLOTS
-from megatron.processes.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots, slots_held_by
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import SECRET
@@ -247,7 +247,8 @@ def test_a_spare_has_the_memory_ready_that_others_use(two: tuple[Host, Host]) ->
         return (sizes, ask(host.peer, DEADLINE_S, ask="list")["num_bytes"]) == (slots, num_bytes)
 
     fill(one.slots[0], content(70_000), "s1")
-    other.process.prepare_like([["gone", "127.0.0.1", free_port()], list(one.peer)])
+    like = [["gone", "127.0.0.1", free_port()], list(one.peer)]
+    tell(other.peer.port, DEADLINE_S, ask="prepare", like=like)  # as prepare_like, which gives up after 0.1 s
     reserve(one, 100_000)  # what it is to be like is known only now
     deadline = time.monotonic() + DEADLINE_S
     while not has(other, [70_000, 70_000], 200_000):
@@ -268,10 +269,10 @@ def test_a_spare_says_that_it_has_too_little_memory(two: tuple[Host, Host], monk
     spare = Host()
     try:
         assert spare.process.lack_of_memory() is None, "it has not been told yet of whom to ask"
-        spare.process.prepare_like([list(trains.peer)])
         deadline = time.monotonic() + DEADLINE_S
         while (lack := spare.process.lack_of_memory()) is None:
             assert time.monotonic() < deadline
+            spare.process.prepare_like([list(trains.peer)])  # which a process that is busy for 0.1 s does not hear
             time.sleep(0.02)
         assert lack == (
             f"saves in memory and copies would take 0.00 GiB more, as on {trains.peer.host}, and 0.00 GiB are free"

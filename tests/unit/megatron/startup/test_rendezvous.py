@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.rendezvous import rendezvous as meet
 
 from megatron.config import ConfigError
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from megatron.startup import rendezvous
 
 pytestmark = pytest.mark.slow  # processes are started that import torch
@@ -92,7 +92,7 @@ _MEET = """
 import os, sys
 from datetime import timedelta
 from torch.distributed.rendezvous import rendezvous as meet
-from megatron.processes.rendezvous_store import STORE_VARIABLES, RendezvousStore
+from megatron.launch.rendezvous_store import STORE_VARIABLES, RendezvousStore
 from megatron.startup import rendezvous
 served = RendezvousStore("127.0.0.1", 0) if sys.argv[1] == "launcher" else None
 if served is not None:

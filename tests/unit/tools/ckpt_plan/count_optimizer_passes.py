@@ -20,7 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from megatron.processes.free_port import free_port
+from megatron.net.free_port import free_port
 from tools.ckpt_plan.step_time.passes import PassRecorder
 
 WIDTH = 1024

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.peers.client import VARIABLE as COPIES
 from megatron.peers.client import ask, send_copies
-from megatron.processes.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots
+from megatron.peers.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots
 from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
 from tests.unit.megatron.peers.conftest import in_a_launch  # noqa: F401
 from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, fill, two  # noqa: F401

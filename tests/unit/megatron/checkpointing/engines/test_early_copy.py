@@ -11,10 +11,10 @@ import pytest
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
+from megatron.net.free_port import free_port
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.peers.client import MEMBERS_VARIABLE, Peer
-from megatron.processes.free_port import free_port
-from megatron.processes.memory_slots import Slot, held_slots, new_slots
+from megatron.peers.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.peers.test_copies import DEADLINE_S, RECORD, SAVED, Host, content, liar, rank_and_holder
 from tests.unit.trace_helpers import SECRET

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpointing.engines.base import EngineOptions, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine, SlotCheckpoint
-from megatron.processes.memory_slots import VARIABLE, hold_slots, let_go_of_slots
+from megatron.peers.memory_slots import VARIABLE, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK
 from tests.unit.trace_helpers import ROOT

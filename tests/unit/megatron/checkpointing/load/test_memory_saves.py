@@ -32,10 +32,10 @@ from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 from megatron.peers.client import VARIABLE as PEER_VARIABLE
 from megatron.peers.client import own_peer
+from megatron.peers.memory_slots import VARIABLE, held_slots, hold_slots, let_go_of_slots
 from megatron.peers.process import CopyProcess
 from megatron.peers.traffic import VARIABLE as STEP_TIMES
 from megatron.peers.wire import key_of
-from megatron.processes.memory_slots import VARIABLE, held_slots, hold_slots, let_go_of_slots
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from tests.unit.hostile import HANGS_S

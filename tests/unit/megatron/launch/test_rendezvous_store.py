@@ -19,7 +19,7 @@ from tests.unit.trace_helpers import ROOT
 # A fork wants a process of one thread, which pytest's is not.
 SERVER = """
 import sys
-from megatron.processes.rendezvous_store import RendezvousStore
+from megatron.launch.rendezvous_store import RendezvousStore
 store = RendezvousStore(sys.argv[1], int(sys.argv[2]))
 print(store.port, flush=True)
 sys.stdin.readline()

@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 from megatron.net.listening import LOOPBACK, address_for_store, listen_on, name_here
-from megatron.processes.name_lookups import use_names_from_files
+from megatron.net.name_lookups import use_names_from_files
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from megatron.processes import helpers
-from megatron.processes.helpers import Helpers
+from megatron.training import helpers
+from megatron.training.helpers import Helpers
 
 
 @pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, -signal.SIGKILL)])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.processes.memory_slots import (
+from megatron.peers.memory_slots import (
     VARIABLE,
     Slot,
     held_slots,

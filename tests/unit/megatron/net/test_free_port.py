@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.processes import free_port as module
-from megatron.processes.free_port import free_port
+from megatron.net import free_port as module
+from megatron.net.free_port import free_port
 
 
 def test_no_port_that_a_connection_could_take() -> None:

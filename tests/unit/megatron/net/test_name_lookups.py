@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from megatron.processes.name_lookups import names_from_files, numeric_address
+from megatron.net.name_lookups import names_from_files, numeric_address
 
 
 def test_names_come_from_files_meanwhile() -> None:
