@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pytest
+
 from tests.dist.harness import ROOT
 
 # Code -> its tests. What tests/dist and tests/faults notice of it is not counted: a mutant has seconds.
@@ -126,15 +128,15 @@ def drawn(seed: int) -> Iterator[Mutant]:
             yield mutant
 
 
-def own_tests(module: str) -> list[str]:
-    """The unit tests of a module: first the files that have its name or import it, wherever they are."""
+def own_tests(module: str, root: Path = ROOT) -> list[str]:
+    """The unit tests of a module in `root`: first the files that have its name or import it, wherever they are."""
     (directory,) = (tests for code, tests in TESTS.items() if module.startswith(f"{code}/"))
     dotted = module.removesuffix(".py").replace("/", ".")
-    every = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+    every = sorted((root / "tests" / "unit").rglob("test_*.py"))
     named = [path for path in every if Path(module).stem in path.stem]
     importing = [path for path in every if dotted in path.read_text()]
-    beside = sorted((ROOT / directory).rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in dict.fromkeys([*named, *importing, *beside])]
+    beside = sorted((root / directory).rglob("test_*.py"))
+    return [str(path.relative_to(root)) for path in dict.fromkeys([*named, *importing, *beside])]
 
 
 def copy_of_the_checkout(place: Path) -> Path:
@@ -148,7 +150,7 @@ def copy_of_the_checkout(place: Path) -> Path:
 
 
 def failing_test(tree: Path, tests: list[str], limit_s: float | None) -> str | None:
-    """The first that fails, "hangs" after `limit_s`, None if all pass."""
+    """The first that fails, "hangs" after `limit_s`, None if all pass. RuntimeError: none can be run."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -160,8 +162,10 @@ def failing_test(tree: Path, tests: list[str], limit_s: float | None) -> str | N
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             return "hangs"
-    if running.returncode == 0:
+    if running.returncode == pytest.ExitCode.OK:
         return None
+    if running.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(output[-1000:])
     told = [line for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
     return told[0] if told else output[-1000:]
 
@@ -176,13 +180,13 @@ class Sample:
     _written: int = 0
 
     def outcome(self, mutant: Mutant) -> str | None:
-        """SURVIVED, or what killed it; None: it is no mutant. RuntimeError: a test fails without it, too."""
+        """SURVIVED, or what killed it; None: it is no mutant. RuntimeError: tests fail without it or cannot be run."""
         path = self.tree / mutant.module
         source = path.read_text()
         mutated = mutant.code(source)
         if mutated is None or not is_another_program(source, mutated):
             return None
-        tests = own_tests(mutant.module)
+        tests = own_tests(mutant.module, self.tree)
         limit_s = self._limit_s(tests)
         self._write(path, mutated)
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist.harness import ROOT
-from tests.mutation import TESTS, Mutant, is_another_program, own_tests
+from tests.mutation import TESTS, Mutant, failing_test, is_another_program, own_tests
 
 CODE = "def f(a: int | None = 1) -> int | None:\n    b: int | None = a\n    return b\n"
 
@@ -36,6 +38,15 @@ def test_tests_that_import_a_module_are_its_tests_wherever_they_are() -> None:
 def test_all_code_of_the_sample_has_tests() -> None:
     for code, tests in TESTS.items():
         assert list((ROOT / code).rglob("*.py")) and list((ROOT / tests).rglob("test_*.py"))
+
+
+@pytest.mark.slow
+def test_a_failing_test_is_named_and_tests_that_cannot_be_run_kill_no_mutant(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
+    assert failing_test(tmp_path, ["test_one.py::test_passes"], None) is None
+    assert "test_fails" in (failing_test(tmp_path, ["test_one.py"], None) or "")
+    with pytest.raises(RuntimeError, match="not found"):
+        failing_test(tmp_path, ["test_gone.py"], None)
 
 
 def test_a_mutant_is_found_by_its_name() -> None:
