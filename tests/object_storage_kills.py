@@ -10,6 +10,7 @@ goes up in parts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import select
@@ -24,10 +25,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, first_undamaged
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter
-from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints
+from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCandidate, StoredCheckpoints
 from megatron.checkpointing.store.bucket.generations import claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
@@ -64,8 +65,8 @@ def load(stored: StoredCheckpoints, candidate: StoredCandidate, engine: str = "t
     def read(checkpoint: SavedCheckpoint) -> dict[str, torch.Tensor]:
         return {name: state["w"].clone() for name, state in reader.load(list(_ELEMENTS), checkpoint, op).items()}
 
-    with stored.files() as fetch:
-        return fetch.load(candidate, list(candidate.manifest.files), reader, read, op)
+    with contextlib.closing(NodeFiles(stored)) as files:
+        return first_undamaged(files.copies(candidate, reader, list(_ELEMENTS), [], op), read)
 
 
 def _launch(uri: ObjectUri, root: Path, first: int, told: int, engine: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.load.discovery import LookedAt, next_found, search_directory
+from megatron.checkpointing.load.storage import DirectorySource
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, Save, SaveDirectory
 from megatron.checkpointing.store.ownership import Ownership, check_not_in_use, claim
 from megatron.config.arguments import config_from_args, parse_args
@@ -126,9 +126,10 @@ class SimulatedRank:
         """ns until all know of a checkpoint whose files are there; ns that one rank takes to read the list of them."""
         self.control.agree(None)
         begin = now_ns()
-        search = search_directory(self._save, None) if self.rank == 0 else LookedAt([], [])
-        candidate, problems = next_found(self.control, search, untraced_operation(), by_files=True)
-        self.control.agree(None if candidate is not None else "; ".join(problems))
+        source, op = DirectorySource(self.control, self._save, None), untraced_operation()
+        source.candidates(op)
+        candidate = source.open(op).candidate
+        self.control.agree(None)
         all_told = now_ns()
         if self.rank == 0:
             pickle.loads(pickle.dumps(candidate))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class CheckpointRejectedError(CheckpointDamagedError):
@@ -33,6 +35,16 @@ def run_on_all_ranks(
     slowest rank.
     """
     return _taken(control, op, work, conclude, lambda verdict: verdict, control.broadcast)
+
+
+def run_on_rank_0(control: ControlPlane, op: Operation, work: Callable[[], T]) -> T:
+    """The result of `work()`, which rank 0 alone runs, on all ranks; all raise as `run_on_all_ranks`."""
+    mine, cause = _attempt(work, 0) if control.rank == 0 else (None, None)
+    with op.span("barrier"):
+        verdict = control.broadcast(mine)
+    if isinstance(verdict, CheckpointError):
+        raise verdict from cause
+    return verdict
 
 
 def run_and_scatter(

@@ -1,7 +1,7 @@
 """Saves and loads the checkpoints of a training run on all ranks, with every phase recorded in the trace.
 
 Save: megatron.checkpointing.state.collect collects the state, megatron.checkpointing.save.writer writes it.
-Load: megatron.checkpointing.load.loading.
+Load: megatron.checkpointing.load.newest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.load.loading import load_from_memory, load_newest
+from megatron.checkpointing.load.newest import load_from_memory, load_newest
 from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
 from megatron.checkpointing.save.background import BackgroundSave
 from megatron.checkpointing.save.writer import (

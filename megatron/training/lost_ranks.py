@@ -19,7 +19,7 @@ from megatron.startup.watch import Watch
 ACTIVITIES = {
     "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
     "megatron.training.trainer:_set_up": "in the start-up",
-    "megatron.checkpointing.load.loading:load_newest": "in a load",
+    "megatron.checkpointing.load.newest:load_newest": "in a load",
     "megatron.training.data:build_data_iterators": "while the data index was built",
     "megatron.training.trainer:_train_step": "in a training step",
     "megatron.training.trainer:_evaluate": "in an evaluation",

@@ -123,7 +123,7 @@ class LoadsAhead:
         Problems are left to the start's own load.
         """
         from megatron.checkpointing.engines.errors import CheckpointError
-        from megatron.checkpointing.load.loading import load_newest
+        from megatron.checkpointing.load.newest import load_newest
 
         logging.disable()
         try:

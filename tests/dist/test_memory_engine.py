@@ -123,6 +123,7 @@ def test_killed_ranks_go_on_from_the_newest_save_in_memory(tmp_path: Path, datas
     job = run(tmp_path, dataset)
     assert job.loaded() == (HELD_AT, {"local_memory"})
     same_losses(job, HELD_AT + 1)
+    assert "which was committed later" not in job.output, "`latest` was set back by nobody"
     stored = sorted(path.name for path in job.save.glob("global_step*"))
     assert stored == [f"global_step{step}" for step in (10, 11, 5)], "each fifth, and the last"
     manifest = Manifest.of(job.save / "global_step10")

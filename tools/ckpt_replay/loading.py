@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 import psutil
 
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState, MemorySave, SavedCheckpoint
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    FileState,
+    MemorySave,
+    SavedCheckpoint,
+    first_undamaged,
+)
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Manifest
 from megatron.checkpointing.store.manifest import read_latest
@@ -189,15 +195,12 @@ class _Stored:
         candidate = self._files.on_this_node(found)
         op.label(tag=candidate.tag, step=candidate.step)
         begun = now_ns()
-        checkpoint = SavedCheckpoint(candidate.directory, found.manifest.files)
-        wanted = list(dict.fromkeys(saved.name for file in live for saved in checkpoint.holding(file.name)))
-        states = self._files.load(
-            candidate, wanted, self._engine, lambda stored: self._engine.load_into(live, stored, op), op
-        )
+        copies = self._files.copies(candidate, self._engine, [file.name for file in live], [], op)
+        states = first_undamaged(copies, lambda files: self._engine.load_into(live, files, op))
         return states, now_ns() - begun
 
     def close(self) -> None:
-        self._files.leave()
+        self._files.close()
 
 
 class _MemorySave:

@@ -11,11 +11,12 @@ the first.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from restart_trace.recorder import Operation
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.peers.client import Peer
     from megatron.peers.wire import Key
 
+T = TypeVar("T")
 MIB = 1 << 20
 
 
@@ -110,6 +112,25 @@ class SavedCheckpoint:
     def holding(self, state_name: str) -> list[SavedFile]:
         """The files that hold the state `state_name` or a part of it."""
         return [file for file in self.files.values() if file.holds(state_name)]
+
+
+# Of one checkpoint: see `first_undamaged`.
+Copies = Generator[SavedCheckpoint, None, None]
+
+
+def first_undamaged(copies: Copies, load: Callable[[SavedCheckpoint], T]) -> T:
+    """What `load` returns for the first of the `copies` of a checkpoint that it finds undamaged.
+
+    The CheckpointDamagedError that a copy leads to is thrown into the generator, which gives the next copy, or raises.
+    Raises CheckpointDamagedError if there is none, and what else `load` raises.
+    """
+    with contextlib.closing(copies):
+        files = next(copies)
+        while True:
+            try:
+                return load(files)
+            except CheckpointDamagedError as damaged:
+                files = copies.throw(damaged)
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ class LayoutLoad(ABC):
         engine: Any,
         candidate: Candidate,
         foreign: ForeignCheckpoint | None,
+        files: SavedCheckpoint,
         op: Operation,
-        files: SavedCheckpoint | None = None,
     ) -> None:
-        """`candidate` has a manifest, made for it if it is `foreign`. `files`: None for those of its directory."""
+        """`candidate` has a manifest, made for it if it is `foreign`; its files are read from `files`."""
         self._ctx = ctx
         self._place = ctx.place
         self._reader = reader
         self._engine = engine
         self._directory = candidate.directory
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
-        self._checkpoint = files or SavedCheckpoint(candidate.directory, self._manifest.files)
+        self._checkpoint = files
         self._foreign = foreign
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint

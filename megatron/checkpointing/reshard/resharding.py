@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
-from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint
 from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.universal import UniversalLoad
 from megatron.checkpointing.reshard.upstream_manifest import tell, with_manifest
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.parallel.random import seed_everything
 from restart_trace.recorder import Operation
 
@@ -20,14 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_on_other_layout(
-    ctx: RunContext,
-    reader: CheckpointEngine,
-    engine: Any,
-    candidate: Candidate,
-    op: Operation,
-    files: SavedCheckpoint | None = None,
+    ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: Candidate, files: SavedCheckpoint, op: Operation
 ) -> Progress:
-    """Load `candidate`, which was saved on another layout; collective over all ranks. `files`: None: its directory's.
+    """Load `candidate`, which was saved on another layout, from `files`; collective over all ranks.
 
     Raises the same on all ranks: CheckpointRejectedError if the checkpoint is damaged (weights and masters may then
     hold some of it, and are for the next candidate to replace), CheckpointMismatchError, before a tensor is read, if it
@@ -37,7 +32,9 @@ def load_on_other_layout(
     if candidate.manifest is None:
         with_optimizer = not (options.no_load_optim or options.finetune)
         candidate, foreign = with_manifest(candidate, reader, ctx.vocab_size, with_optimizer, ctx.control, op)
-    progress = DirectLoad(ctx, reader, engine, candidate, foreign, op, files).run()
+        assert candidate.manifest is not None
+        files = SavedCheckpoint(candidate.directory, candidate.manifest.files)
+    progress = DirectLoad(ctx, reader, engine, candidate, foreign, files, op).run()
     if foreign is not None and ctx.control.rank == 0:
         tell(candidate.tag, foreign)
     if options.verify_restored_state and ctx.control.rank == 0:
@@ -52,11 +49,16 @@ def load_on_other_layout(
 
 
 def load_universal(
-    ctx: RunContext, reader: CheckpointEngine, engine: Any, found: UniversalCheckpoint, op: Operation
+    ctx: RunContext,
+    reader: CheckpointEngine,
+    engine: Any,
+    candidate: Candidate,
+    source: ForeignCheckpoint,
+    files: SavedCheckpoint,
+    op: Operation,
 ) -> Progress:
-    """Load the universal checkpoint `found`; collective over all ranks. Raises as load_on_other_layout."""
-    candidate, source = found
-    progress = UniversalLoad(ctx, reader, engine, candidate, source, op).run()
+    """Load a universal checkpoint, converted from `source`; collective. Raises as load_on_other_layout."""
+    progress = UniversalLoad(ctx, reader, engine, candidate, source, files, op).run()
     if ctx.control.rank == 0:
         logger.info(
             "%s is a universal checkpoint, converted from one of iteration %d on %s. Random state is seeded anew from "

@@ -311,7 +311,7 @@ class CheckpointWriter:
                 save.extra.append((extra.name, extra.content()))
 
     def _record_of(self, save: Save) -> dict[str, Any]:
-        """The record of a save in memory, for later loads (megatron.checkpointing.load.memory_saves)."""
+        """The record of a save in memory, for later loads (megatron.checkpointing.load.memory)."""
         return {
             "save": save.temporary.name.removeprefix(names.TEMPORARY_PREFIX),
             "tag": save.tag,

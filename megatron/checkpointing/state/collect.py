@@ -12,6 +12,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed import __version__ as deepspeed_version
@@ -19,7 +20,7 @@ from deepspeed import __version__ as deepspeed_version
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.state.adam import convert_adam_state
-from megatron.checkpointing.state.changed_flags import changes, check_schedule_is_there
+from megatron.checkpointing.state.changed_flags import changes, check_optimizer, check_schedule_is_there
 from megatron.checkpointing.state.input_files import input_contents
 from megatron.checkpointing.state.shard_metadata import add_placements, layer_modules
 from megatron.checkpointing.store import naming as names
@@ -182,13 +183,17 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
     }
 
 
-def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:
+def restore_state(
+    engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config, directory: Path
+) -> Progress:
     """Put the loaded files of this rank into the live engine. Returns the progress that they record.
 
-    Raises RuntimeError from torch if a tensor's shape does not fit.
+    `directory`: of the checkpoint. Raises CheckpointMismatchError if another optimizer saved it, and RuntimeError from
+    torch if a tensor's shape does not fit.
     """
     options = config.checkpoint
     common = states[names.model_states_file(place.layout, place.at)]
+    check_optimizer(common["args"], namespace_from_config(config), directory)
     for number, layer in layer_modules(engine):
         layer.load_state_dict(states[names.layer_file(number, place.at.tp)], strict=True)
     with_optimizer = not (options.no_load_optim or options.finetune)

@@ -22,8 +22,8 @@ def tensor_hashes(engine: Any) -> dict[str, str]:
     return {name: _hash(tensor) for name, tensor in _live_tensors(engine)}
 
 
-def compare_hashes(engine: Any, path: Path, *, weights_alone: bool = False) -> None:
-    """As `compare_hashes_with` those in the file at `path`."""
+def read_hashes(path: Path) -> dict[str, Any]:
+    """The hashes in the file at `path`. Raises CheckpointDamagedError if it is not there, or not whole."""
     try:
         saved = read_json(path, _MAX_BYTES)
         if not isinstance(saved, dict):
@@ -34,10 +34,10 @@ def compare_hashes(engine: Any, path: Path, *, weights_alone: bool = False) -> N
         ) from None
     except (ValueError, NotRegularFileError) as exc:
         raise CheckpointDamagedError(f"{path}: not whole ({exc}), so the restored state cannot be compared") from None
-    compare_hashes_with(engine, saved, str(path), weights_alone=weights_alone)
+    return saved
 
 
-def compare_hashes_with(engine: Any, saved: Mapping[str, Any], where: str, *, weights_alone: bool = False) -> None:
+def compare_hashes(engine: Any, saved: Mapping[str, Any], where: str, *, weights_alone: bool = False) -> None:
     """Raises CheckpointDamagedError naming the tensors whose live bits differ from `saved`, which stand `where`.
 
     `weights_alone`: masters and moments were not restored (--no-load-optim), and are not compared.

@@ -366,9 +366,10 @@ def why_of_others(name: str, tag: str, saved_by: str, run_id: str) -> str | None
 class Search:
     """The checkpoints of a directory in the order in which a load tries them: newest first.
 
-    `number`: their number; `problems`: problems of others. `unanswered`: the error of storage that did not tell of one,
-    which may be the newest; None if there was none. A directory without a manifest counts only if `latest` (or
-    `load_tag`) names it: then upstream or DeepSpeed wrote it. A `latest` that names no checkpoint is a problem, too.
+    `number`: their number; `steps`: theirs, in order; `problems`: problems of others. `unanswered`: the error of
+    storage that did not tell of one, which may be the newest; None if there was none. A directory without a manifest
+    counts only if `latest` (or `load_tag`) names it: then upstream or DeepSpeed wrote it. A `latest` that names no
+    checkpoint is a problem, too.
     Raises OSError if the directory itself cannot be read.
     """
 
@@ -382,17 +383,13 @@ class Search:
         self._given: Listed | None = None
         if is_directory(load_dir):
             self._list(load_dir, load_tag)
-        self.number = len(self._left)
+        self.steps = [one.step for one in self.listed()]
+        self.number = len(self.steps)
 
     @property
     def places(self) -> set[tuple[str, float]]:
         """(directory, sequence) of the checkpoints that `next` has not returned yet."""
         return {(str(one.directory), one.sequence) for one in self._left}
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints that `next` has not returned yet, in order."""
-        return [one.step for one in self.listed()]
 
     def listed(self) -> list[Listed]:
         """The checkpoints that `next` has not returned yet, newest first."""

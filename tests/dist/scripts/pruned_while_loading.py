@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.load import loading
+from megatron.checkpointing.load import storage
 
-SEARCH = loading.search_directory
+SEARCH = storage.search_directory
 
 
 def search_and_go_on(load_dir: Path, load_tag: str | None) -> Any:
@@ -28,6 +28,6 @@ def search_and_go_on(load_dir: Path, load_tag: str | None) -> Any:
     return found
 
 
-loading.search_directory = search_and_go_on
+storage.search_directory = search_and_go_on
 
 runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")

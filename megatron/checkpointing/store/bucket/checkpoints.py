@@ -12,13 +12,12 @@ import fcntl
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
+from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Candidate, Manifest, newest_first
@@ -34,7 +33,6 @@ from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _MAX_MANIFEST = 1 << 30  # bytes
 _MAX_LATEST = 512
@@ -157,15 +155,6 @@ class StoredCheckpoints:
                 "or remove it"
             )
 
-    @contextlib.contextmanager
-    def files(self) -> Iterator[NodeFiles]:
-        """Within it, its value fetches files; they are removed when the last of the node's ranks leaves."""
-        fetch = NodeFiles(self)
-        try:
-            yield fetch
-        finally:
-            fetch.leave()
-
     def fetch(self, candidate: StoredCandidate, wanted: Iterable[str], op: Operation) -> None:
         """Have the files called `wanted` in `candidate.directory`.
 
@@ -210,7 +199,7 @@ class NodeFiles:
         self._held: NodeDirectory | None = None
         self._before = replace(stored.bucket.traffic)
 
-    def __call__(self, candidate: Candidate, wanted: Iterable[str], op: Operation) -> None:
+    def fetch(self, candidate: Candidate, wanted: Iterable[str], op: Operation) -> None:
         """Have the files called `wanted` in `candidate.directory`; raises as StoredCheckpoints.fetch."""
         assert isinstance(candidate, StoredCandidate)
         if self._held is None:
@@ -224,33 +213,31 @@ class NodeFiles:
         """Tell `op` of the requests until now."""
         op.measure(**self._stored.bucket.traffic.since(self._before))
 
-    def load(
-        self,
-        candidate: Candidate,
-        wanted: Sequence[str],
-        reader: CheckpointEngine,
-        load: Callable[[SavedCheckpoint], T],
-        op: Operation,
-    ) -> T:
-        """What `load` makes of the checkpoint, for which `reader` needs its files `wanted`, which are there then.
+    def copies(
+        self, candidate: Candidate, reader: CheckpointEngine, states: Sequence[str], extra: Sequence[str], op: Operation
+    ) -> Copies:
+        """As OpenedCheckpoint.copies of megatron.checkpointing.load.source.
 
-        They are read in ranges, if the engine verifies what it reads so. What comes damaged is fetched once more, as
-        files, and as all others are: the way may be to blame. Raises CheckpointDamagedError as StoredCheckpoints.fetch,
-        and what `load` raises.
+        The files are read in ranges, if the engine verifies what it reads so. What comes damaged is fetched once more,
+        as files, and as all others are: the way may be to blame. Raises CheckpointDamagedError as
+        StoredCheckpoints.fetch.
         """
         assert candidate.manifest is not None
         files = candidate.manifest.files
-        if reader.reads_ranges_of([files[name] for name in wanted]):
+        fetched = SavedCheckpoint(candidate.directory, files)
+        wanted = {file.name: file for state in states for file in fetched.holding(state)}
+        self.fetch(candidate, [name for name in extra if name in files], op)
+        if reader.reads_ranges_of(wanted.values()):
             try:
-                return load(self.in_ranges(candidate, op))
+                yield self.in_ranges(candidate, op)
             except NoChecksumsError:
                 logger.debug("%s is fetched before it is read", candidate.place)
             except CheckpointDamagedError as exc:
                 logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
             finally:
                 self.measure(op)
-        self(candidate, wanted, op)
-        return load(SavedCheckpoint(candidate.directory, files))
+        self.fetch(candidate, wanted, op)
+        yield fetched
 
     def in_ranges(self, candidate: Candidate, op: Operation) -> SavedCheckpoint:
         """The checkpoint with its files where they are."""
@@ -269,7 +256,8 @@ class NodeFiles:
         there = candidate.directory
         return replace(candidate, directory=self._stored.root / there.parent.name / there.name)
 
-    def leave(self) -> None:
+    def close(self) -> None:
+        """Remove the files, if this is the last of the node's ranks that uses them."""
         if self._held is not None:
             self._held.leave()
 

@@ -12,8 +12,8 @@ import torch
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.load import discovery
-from megatron.checkpointing.load import loading as checkpoint_loading
+from megatron.checkpointing.load import storage
+from megatron.checkpointing.load.candidate import check_wanted
 from megatron.checkpointing.state.collect import preserving_settings
 
 
@@ -21,9 +21,9 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monk
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(discovery.commit, "Search", refused)
-    search = discovery.search_directory(tmp_path, None)
-    assert search.number == 0
+    monkeypatch.setattr(storage, "Search", refused)
+    search = storage.search_directory(tmp_path, None)
+    assert search.steps == []
     assert search.problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
 
 
@@ -33,9 +33,9 @@ def saved(*names: str) -> SavedCheckpoint:
 
 def test_files_that_were_never_saved_are_no_damage() -> None:
     """Nothing older is looked for: it is the command line that does not fit."""
-    checkpoint_loading._check_wanted(saved("a", "b"), ["b"])
+    check_wanted(saved("a", "b"), ["b"])
     with pytest.raises(CheckpointMismatchError, match="was saved without b, c; give --no-load-optim"):
-        checkpoint_loading._check_wanted(saved("a"), ["a", "b", "c"])
+        check_wanted(saved("a"), ["a", "b", "c"])
 
 
 def test_the_flags_count_again_after_a_load_that_failed_half_way() -> None:
@@ -56,5 +56,6 @@ def test_the_package_gives_the_public_functions() -> None:
 
     assert package.save_checkpoint is checkpointing.save_checkpoint
     assert package.load_checkpoint is checkpointing.load_checkpoint
+    assert all(hasattr(package, name) for name in package.__all__)
     with pytest.raises(ImportError, match="no_such_name"):
         exec("from megatron.checkpointing import no_such_name")

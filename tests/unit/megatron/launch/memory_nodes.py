@@ -18,9 +18,9 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import EngineOptions, FileState
+from megatron.checkpointing.engines.base import EngineOptions, FileState, first_undamaged
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.load.memory_saves import SameLayout, in_turn
+from megatron.checkpointing.load.memory import MemorySource
 from megatron.checkpointing.save.background import release_before_steps
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
 from megatron.checkpointing.store.naming import RankPlace
@@ -31,7 +31,7 @@ from megatron.parallel.topology import Layout
 from megatron.training.slot_memory import reserve_slots
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from restart_trace.startup import Preload
-from tests.unit.megatron.checkpointing.load.test_memory_saves import config_of
+from tests.unit.megatron.checkpointing.load.test_memory import config_of
 
 NAME = "layer_01-model_00-model_states.pt"
 ELEMENTS = 1 << 19
@@ -108,14 +108,16 @@ def load(context: RunContext, rank: int, weights: torch.Tensor) -> tuple[int, st
             return getattr(self._op, name)
 
     op: Any = Noted()
-    for candidate in in_turn(context, 0, [], list, op):
-        assert isinstance(candidate, SameLayout)
-        found = candidate.load(context, lambda kept: context.checkpoint_engine.load([NAME], kept, op), op)[NAME]
+    memory, engine = MemorySource(context), context.checkpoint_engine
+    for _ in memory.candidates(op)[0]:
+        opened = memory.open(op)
+        candidate = opened.candidate
+        found = first_undamaged(opened.copies(engine, [NAME], [], op), lambda kept: engine.load([NAME], kept, op))[NAME]
         step = found["step"]
         if step != candidate.step or not torch.equal(found["weights"], torch.full_like(weights, value_of(rank, step))):
             note(f"torn_{step}_{rank}", [candidate.step, found["weights"].unique().tolist()[:4]])
             raise AssertionError(f"rank {rank}: the save of step {candidate.step} is not that of one step")
-        context.checkpoint_engine.keep(candidate.save)
+        engine.keep(candidate.save)
         weights.copy_(found["weights"])
         return step, tiers[-1]
     return 0, ""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.checkpointing.load.memory_saves import merged
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.training.slot_memory import Need, lack_of_memory
 
@@ -33,25 +32,6 @@ def test_what_training_is_yet_to_take_counts_on_the_cpu() -> None:
 
 def test_a_restart_in_place_asks_for_no_more() -> None:
     assert lack_of_memory([need("a", 0, available=0.1)]) is None
-
-
-@pytest.mark.parametrize(
-    ("kept", "stored", "expected"),
-    [
-        ([8, 7], [5], ["m8", "m7", "s5"]),
-        ([10, 9], [10, 5], ["m10", "s10", "m9", "s5"]),
-        ([], [10, 5], ["s10", "s5"]),
-        ([3], [], ["m3"]),
-        ([4], [6, 5], ["s6", "s5", "m4"]),
-        ([8], [5, 20], ["m8", "s5", "s20"]),  # 20 is of a course that was given up
-    ],
-)
-def test_saves_in_memory_go_before_storage_of_their_step(
-    kept: list[int], stored: list[int], expected: list[str]
-) -> None:
-    order = merged([(f"m{step}", step) for step in kept], stored)
-    on_storage = iter(stored)
-    assert [save or f"s{next(on_storage)}" for save in order] == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.state.hashes import compare_hashes, tensor_hashes
+from megatron.checkpointing.state.hashes import compare_hashes, read_hashes, tensor_hashes
 
 
 def engine() -> Any:
@@ -33,7 +33,7 @@ def test_names() -> None:
 
 def test_same_state_compares_equal(tmp_path: Path) -> None:
     (tmp_path / "hashes.json").write_text(json.dumps(tensor_hashes(engine())))
-    compare_hashes(engine(), tmp_path / "hashes.json")
+    compare_hashes(engine(), read_hashes(tmp_path / "hashes.json"), "hashes.json")
 
 
 def moments_of(other: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_one_bit_is_seen_and_its_tensor_named(tmp_path: Path, name: str) -> None
     CHANGES[name](changed)
     expected = re.escape(f"{path}: restored state differs from what was saved in {name}") + "$"
     with pytest.raises(CheckpointDamagedError, match=expected):
-        compare_hashes(changed, path)
+        compare_hashes(changed, read_hashes(path), str(path))
 
 
 def test_layout_in_memory_does_not_count() -> None:
@@ -73,7 +73,7 @@ def test_layout_in_memory_does_not_count() -> None:
 
 def test_file_that_is_missing_or_not_whole(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamagedError, match="needs a checkpoint that was saved with it"):
-        compare_hashes(engine(), tmp_path / "absent.json")
+        read_hashes(tmp_path / "absent.json")
     (tmp_path / "cut.json").write_text('{"weight/we')
     with pytest.raises(CheckpointDamagedError, match="not whole"):
-        compare_hashes(engine(), tmp_path / "cut.json")
+        read_hashes(tmp_path / "cut.json")

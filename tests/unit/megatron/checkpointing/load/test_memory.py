@@ -5,6 +5,7 @@ Ranks are threads of this process, over real agreements, with slots as their lau
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,10 +21,13 @@ import pytest
 import torch
 
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, MemoryFiles, SavedFile, first_undamaged
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.load.memory_saves import OtherLayout, SameLayout, Source, in_turn, merged
+from megatron.checkpointing.load.memory import MemorySource
+from megatron.checkpointing.load.memory_copies import MemoryCandidate, OtherLayout, SameLayout, Source
+from megatron.checkpointing.load.newest import merged
+from megatron.checkpointing.load.source import OpenedCheckpoint
 from megatron.checkpointing.store.commit import Candidate, Manifest
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -58,9 +62,9 @@ def config_of(directory: Path, **flags: Any) -> Config:
     )
 
 
-def tried(candidate: Candidate) -> str:
-    """Where a candidate is, and its step: m for memory, s for storage."""
-    return f"{'m' if isinstance(candidate, SameLayout) else 's'}{candidate.step}"
+def tried(opened: OpenedCheckpoint) -> str:
+    """Where a checkpoint is, and its step: m for memory, s for storage."""
+    return f"{'s' if opened.memory_save is None else 'm'}{opened.candidate.step}"
 
 
 @dataclass
@@ -94,15 +98,16 @@ class Job:
     def change(self, **of_context: Any) -> None:
         self.contexts = [replace(context, **of_context) for context in self.contexts]
 
-    def candidates(self, stored: Sequence[int] = (), ranks: int | None = None) -> list[list[Candidate]]:
-        """What each rank is given, with checkpoints of these steps on storage, which rank 0 alone has found."""
+    def candidates(self, stored: Sequence[int] = (), ranks: int | None = None) -> list[list[OpenedCheckpoint]]:
+        """What each rank is given, with checkpoints of these steps on storage."""
         found = [Candidate(self.directory / f"global_step{s}", f"global_step{s}", s, None) for s in stored]
         number = self.layout.world_size if ranks is None else ranks
 
-        def load(rank: int, tree: Any) -> list[Candidate]:
+        def load(rank: int, tree: Any) -> list[OpenedCheckpoint]:
             ctx = replace(self.contexts[rank], control=ControlPlane(rank, number, tree))
-            on_storage = iter(found)
-            return list(in_turn(ctx, len(found), list(stored), lambda: next(on_storage), untraced_operation()))
+            memory, on_storage, op = MemorySource(ctx), iter(found), untraced_operation()
+            kept, _ = memory.candidates(op)
+            return [memory.open(op) if its else OpenedCheckpoint(next(on_storage)) for its in merged(kept, stored)]
 
         with trees(["host"] * number) as connected:
             by_rank = on_all(connected, load)
@@ -113,10 +118,10 @@ class Job:
         return list(map(tried, self.candidates(stored)[0]))
 
 
-def state_of(job: Job, rank: int, candidate: SameLayout) -> dict[str, Any]:
-    """What a rank loads of a candidate."""
-    context, op = job.contexts[rank], untraced_operation()
-    return candidate.load(context, lambda found: context.checkpoint_engine.load(["f"], found, op), op)["f"]
+def state_of(job: Job, rank: int, opened: SameLayout) -> dict[str, Any]:
+    """What a rank loads of a save in memory."""
+    engine, op = job.contexts[rank].checkpoint_engine, untraced_operation()
+    return first_undamaged(opened.copies(engine, ["f"], [], op), lambda found: engine.load(["f"], found, op))["f"]
 
 
 @pytest.fixture
@@ -152,23 +157,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[i
 
 
 @pytest.mark.parametrize(
-    ("kept", "stored", "order"),
+    ("kept", "stored", "expected"),
     [
-        ([], [], []),
-        ([], [5, 3], [None, None]),
-        ([("a", 5)], [], ["a"]),
-        ([("a", 5)], [5, 3], ["a", None, None]),
-        ([("a", 4)], [5, 3], [None, "a", None]),
-        ([("a", 2)], [5, 3], [None, None, "a"]),
-        ([("b", 7), ("a", 6)], [5], ["b", "a", None]),
-        ([("b", 5), ("a", 4)], [5, 4, 2], ["b", None, "a", None, None]),
-        ([("b", 5), ("a", 5)], [5], ["b", "a", None]),
+        ([], [5, 3], ["s5", "s3"]),
+        ([2], [5, 3], ["s5", "s3", "m2"]),
+        ([8, 7], [5], ["m8", "m7", "s5"]),
+        ([10, 9], [10, 5], ["m10", "s10", "m9", "s5"]),
+        ([5, 5], [5], ["m5", "m5", "s5"]),
+        ([3], [], ["m3"]),
+        ([8], [5, 20], ["m8", "s5", "s20"]),  # 20 is of a course that was given up
     ],
 )
 def test_memory_comes_before_storage_of_the_same_step_and_after_newer_storage(
-    kept: list[tuple[str, int]], stored: list[int], order: list[str | None]
+    kept: list[int], stored: list[int], expected: list[str]
 ) -> None:
-    assert merged(kept, stored) == order
+    in_memory, on_storage = iter(kept), iter(stored)
+    order = merged(kept, stored)
+    assert [f"m{next(in_memory)}" if its else f"s{next(on_storage)}" for its in order] == expected
 
 
 def test_each_rank_gets_its_own_part_of_a_save_that_all_have(job: Callable[[int], Job]) -> None:
@@ -181,13 +186,14 @@ def test_each_rank_gets_its_own_part_of_a_save_that_all_have(job: Callable[[int]
         newest = found[0]
         assert isinstance(newest, SameLayout)
         assert state_of(mine, rank, newest)["who"].tolist() == [rank, 7]
-        assert (newest.save, newest.tag, newest.step) == ("save_7", "global_step7", 7)
-        assert newest.directory == newest.used[0].checkpoint.directory and "slot" in newest.place
-        assert newest.manifest == Manifest("global_step7", 7, "memory", mine.layout.as_dict(), MODEL, {})
-        assert newest.json_file("hashes.json") == {"of": rank}
+        directory = newest.used[0].checkpoint.directory
+        manifest = Manifest("global_step7", 7, "memory", mine.layout.as_dict(), MODEL, {})
+        assert newest.candidate == MemoryCandidate(directory, "global_step7", 7, manifest, "save_7")
+        assert "slot" in newest.candidate.place
+        assert newest.tensor_hashes("hashes.json") == {"of": rank}
         with pytest.raises(CheckpointDamagedError, match=r"slot .*other\.json is not there; --verify-restored-state"):
-            newest.json_file("other.json")
-        assert found[2] == Candidate(mine.directory / "global_step5", "global_step5", 5, None)
+            newest.tensor_hashes("other.json")
+        assert found[2].candidate == Candidate(mine.directory / "global_step5", "global_step5", 5, None)
 
 
 def test_a_save_that_a_rank_lacks_is_passed_over_and_the_rank_named(
@@ -252,7 +258,7 @@ def test_two_courses_of_one_step_are_tried_in_the_same_order_on_all_ranks(job: C
     for name, ranks in (("b", [0]), ("a", [0, 1]), ("b", [1])):
         mine.save(6, name=name, ranks=ranks)
     found = mine.candidates()
-    assert [[c.save for c in of_rank if isinstance(c, SameLayout)] for of_rank in found] == [["a", "b"]] * 2
+    assert [[opened.memory_save for opened in of_rank] for of_rank in found] == [["a", "b"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -375,7 +381,7 @@ def flip(host: Host, position: int) -> None:
     os.pwrite(slot.data, bytes([byte ^ 1]), position % slot.num_bytes)
 
 
-def of_another_layout(hosts: Sequence[Host]) -> OtherLayout:
+def of_another_layout(context: RunContext, hosts: Sequence[Host]) -> OtherLayout:
     """What they hold, as a rank of another layout finds it."""
     record = hosts[0].slots[0].record() or {}
     file, key = record["file"], key_of(record)
@@ -383,7 +389,17 @@ def of_another_layout(hosts: Sequence[Host]) -> OtherLayout:
     manifest = Manifest(record["tag"], 6, "memory", record["layout"], MODEL, {saved.name: saved})
     holders = {saved.name: (key, [host.peer for host in hosts])}
     where, headers = Path(f"{record['tag']} in host memory"), {saved.name: file["extents"][0][0]}
-    return OtherLayout(where, record["tag"], 6, manifest, record["save"], holders, headers)
+    candidate = MemoryCandidate(where, record["tag"], 6, manifest, record["save"])
+    return OtherLayout(candidate=candidate, ctx=context, holders=holders, header_bytes=headers)
+
+
+@contextlib.contextmanager
+def files_of(opened: OtherLayout) -> Iterator[MemoryFiles]:
+    """Its files, as a load onto another layout has them."""
+    with contextlib.closing(opened.shared_copies(opened.ctx.checkpoint_engine, untraced_operation())) as copies:
+        files = next(copies)
+        assert isinstance(files, MemoryFiles)
+        yield files
 
 
 FILE = "rank_00000.safetensors"
@@ -395,18 +411,18 @@ def test_of_a_damaged_file_of_another_layout_the_next_copy_is_read(
 ) -> None:
     """Over real connections, with a flipped bit in the memory of the host that is asked first."""
     context, (bad, good) = held_twice
-    candidate, op = of_another_layout([bad, good]), untraced_operation()
+    opened = of_another_layout(context, [bad, good])
     flip(bad, position)
-    with candidate.files(context, op) as files, caplog.at_level(logging.WARNING):
-        assert context.checkpoint_engine.load_values("f", files, op)["who"].tolist() == [0, 6]
-        context.checkpoint_engine.placed_tensors(files, op)
+    with files_of(opened) as files, caplog.at_level(logging.WARNING):
+        assert context.checkpoint_engine.load_values("f", files, untraced_operation())["who"].tolist() == [0, 6]
+        context.checkpoint_engine.placed_tensors(files, untraced_operation())
         assert files.copies.used() == {FILE: 1}
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"rank 0: {FILE} of global_step6: copy of {bad.peer}: {why}")
     assert told.endswith(f"; the copy of {good.peer} is used")
     flip(good, position)
-    with candidate.files(context, op) as files, pytest.raises(CheckpointDamagedError) as caught:
-        context.checkpoint_engine.load_values("f", files, op)
+    with files_of(opened) as files, pytest.raises(CheckpointDamagedError) as caught:
+        context.checkpoint_engine.load_values("f", files, untraced_operation())
     assert all(f"copy of {host.peer}: {why}" in str(caught.value) for host in (bad, good))
 
 
@@ -415,13 +431,13 @@ def test_what_several_ranks_find_damaged_is_read_from_one_holder_after_the_other
 ) -> None:
     """Parts of a tensor are verified by all ranks together, which may have them from different holders."""
     context, (first, second) = held_twice
-    candidate, op = of_another_layout([first, second]), untraced_operation()
+    opened = of_another_layout(context, [first, second])
     flip(first, 20)
 
     def brought() -> bytes:
         return files.copies.bring(FILE, [(0, 30)]).read_bytes()[:30]
 
-    with candidate.files(context, op) as files, caplog.at_level(logging.WARNING):
+    with files_of(opened) as files, caplog.at_level(logging.WARNING):
         assert brought() == os.pread(first.slots[0].data, 30, 0)
         assert files.copies.another(FILE, {0, 1}, "wrong") == 0, "it is not known yet which"
         assert files.copies.another(FILE, {0}, "wrong") == 1
