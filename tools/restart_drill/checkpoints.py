@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpointing.store.commit import Candidate, discover
+from megatron.checkpointing import Candidate, discover
 from megatron.config import CheckpointConfig
 from megatron.config.uris import Location, ObjectUri
 
@@ -84,7 +84,7 @@ class CheckpointsInBucket(Checkpoints):
     """The checkpoints below the prefix of --save. Each save has its own keys."""
 
     def __init__(self, uri: ObjectUri) -> None:
-        from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+        from megatron.checkpointing import open_checkpoints
 
         self._stored = open_checkpoints("--checkpoints", str(uri), CheckpointConfig())
         super().__init__(self._stored.root)
@@ -107,7 +107,7 @@ class CheckpointsInBucket(Checkpoints):
 
     def _damage_in(self, checkpoint: Candidate, name: str, fault: str) -> str:
         """Objects cannot be changed in place, so the object is replaced, which changes its ETag."""
-        from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate
+        from megatron.checkpointing import StoredCandidate
 
         assert isinstance(checkpoint, StoredCandidate) and checkpoint.manifest is not None
         bucket, key = self._stored.bucket, f"{checkpoint.key}{name}"
@@ -120,7 +120,7 @@ class CheckpointsInBucket(Checkpoints):
         return f"{checkpoint.uri}: {name}"
 
     def _identity(self, checkpoint: Candidate) -> tuple[str, int]:
-        from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate
+        from megatron.checkpointing import StoredCandidate
 
         assert isinstance(checkpoint, StoredCandidate)
         return checkpoint.key, 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.checkpointing.store.bucket import ObjectStoreError
+from megatron.checkpointing import ObjectStoreError
 
 from . import command as commands
 from .checkpoints import checkpoints_at

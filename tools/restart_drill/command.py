@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpointing.engines.registry import is_redistributable
+from megatron.checkpointing import is_redistributable
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.uris import Location

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.engines.registry import check_engine_name
+from megatron.checkpointing import check_engine_name
 from megatron.config import ConfigError
 from megatron.config.uris import Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron.checkpointing.engines.registry import engine_names
+from megatron.checkpointing import engine_names
 from restart_trace.command_line import hint
 from restart_trace.regular import read_regular
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megatron.checkpointing.store.commit import discover
+from megatron.checkpointing import discover
 from restart_trace.cycles import newest_cycle
 
 from .. import command as commands
