@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tests.faults.injection import Fault, Traced, faults_at, run_traced
+from tests.faults.injection import HANGS_S, Fault, Traced, faults_at, run_traced
 from tests.faults.system_calls import KILL, MEMORY
 
 if TYPE_CHECKING:
@@ -329,10 +329,14 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
 
     import_for_forks()
     from megatron.checkpointing.engines.registry import engine_class
+    from megatron.checkpointing.store import ownership
+    from megatron.checkpointing.store.bucket import generations
     from megatron.peers.memory_slots import hold_slots
     from tests.dist import forked_writers
     from tests.faults import launches
 
+    # A heartbeat is a call that comes in a slow run and not in a fast one: faults are numbered by the calls of another.
+    ownership.HEARTBEAT_S = generations.HEARTBEAT_S = HANGS_S
     for name in names:
         engine_class(SCENARIOS[name][1])  # imported once
     hold_slots(1)

@@ -58,7 +58,8 @@ class NodeDirectory:
         except OSError:  # another process is in it
             pass
         finally:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written through it
+                os.close(self._fd)
 
 
 def remove_abandoned(root: Path) -> None:
