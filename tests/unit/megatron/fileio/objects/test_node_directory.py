@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron.fileio.objects.node_directory import NodeDirectory, new_name, remove_abandoned
+from tests.faults.injection import Fault, run_traced
 
 HOLD = """
 import sys
@@ -66,3 +67,16 @@ def test_what_else_lies_in_the_users_directory_stays(tmp_path: Path) -> None:
     remove_abandoned(root)
     assert sorted(path.name for path in root.iterdir()) == sorted(["locked", link.name, "thesis"])
     assert all((directory / "file").exists() for directory in (root / "thesis", root / "locked", precious))
+
+
+def test_a_lock_whose_close_fails_hides_no_other_error(tmp_path: Path) -> None:
+    """As on NFS: it is closed all the same."""
+
+    def leave() -> None:
+        NodeDirectory(tmp_path, new_name("load")).leave()
+
+    traced = run_traced(leave, lambda path: ".lock" in path, None)
+    closes = traced.calls.count("close")
+    assert traced.raised is None and closes, traced
+    failed = run_traced(leave, lambda path: ".lock" in path, Fault("close", closes, "late EIO"))
+    assert failed.hit is not None and failed.raised is None
