@@ -30,7 +30,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from megatron.fileio.objects.bucket import Bucket, SentPart
+from megatron.fileio.objects.s3 import Bucket, SentPart
 from megatron.net.free_port import free_port
 from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request

@@ -32,8 +32,8 @@ from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCan
 from megatron.checkpointing.store.bucket.generations import claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.node_directory import remove_abandoned
+from megatron.fileio.objects.s3 import Bucket
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from tests.object_storage import BUCKET, environment_of, serving

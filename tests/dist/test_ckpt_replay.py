@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.s3 import Bucket
 from tests.dist.harness import ROOT, records, wait_for
 from tests.object_storage import BUCKET, environment_of, serving
 from tools.ckpt_replay.plan import STORAGE_KINDS

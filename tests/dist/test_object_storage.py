@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fileio.objects.bucket import Bucket
+from megatron.fileio.objects.s3 import Bucket
 from megatron.parallel.topology import Layout
 from tests.dist.harness import Starvation, Zygote, kill_all, losses, records, wait_for
 from tests.dist.tiny_runs import DROPOUT, MODEL, SINGLE, TRAINING, Launcher

@@ -140,7 +140,7 @@ class Prefix:
     has_sockets = True
 
     def __init__(self, name: str, root: Path) -> None:
-        from megatron.fileio.objects.bucket import Bucket
+        from megatron.fileio.objects.s3 import Bucket
         from tests.object_storage import BUCKET
 
         self.location = f"s3://{BUCKET}/{name}"

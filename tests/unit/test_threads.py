@@ -28,7 +28,7 @@ WITHOUT_A_DEVICE = {
     "megatron/checkpointing/preflight/prefetch.py": FILES,
     "megatron/checkpointing/store/removal.py": FILES,
     "megatron/fileio/objects/hedging.py": NETWORK,
-    "megatron/fileio/objects/bucket.py": NETWORK,
+    "megatron/fileio/objects/s3.py": NETWORK,
     "megatron/launch/membership.py": NO_TORCH,
     "megatron/peers/ahead.py": NO_TORCH,
     "megatron/peers/holder.py": NO_TORCH,

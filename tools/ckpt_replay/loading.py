@@ -23,7 +23,7 @@ from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import Manifest
 from megatron.checkpointing.store.manifest import read_latest
 from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.bucket import Traffic
+from megatron.fileio.objects.s3 import Traffic
 from megatron.peers.wire import key_of
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation

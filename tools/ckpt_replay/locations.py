@@ -12,13 +12,13 @@ from megatron.config.uris import Location, ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 
 if TYPE_CHECKING:
-    from megatron.fileio.objects.bucket import Bucket
+    from megatron.fileio.objects.s3 import Bucket
 
 
 @functools.cache
 def _bucket(name: str) -> Bucket:
     # Imported here: its dependencies are missing where only the tools are installed.
-    from megatron.fileio.objects.bucket import Bucket
+    from megatron.fileio.objects.s3 import Bucket
 
     return Bucket(name)
 

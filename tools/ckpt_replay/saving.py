@@ -17,7 +17,7 @@ from megatron.checkpointing.engines.registry import engine_class
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri, below
-from megatron.fileio.objects.bucket import Traffic
+from megatron.fileio.objects.s3 import Traffic
 
 from . import memory
 from .connector import Connector

@@ -25,10 +25,10 @@ from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.objects.bucket import Bucket, ObjectInfo
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, default_root, new_name
 from megatron.fileio.objects.ranges import ObjectFile
+from megatron.fileio.objects.s3 import Bucket, ObjectInfo
 from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 

@@ -28,8 +28,8 @@ from megatron.checkpointing.store.ownership import (
     runs_here,
 )
 from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
+from megatron.fileio.objects.s3 import Bucket
 from restart_trace.strict_json import parse_json
 
 logger = logging.getLogger(__name__)

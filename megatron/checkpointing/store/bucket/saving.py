@@ -20,9 +20,9 @@ from megatron.checkpointing.store.bucket.generations import ObjectOwnership
 from megatron.checkpointing.store.commit import Known, Manifest, StoredObject
 from megatron.checkpointing.store.removal import Pruned
 from megatron.fileio.checksums import checksum_text
-from megatron.fileio.objects.bucket import Bucket, Uploaded
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, new_name
+from megatron.fileio.objects.s3 import Bucket, Uploaded
 from megatron.fileio.objects.upload import ObjectUpload
 from restart_trace.recorder import Operation
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.hedging import Destination, GivenUpError, Hedging
+from megatron.fileio.objects.s3 import Bucket
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 
 pytestmark = pytest.mark.slow  # an S3 server is started

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.fileio.checksums import crc32
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.parts import MIB, PART_BYTES, streamed_part_bytes
+from megatron.fileio.objects.s3 import Bucket
 from megatron.fileio.objects.upload import ObjectUpload
 from tests.object_storage import BUCKET, environment_of, serving
 

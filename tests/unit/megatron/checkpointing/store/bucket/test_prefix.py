@@ -16,8 +16,8 @@ from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
 from megatron.checkpointing.store.commit import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectStoreError
+from megatron.fileio.objects.s3 import Bucket
 from megatron.startup.preflight import check_not_lost, check_object_storage
 from restart_trace.cycles import claim_cycle
 from restart_trace.schema import RANK_FILE_PATTERN

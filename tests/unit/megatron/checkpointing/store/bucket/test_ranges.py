@@ -13,9 +13,9 @@ from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.parts import MIB
 from megatron.fileio.objects.ranges import ObjectFile
+from megatron.fileio.objects.s3 import Bucket
 from restart_trace.recorder import untraced_operation
 from tests.object_storage import BUCKET
 

@@ -28,8 +28,8 @@ from megatron.checkpointing.store.bucket.generations import ObjectOwnership, cla
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.checkpointing.store.commit import Manifest
 from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectStoreError
+from megatron.fileio.objects.s3 import Bucket
 from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 

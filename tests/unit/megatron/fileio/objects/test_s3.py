@@ -16,9 +16,9 @@ import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.parts import MIB, download_requests, range_bytes, range_requests, upload_requests
+from megatron.fileio.objects.s3 import Bucket
 from tests.faults.injection import Fault, Traced, run_traced
 from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of, serving
 from tools.restart_drill.storage_proxy import BUCKET_REGION
@@ -327,7 +327,7 @@ def test_what_is_wrong_at_the_start(server: Server, environment: dict[str, str],
 def test_a_missing_library_is_told_with_the_command_that_installs_it() -> None:
     code = (
         "import sys; sys.modules['botocore'] = None\n"
-        "from megatron.fileio.objects.bucket import Bucket\n"
+        "from megatron.fileio.objects.s3 import Bucket\n"
         "from megatron.fileio.objects.errors import ObjectStoreError\n"
         "try:\n    Bucket('b')\nexcept ObjectStoreError as exc:\n    print(exc)"
     )

@@ -14,9 +14,9 @@ from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
 from megatron.checkpointing.store.bucket.generations import claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectStoreError
-from megatron.fileio.objects.google import SETTING, speaks_google
+from megatron.fileio.objects.s3 import Bucket
+from megatron.fileio.objects.s3_google import SETTING, speaks_google
 from tests.object_storage import BUCKET, GoogleProxy, Server, environment_of, serving
 from tests.object_storage_kills import load, states, writer
 

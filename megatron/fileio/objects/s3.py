@@ -1,7 +1,7 @@
 """Objects in a bucket of an S3-compatible store: every request has a deadline, every byte a checksum.
 
 botocore signs, sends and finds credentials (environment, profiles, web identity, instance metadata) and the endpoint
-(AWS_ENDPOINT_URL); for Google's store megatron.fileio.objects.google signs. Around it: retries with backoff and jitter
+(AWS_ENDPOINT_URL); for Google's store s3_google.py signs. Around it: retries with backoff and jitter
 until the deadline of the request, multipart uploads of files, ranged reads to files, both in parallel, and errors that
 name the object and the fix.
 What an error says of credentials is left out.
@@ -26,9 +26,9 @@ from typing import Any
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32, range_checksum
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.objects.errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
-from megatron.fileio.objects.google import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
 from megatron.fileio.objects.hedging import Destination, Hedging
 from megatron.fileio.objects.parts import LISTED, MIB, PART_BYTES, parts
+from megatron.fileio.objects.s3_google import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
 from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install '.[s3]' in the checkout"
