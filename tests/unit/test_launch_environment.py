@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.script_helpers import BENCH, ROOT, TINY, dry_run, run_script
+from tools.restart_bench.launcher_entries import LAUNCHERS
 
 # Values that a shell would take apart, if it were let.
 NASTY = {
@@ -241,7 +242,7 @@ def test_what_deepspeed_cannot_carry_is_named(given: dict[str, str], lines: str,
     assert message in done.stderr and "5" * 64 not in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "fork", "deepspeed", "srun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_dry_run_prints_variables_and_no_secret(launcher: str, tmp_path: Path) -> None:
     mine = NASTY | SECRETS
     commands = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER=launcher, EXPORT=EXPORT, **mine, **NOT_SENT)

@@ -11,8 +11,7 @@ from . import hosts
 from .effects import check_launch, restarts_in_place
 from .environment import for_display, for_shell_line
 from .errors import SettingsError
-from .launchers.launch import Launch, launch_of
-from .launchers.registry import LAUNCHERS
+from .launchers.launch import Launch, launch_of, launcher_of
 from .modes import (
     check_devices,
     check_shown_nodes,
@@ -97,7 +96,7 @@ def check_drill(run: Run) -> None:
 
 
 def _check_one_command(run: Run) -> None:
-    if not LAUNCHERS[run.launcher].starts_all(run):
+    if not launcher_of(run).starts_all(run):
         raise SettingsError(
             f"MODE={run.mode}: {run.nodes.number} nodes, or a host of HOSTFILE that is not this one, take a command "
             f"each with LAUNCHER={run.launcher}; use LAUNCHER=srun within an allocation"
@@ -124,7 +123,7 @@ def _drill(launch: Launch, directory: Path) -> list[str]:
     return [
         "--fault", "sigkill-all", "--at", f"iteration:{kill_at(run)}", "--no-reference",
         "--time-limit", run.time_limit or _TIME_LIMIT_S, "--out", str(directory), "--checkpoints", run.save_dir,
-        "--", *LAUNCHERS[run.launcher].command(launch, 0),
+        "--", *launcher_of(run).command(launch, 0),
     ]  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from .effects import check_given, check_launch
 from .environment import for_display, for_shell_line
 from .errors import LaunchEnded, SettingsError
 from .interpreter import Interpreter, exit_status_told
-from .launchers.launch import Launch, launch_of
-from .launchers.registry import LAUNCHERS
+from .launchers.launch import Launch, launch_of, launcher_of
 from .places import PACKAGE, PROGRAM
 from .presets import Preset
 from .run import Run, Start, settle
@@ -45,7 +44,7 @@ def train(start: Start, flags: Sequence[str] | None = None) -> int:
         if given.node_rank and not given.dry_run and not given.command_to:
             hosts.tell_refusal(start, run, error.reason if isinstance(error, LaunchEnded) else str(error))
         raise
-    return LAUNCHERS[run.launcher].launch(launch)
+    return launcher_of(run).launch(launch)
 
 
 def _write_command(file: Path, words: Sequence[str]) -> None:
@@ -83,7 +82,7 @@ def _command(run: Run) -> list[str]:
         # Each launch asks its hosts anew: see `flags` of train.
         return [sys.executable, "-ES", str(PACKAGE), "run", run.start.preset.name, PROGRAM, *flags]
     launch = launch_of(run, flags, with_id=False, master_port=free_port_of(run))
-    return LAUNCHERS[run.launcher].command(launch, 0)
+    return launcher_of(run).command(launch, 0)
 
 
 def _ready(run: Run, flags: Sequence[str] | None) -> Launch:
@@ -206,7 +205,7 @@ def _writable(directory: Path) -> bool:
 
 def check_single_command(run: Run) -> None:
     """Refuse a launch that no single command starts."""
-    if LAUNCHERS[run.launcher].starts_all(run) or run.coordinates:
+    if launcher_of(run).starts_all(run) or run.coordinates:
         return
     number = run.nodes.number
     which = f"{number} nodes take a command each"
@@ -245,7 +244,7 @@ def _show_training(run: Run, flags: Sequence[str] | None) -> int:
         trained, recomputed = checked_flags(run)
         run.say(str(recomputed))
     launch = launch_of(run, trained, with_id=not run.given.command_to).carrying(for_display(run.user_env))
-    launcher = LAUNCHERS[run.launcher]
+    launcher = launcher_of(run)
     for node in range(launcher.num_commands(run)):
         print(for_shell_line(launcher.command(launch, node)))
     if recomputed is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import SettingsError
+from .launcher_entries import LAUNCHERS
 
 Check = Callable[[str], str | None]  # value -> None, or what to give instead
 
@@ -66,6 +67,7 @@ def _heartbeat(value: str) -> str | None:
 
 whole_number = _matches(r"[1-9][0-9]*", "give a whole number, at least 1")
 _MODES = ("train", "restart", "replay", "scaled")
+_LAUNCHERS = [entry.meaning for entry in LAUNCHERS.values()]
 
 
 def setting(
@@ -175,10 +177,10 @@ class Settings:
         instead="--out",
     )
     launcher: str = setting(
-        "`torchrun`, `deepspeed`, `srun` within a Slurm allocation, or `fork`: [megatron.launch](launch.md)",
+        ", or ".join((", ".join(_LAUNCHERS[:-1]), _LAUNCHERS[-1])),
         "`torchrun` (scaled: `fork`)",
         of=LAUNCH,
-        check=_one_of("torchrun", "deepspeed", "srun", "fork"),
+        check=_one_of(*LAUNCHERS),
         job=SETTLED,
     )
     hostfile: str = setting(

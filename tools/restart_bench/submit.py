@@ -18,7 +18,7 @@ from .effects import check_given, check_launch, check_launcher, injects_fault, r
 from .environment import for_assignment, for_display, for_shell_line, write_private
 from .errors import SettingsError
 from .interpreter import exit_status_told
-from .launchers.registry import LAUNCHERS
+from .launchers.launch import launcher_of
 from .modes import check_work_dir, checked_flags, show_needs
 from .nodes import Hosts
 from .places import ROOT, working_directory
@@ -241,7 +241,7 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
         found = replace(found, number=count, gpus_per_node=layout.world_size // count)
         run = replace(run, nodes=found)
     nodes.check_nodes(run.given, found, layout)
-    if run.mode != "train" and run.given.kill_at != "none" and not LAUNCHERS[run.launcher].starts_all(run):
+    if run.mode != "train" and run.given.kill_at != "none" and not launcher_of(run).starts_all(run):
         raise SettingsError(
             f"MODE={run.mode}: {found.number} nodes take a command each with LAUNCHER={run.launcher}; use MODE=train, "
             "or one node"

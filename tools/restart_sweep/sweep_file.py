@@ -21,6 +21,7 @@ from ..ckpt_replay.options import parse_striping
 from ..ckpt_replay.plan import OPERATIONS, RAW, SAVE_AND_LOAD
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
+from ..restart_bench.launcher_entries import LAUNCHERS
 from ..restart_bench.presets import model_names
 from ..restart_drill.faults import FAULTS, ON_NODES, refusal
 from ..restart_drill.injection_points import parse_injection_point
@@ -388,8 +389,7 @@ RUN_KEYS = {
     "micro_batch": Key(_whole(1), "samples of a micro batch", modes=_TRAINED),
     "global_batch": Key(_whole(1), "samples of an iteration", modes=_TRAINED),
     "seq_length": Key(_whole(1), "tokens of a sample", modes=_TRAINED),
-    "launcher": Key(_choice(lambda: ("torchrun", "deepspeed", "srun", "fork"), "launcher"), "who starts the ranks",
-                    modes=_TRAINED),
+    "launcher": Key(_choice(lambda: list(LAUNCHERS), "launcher"), "who starts the ranks", modes=_TRAINED),
     "ranks": Key(_ranks, "of the layout, those that are replayed", "0", modes=("replay",)),
     "operations": Key(_list(_choice(lambda: OPERATIONS, "operation")), "save_and_load, save or load",
                       modes=("replay",)),

@@ -7,8 +7,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
+from ..launcher_entries import LAUNCHERS
 from ..run import Run
 
 DEFAULT_PORT = 29500
@@ -99,3 +101,10 @@ class Launcher(ABC):
     @abstractmethod
     def launch(self, launch: Launch) -> int:
         """Start all ranks. Returns the exit status, or replaces this process."""
+
+
+def launcher_of(run: Run) -> Launcher:
+    """The launcher that the run's LAUNCHER names. Imports the module of this one alone."""
+    entry = LAUNCHERS[run.launcher]
+    made: type[Launcher] = getattr(import_module(f"{__package__}.{entry.module}"), entry.class_name)
+    return made()
