@@ -72,8 +72,9 @@ class Operation:
         labels: Mapping[str, Any],
         *,
         contiguous: bool = False,
+        inferred: bool = False,
     ) -> None:
-        """`contiguous`: as in Recorder.begin."""
+        """`contiguous`, `inferred`: as in Recorder.begin."""
         self._recorder = recorder
         self._contiguous_on = threading.get_ident() if contiguous else None
         self._open = 0  # number of open spans of that thread
@@ -93,7 +94,8 @@ class Operation:
         self._lock = threading.RLock()  # protects _read_ahead; reentrant for the reason given in Recorder
         # An untraced operation may never be ended.
         self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
-        recorder.write("operation_begin", operation=name, op=op_id, **given(self._labels), start_ns=start_ns)
+        said = given(self._labels | {"inferred": inferred or None})
+        recorder.write("operation_begin", operation=name, op=op_id, **said, start_ns=start_ns)
 
     def label(
         self, *, tag: str | None = None, step: int | None = None, engine: str | None = None, tier: str | None = None
@@ -180,6 +182,7 @@ class Operation:
         blocking: bool = True,
         error: str | None = None,
         thread: str | None = None,
+        batches: int | None = None,
     ) -> None:
         """Record a span that the caller has measured, on `thread` if not on this one.
 
@@ -209,6 +212,7 @@ class Operation:
             "thread": None if thread == MAIN_THREAD else thread,
             "blocking": None if blocking else False,
             "error": error,
+            "batches": batches,
         }
         self._recorder.write(SPAN, **given(fields))
 
@@ -239,12 +243,15 @@ class Operation:
         """Record a notice of this operation, such as the library that really writes."""
         self._recorder.event(self._name, phase, detail, self._labels["step"])
 
-    def end(self, error: str | None = None) -> None:
-        """Write the closing record, with the current values of `bytes`, `num_files` and `durable`."""
+    def end(self, error: str | None = None, *, at_ns: int | None = None) -> None:
+        """Write the closing record, with the current values of `bytes`, `num_files` and `durable`.
+
+        `at_ns`: when it ended (monotonic), if in the past.
+        """
         error = error or self.failure
         if self._under_way is not None:
             under_way.end(self._under_way)
-        self.end_ns = now_ns()
+        self.end_ns = now_ns() if at_ns is None else at_ns
         self._recorder.ended = self
         fields = {
             "op": self._op_id,
@@ -323,8 +330,11 @@ class Recorder:
         engine: str | None = None,
         start_ns: int | None = None,
         contiguous: bool = False,
+        inferred: bool = False,
     ) -> Operation:
         """Open an operation; the caller must end it. Prefer `operation`, which cannot be left open.
+
+        `inferred`: it is made of single calls, which no library said to be one save or load.
 
         `contiguous`: each span of the calling thread begins where the one before it ended, and the first where the
         operation began; for a thread whose work between two spans always belongs to the second.
@@ -333,7 +343,7 @@ class Recorder:
         sample = self.sample()  # taken before the start, written after it
         labels = {"tag": tag, "step": step, "engine": engine}
         start_ns = now_ns() if start_ns is None else start_ns
-        operation = Operation(self, name, op_id, start_ns, labels, contiguous=contiguous)
+        operation = Operation(self, name, op_id, start_ns, labels, contiguous=contiguous, inferred=inferred)
         self.probe(op_id, "start", sample)
         return operation
 

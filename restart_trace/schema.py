@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -63,6 +63,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "engine_init": (),
         "compile": (),
         "warmup": (*GROUPS, "point_to_point", "kernels"),
+        "data_skip": (),
         "first_step": (),
         "caught_up": (),
     },
@@ -132,7 +133,8 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     # Written once the heavy imports and the engine are there: what really runs.
     "runtime": _TYPE
     | {
-        "engine_used": Field("str", True, "class name of the checkpoint engine that runs"),
+        "engine_used": Field("str", False, "class name of the checkpoint engine, or function that saves"),
+        "step_source": Field("str", False, "who numbers the steps: see STEP_SOURCES; absent: no step was seen"),
         "engine_asked": Field("str", False, "value of --checkpoint-engine"),
         "optimizer": Field("str", False, "class name of the inner optimizer that runs"),
         "accelerator": Field("str", False, "device name, such as cpu or cuda"),
@@ -152,6 +154,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "tag": _TAG,
         "step": _STEP,
         "engine": _ENGINE,
+        "inferred": Field("bool", False, "true: single calls that no library said to be one save or load"),
         "start_ns": Field("int", True, "monotonic, ns"),
     },
     # What becomes known of an operation while it runs.
@@ -175,6 +178,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "thread": Field("str", False, "thread name, if not MAIN_THREAD"),
         "blocking": Field("bool", False, "false if the training thread did not wait for it"),
         "error": Field("str", False, "exception that ended the span"),
+        "batches": Field("int", False, "batches that the span requested and did not train on"),
     },
     "operation_end": _TYPE
     | {
@@ -232,6 +236,9 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 # Where a load takes its bytes from: the directory of --load, memory of the same host that outlives the ranks, or memory
 # of another host.
 TIERS = (STORAGE, LOCAL_MEMORY, PEER) = ("storage", "local_memory", "peer")
+# Who numbers the steps of a job that hooks trace: an engine, a trainer, the program itself, the optimizer's state; or
+# they are counted from 1 in each process, which says nothing of the steps of earlier cycles.
+STEP_SOURCES = (ENGINE, TRAINER, PROGRAM, OPTIMIZER, COUNT) = ("engine", "trainer", "program", "optimizer", "count")
 # Fields whose text is one of a few words, whatever the record.
 WORDS: dict[str, tuple[str, ...]] = {
     "operation": tuple(PHASES),
@@ -240,6 +247,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "outcome": ("ok", "failed"),
     "at": ("start", "end"),
     "tier": TIERS,
+    "step_source": STEP_SOURCES,
 }
 # JSON type of what an object or a list holds.
 _ELEMENTS = {"layout": "int", "versions": "str", "environment": "str", "argv": "str", "values": "float"}

@@ -156,15 +156,18 @@ class Startup:
                 begin = inner.end_ns
             self._op.add(name, None, begin, end)
 
-    def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
-        """Called when iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
+    def iteration_done(self, step: int, loop_start_ns: int, end_ns: int, *, numbered: bool = True) -> None:
+        """Called when iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`.
+
+        `numbered`: `step` is a number of the run, not of this process, so it can be compared with earlier cycles.
+        """
         if self._operation is not None:
             begin_ns = min(loop_start_ns, self._op.until_ns()) if self._contiguous else loop_start_ns
             self._op.add("first_step", None, begin_ns, end_ns)
             self._op.end()
             self._operation = None
             self._first_step_end_ns = end_ns
-        if self._reached is not None and step >= self._reached:
+        if self._reached is not None and numbered and step >= self._reached:
             self._op.add("caught_up", None, self._first_step_end_ns, end_ns)
             self._reached = None
 

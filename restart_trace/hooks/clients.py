@@ -1,7 +1,8 @@
-"""Hooks of libraries that call DeepSpeed: their saves and loads include DeepSpeed's."""
+"""Hooks of libraries that train with DeepSpeed or without: their saves and loads include DeepSpeed's and torch's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -53,17 +54,21 @@ def hook_models(session: Session, module: ModuleType) -> None:
 def hook_safetensors(session: Session, module: ModuleType) -> None:
     """Hook safetensors.torch, by which these libraries write weights, one call for each file."""
 
-    @contextmanager
-    def around(call: Call) -> Iterator[None]:
-        running = session.running()
-        if running is None:
-            yield
-            return
-        with running.engine_call(call.arguments()["filename"]):
-            yield
+    def hooked(kind: str) -> Around:
+        @contextmanager
+        def around(call: Call) -> Iterator[None]:
+            path = os.fspath(call.arguments()["filename"])
+            with session.file_call(kind, f"safetensors.{kind}_file", path) as running:
+                if running is None:
+                    yield
+                    return
+                with running.engine_call(path):
+                    yield
 
-    wrap(module, "save_file", around)
-    wrap(module, "load_file", around)
+        return around
+
+    wrap(module, "save_file", hooked("save"))
+    wrap(module, "load_file", hooked("load"))
 
 
 def _around(session: Session, kind: str) -> Around:

@@ -37,7 +37,13 @@ def hook(session: Session, dist: ModuleType) -> None:
         with session.phase("barrier"):
             yield
 
+    @contextmanager
+    def job_ends(call: Call) -> Iterator[None]:
+        session.end_inferred()
+        yield
+
     wrap(dist, "init_process_group", rendezvous)
+    wrap(dist, "destroy_process_group", job_ends)
     wrap(dist, "new_group", communicators)
     wrap(dist, "barrier", barrier)
     wrap(dist, "monitored_barrier", barrier)

@@ -12,30 +12,44 @@ from pathlib import Path
 from types import ModuleType
 
 from restart_trace.clock import now_ns
-from restart_trace.hooks import agent, clients, deepspeed_engine, distributed, serialization, steps
+from restart_trace.hooks import (
+    agent,
+    clients,
+    deepspeed_engine,
+    distributed,
+    distributed_checkpoint,
+    serialization,
+    steps,
+)
 from restart_trace.hooks.imports import ImportWatcher
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session, check_function
-
-
-def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
-    deepspeed_engine.hook(session, deepspeed)
-    steps.hook(session, deepspeed)
-
+from restart_trace.hooks.steps import Steps
 
 # Module -> function that installs its hooks. torch imports torch.distributed, and deepspeed its engines.
 _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "torch": serialization.hook,
     "torch.distributed": distributed.hook,
+    "torch.distributed.checkpoint": distributed_checkpoint.hook,
     "torch.distributed.fsdp": distributed.hook_fsdp,
     "deepspeed.comm.torch": distributed.hook_deepspeed,
-    "deepspeed": _hook_deepspeed,
+    "deepspeed": deepspeed_engine.hook,
     "accelerate.accelerator": clients.hook_accelerate,
     "transformers.trainer": clients.hook_transformers,
     "transformers.modeling_utils": clients.hook_models,
     "safetensors.torch": clients.hook_safetensors,
     "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
 }
+# The same, of the modules in which steps are seen.
+_STEPS: dict[str, Callable[[Steps, ModuleType], None]] = {
+    "torch.autograd": steps.hook_backward,
+    "torch.optim.optimizer": steps.hook_optimizers,
+    "torch.utils.data.dataloader": steps.hook_data,
+    "torch.nn.parallel.distributed": steps.hook_ddp,
+    "deepspeed": steps.hook_engines,
+    "transformers.trainer": steps.hook_transformers,
+}
 _session: Session | None = None
+_of_session: Steps | None = None
 logger = logging.getLogger(__name__)
 
 
@@ -49,14 +63,17 @@ def install(
     default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call has no effect.
     Raises ValueError for an invalid name.
     """
-    global _session
+    global _session, _of_session
     if _session is not None:
         return
     directory = trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
     session = _session = Session(Path(directory).absolute(), now_ns())
+    of_session = _of_session = Steps(session)
     watched: dict[str, list[Callable[[ModuleType], None]]] = {
         name: [partial(hook, session)] for name, hook in _HOOKED.items()
     }
+    for name, hook in _STEPS.items():
+        watched.setdefault(name, []).append(partial(hook, of_session))
     for kind, given in (("save", saves), ("load", loads)):
         for function in given or os.environ.get(FUNCTION_VARIABLES[kind], "").split():
             module, _, name = check_function(function).partition(":")
@@ -68,6 +85,15 @@ def install(
         if name in sys.modules:
             session.open_if_rank()
             watcher.imported_already(sys.modules[name])
+
+
+def step(number: int) -> None:
+    """Say that this rank has finished training step `number` of the run, the first of which is 1.
+
+    For a program whose steps the hooks cannot see or number. No effect in a process that is not traced.
+    """
+    if _of_session is not None:
+        _of_session.told(number)
 
 
 def _report_unless_imported(session: Session, module: str, function: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from restart_trace.hooks.timeline import Piece, Timeline
 from restart_trace.recorder import Operation
@@ -13,9 +14,10 @@ from restart_trace.recorder import Operation
 class Running(Timeline):
     """A save or load in progress. `kind`: "save" or "load"."""
 
-    def __init__(self, operation: Operation, kind: str) -> None:
-        super().__init__(operation)
+    def __init__(self, operation: Operation, kind: str, *, blocking: bool = True) -> None:
+        super().__init__(operation, blocking=blocking)
         self.kind = kind
+        self.files: set[str] = set()  # paths that its calls have written or read
         self.opaque = False  # within a call whose inner phases are not known
         self.unfinished = False  # a helper process still writes: a later commit will end the operation
         self._directory: str | None = None
@@ -42,10 +44,20 @@ class Running(Timeline):
         relative = os.path.relpath(path, self._directory)
         return relative.partition(os.sep)[2] or relative
 
-    def count(self, num_bytes: int) -> None:
-        """Count one more file, of `num_bytes` bytes."""
+    def count(self, num_bytes: int, path: str | os.PathLike[str] | None = None) -> None:
+        """Count `num_bytes` bytes more, and the file at `path` if it is another than before."""
         self.operation.bytes = (self.operation.bytes or 0) + num_bytes
-        self.operation.num_files = (self.operation.num_files or 0) + 1
+        name = None if path is None else os.path.abspath(path)
+        if name is not None and name not in self.files:
+            self.files.add(name)
+            self.operation.num_files = (self.operation.num_files or 0) + 1
+
+    def moved(self, parts: set[tuple[str, int, Any]]) -> None:
+        """Count parts of files that the open engine_call has written or read: (name of the file, bytes, which part)."""
+        total = sum(num_bytes for _, num_bytes, _ in parts)
+        self._open[-1].bytes = total
+        self.operation.bytes = (self.operation.bytes or 0) + total
+        self.operation.num_files = (self.operation.num_files or 0) + len({name for name, _, _ in parts})
 
     @contextmanager
     def engine_call(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
@@ -62,6 +74,6 @@ class Running(Timeline):
                 yield
                 if path is not None and os.path.isfile(path):
                     piece.bytes = os.path.getsize(path)
-                    self.count(piece.bytes)
+                    self.count(piece.bytes, path)
         finally:
             self.opaque = False

@@ -1,4 +1,6 @@
-"""Hooks of torch.save and torch.load within a save or load, which separate serialization from storage.
+"""Hooks of torch.save and torch.load, which separate serialization from storage.
+
+A call with a file, as a path or open, outside of any other save or load is one itself (Session.file_call).
 
 In a save, `write` is the time in torch's calls that add a record to the archive, and `serialize` the rest. In torch's
 zip format the call that writes a record also computes its checksum (CRC32), so that counts as `write`. In a load,
@@ -9,12 +11,14 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from restart_trace.clock import now_ns
 from restart_trace.hooks.guard import Call, wrap
+from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
 
 _ZIP = b"PK\x03\x04"  # first bytes of torch's current format
@@ -76,61 +80,111 @@ class _TimedFile(io.FileIO):
         self._watch.bytes += num_bytes
 
 
+class _TimedReads:
+    """An open file with timed reads."""
+
+    def __init__(self, file: Any, watch: _Watch) -> None:
+        self._file = file
+        self._watch = watch
+        if hasattr(file, "readinto"):  # torch prefers it where there is one
+            self.readinto = self._readinto
+
+    def read(self, *args: Any) -> Any:
+        start = now_ns()
+        content = self._file.read(*args)
+        self._count(start, len(content))
+        return content
+
+    def _readinto(self, buffer: Any) -> Any:
+        start = now_ns()
+        count = self._file.readinto(buffer)
+        self._count(start, count or 0)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _count(self, start_ns: int, num_bytes: int) -> None:
+        self._watch.total_ns += now_ns() - start_ns
+        self._watch.bytes += num_bytes
+
+
 class Serialization:
-    """Hooks of torch.save and torch.load, active within a save or load."""
+    """Hooks of torch.save and torch.load."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._writing: _Watch | None = None  # while torch.save runs
+        self._of_thread = threading.local()  # `writing`: the watch of torch.save, while that runs
 
     @contextmanager
     def save(self, call: Call) -> Iterator[None]:
         """Around torch.save."""
-        running = self._session.running()
-        path = call.arguments()["f"] if running is not None else None
-        if running is None or running.opaque or not isinstance(path, (str, os.PathLike)):
-            yield
-            return
-        archive = call.arguments()["_use_new_zipfile_serialization"]
-        if not archive:  # the format before torch 1.6, written by one call
-            with running.engine_call(path):
+        arguments = call.arguments()
+        target = arguments["f"]
+        path = path_of(target)
+        with self._session.file_call("save", "torch.save", path) as running:
+            if running is None or running.opaque:
                 yield
-            return
-        watch = self._writing = _Watch()
+            elif not arguments["_use_new_zipfile_serialization"]:  # the format before torch 1.6, written by one call
+                with running.engine_call(path):
+                    yield
+            else:
+                with self._save(running, target, path):
+                    yield
+
+    @contextmanager
+    def _save(self, running: Running, target: Any, path: str | None) -> Iterator[None]:
+        """Around torch.save, which writes its archive to `target`; `path`: None if that is in memory."""
+        begin = _position(target)
+        watch = self._of_thread.writing = _Watch()
         with running.apart() as start:
             try:
                 yield
             finally:
-                self._writing = None
+                self._of_thread.writing = None
             end = now_ns()
-            file, size = running.name_of(path), os.path.getsize(path)
-            add = running.operation.add
-            add("serialize", None, start, end, duration_ns=end - start - watch.total_ns, file=file)
-            add("flush", "write", start, end, duration_ns=watch.total_ns, file=file, num_bytes=size)
-            running.count(size)
+            if path is None:
+                running.add("serialize", None, start, end)
+                return
+            file, size = running.name_of(path), _written(target, begin)
+            running.add("serialize", None, start, end, duration_ns=end - start - watch.total_ns, file=file)
+            running.add("flush", "write", start, end, duration_ns=watch.total_ns, file=file, num_bytes=size)
+            if size is not None:
+                running.count(size, path)
 
     @contextmanager
     def open_writer(self, call: Call) -> Iterator[None]:
         """Around torch's function that opens the archive that torch.save writes."""
         yield
-        if self._writing is not None:
-            call.result.file_like = _TimedArchive(call.result.file_like, self._writing)
+        writing = getattr(self._of_thread, "writing", None)
+        if writing is not None:
+            call.result.file_like = _TimedArchive(call.result.file_like, writing)
 
     @contextmanager
     def load(self, call: Call) -> Iterator[None]:
         """Around torch.load."""
-        running = self._session.running()
-        arguments = call.arguments() if running is not None else {}
-        path = arguments.get("f")
-        if running is None or running.opaque or not isinstance(path, (str, os.PathLike)):
-            yield
-            return
-        if _is_mapped(arguments["mmap"]) or not _is_archive(path):
-            with running.engine_call(path):
+        arguments = call.arguments()
+        source = arguments["f"]
+        path = path_of(source)
+        with self._session.file_call("load", "torch.load", path) as running:
+            if running is None or running.opaque or path is None:
                 yield
-            return
+            elif _is_path(source) and (_is_mapped(arguments["mmap"]) or not _is_archive(path)):
+                with running.engine_call(path):
+                    yield
+            else:
+                with self._load(running, call, source, path):
+                    yield
+
+    @contextmanager
+    def _load(self, running: Running, call: Call, source: Any, path: str) -> Iterator[None]:
+        """Around torch.load of the archive `source`, which is given to it as a file with timed reads."""
         watch = _Watch()
-        with running.apart() as start, io.BufferedReader(_TimedFile(path, watch)) as file:
+        with running.apart() as start, ExitStack() as stack:
+            if _is_path(source):
+                file: Any = stack.enter_context(io.BufferedReader(_TimedFile(path, watch)))
+            else:
+                file = _TimedReads(source, watch)
             given = dict(call.kwargs)
             if "f" in given:
                 call.kwargs = given | {"f": file}
@@ -138,10 +192,10 @@ class Serialization:
                 call.args = (file, *call.args[1:])
             yield
             end = now_ns()
-            name, add = running.name_of(path), running.operation.add
-            add("load", "read", start, end, duration_ns=watch.total_ns, file=name, num_bytes=watch.bytes)
-            add("load", "deserialize", start, end, duration_ns=end - start - watch.total_ns, file=name)
-            running.count(watch.bytes)
+            name = running.name_of(path)
+            running.add("load", "read", start, end, duration_ns=watch.total_ns, file=name, num_bytes=watch.bytes)
+            running.add("load", "deserialize", start, end, duration_ns=end - start - watch.total_ns, file=name)
+            running.count(watch.bytes, path)
 
     @contextmanager
     def fsync(self, call: Call) -> Iterator[None]:
@@ -152,6 +206,36 @@ class Serialization:
             return
         with running.phase("flush", "fsync"):
             yield
+
+
+def path_of(file: Any) -> str | None:
+    """The path of what torch.save or torch.load was given: a path or an open file; None for memory and pipes."""
+    if _is_path(file):
+        return os.fspath(file)
+    name = getattr(file, "name", None)
+    return name if isinstance(name, str) else None
+
+
+def _is_path(file: Any) -> bool:
+    return isinstance(file, (str, os.PathLike))
+
+
+def _position(file: Any) -> int | None:
+    """Where an open file is written next; None for a path, and for a file that does not tell."""
+    if _is_path(file):
+        return None
+    try:
+        return int(file.tell())
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _written(file: Any, begin: int | None) -> int | None:
+    """Bytes that were written to a file; `begin`: its position before. None if that cannot be told."""
+    if _is_path(file):
+        return os.path.getsize(file)
+    end = _position(file)
+    return None if begin is None or end is None else end - begin
 
 
 def _is_mapped(mmap: bool | None) -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from restart_trace.hooks.running import Running
 from restart_trace.hooks.timeline import Timeline
 from restart_trace.mounts import storage_fields
 from restart_trace.process import RankIdentity, rank_fields
-from restart_trace.recorder import Recorder
-from restart_trace.schema import RANK_FILE_PATTERN
+from restart_trace.recorder import Recorder, given
+from restart_trace.schema import COUNT, RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
 
@@ -42,14 +43,19 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """State that the hooks share. Only the thread that installed them is traced, which is the one that trains."""
+    """State that the hooks share. The thread that installed them is the one that trains; others save or load beside it.
+
+    A save or load of another thread is in the background: its spans are not blocking.
+    """
 
     def __init__(self, trace_dir: Path, installed_ns: int) -> None:
         self.trace_dir = trace_dir
         self.recorder: Recorder | None = None  # once this process is known to be a rank
         self.startup: Startup | None = None
         self._starting: Timeline | None = None  # timeline of the start-up
-        self._running: Running | None = None  # the save or load in progress
+        self._of_thread = threading.local()  # `running`: the save or load in progress
+        self._idle: tuple[Running, int] | None = None  # an inferred one that may go on, and since when it waits (ns)
+        self._step: int | None = None  # newest step of the run
         self._installed_ns = installed_ns
         self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
@@ -98,6 +104,8 @@ class Session:
         for start_ns, end_ns in self._imports:
             self._starting.interrupted("imports", start_ns, end_ns)
         atexit.register(self.recorder.close)
+        atexit.register(self.end_inferred)  # runs before the one above
+        Finalize(self, self.end_inferred, exitpriority=0)  # for processes of multiprocessing, which end without atexit
 
     def imported(self, start_ns: int, end_ns: int) -> None:
         """Record an import by the program, including the imports that it caused.
@@ -110,7 +118,7 @@ class Session:
             self._imports.append((start_ns, end_ns))
             return
         starting = self._start_up()
-        if starting is not None and self._running is None:
+        if starting is not None and self.running() is None:
             starting.interrupted("imports", start_ns, end_ns)
 
     def record_coordinates(self, place: Mapping[str, Any] | None) -> None:
@@ -122,14 +130,14 @@ class Session:
         """Add fields to the runtime record, and write it again. The last record counts."""
         self._record("runtime", {**self._recorded.get("runtime", {}), **found})
 
-    def record_directory(self, kind: str, directory: str, engine_used: str) -> None:
-        """Record the directory of checkpoints for `kind` ("save" or "load") when it is first used.
+    def record_directory(self, kind: str, directory: str, engine_used: str | None) -> None:
+        """Record the directory of checkpoints for `kind` ("save" or "load") when it is first used, and the engine.
 
         Directories with the same parent count as one, since some trainers use a new directory for each checkpoint.
         """
         recorded = self._recorded.get("runtime", {}).get(f"{kind}_dir")
         if recorded is None or os.path.dirname(recorded) != os.path.dirname(directory):
-            self.record_runtime({"engine_used": engine_used} | storage_fields(kind, directory))
+            self.record_runtime(given({"engine_used": engine_used}) | storage_fields(kind, directory))
 
     def _record(self, record_type: str, fields: Mapping[str, Any]) -> None:
         if self.recorder is not None and self._recorded.get(record_type) != fields:
@@ -143,27 +151,73 @@ class Session:
 
     def running(self) -> Running | None:
         """The save or load in progress on this thread."""
-        return self._running if self._is_mine() else None
+        return getattr(self._of_thread, "running", None)
 
     def phase(self, phase: str, detail: str | None = None) -> AbstractContextManager[Any]:
         """The body is this phase of the save or load in progress on this thread, if there is one."""
         running = self.running()
         return nullcontext() if running is None else running.phase(phase, detail)
 
-    def begin(self, kind: str) -> Running | None:
+    def begin(self, kind: str, *, inferred: bool = False) -> Running | None:
         """Begin a save or load on this thread; None if nothing is traced, or it is a part of one in progress."""
-        if self.recorder is None or self._running is not None or not self._is_mine():
+        if self.recorder is None or self.running() is not None:
             return None
-        self._running = Running(self.recorder.begin(kind), kind)
-        return self._running
+        if self._is_mine():
+            self.end_inferred()
+        operation = self.recorder.begin(kind, step=self._step if kind == "save" else None, inferred=inferred)
+        running = self._of_thread.running = Running(operation, kind, blocking=self._is_mine())
+        return running
 
     def resume(self, running: Running) -> bool:
-        """Continue a save that this thread left open; False if another operation is in progress."""
-        if self._running is not None or not self._is_mine():
+        """Continue a save that a thread left open, on this thread; False if another operation is in progress."""
+        if self.running() is not None:
             return False
-        self._running = running
+        self._of_thread.running = running
+        running.blocking = self._is_mine()
         running.skip()
         return True
+
+    @contextmanager
+    def file_call(self, kind: str, function: str, path: str | None) -> Iterator[Running | None]:
+        """The body is a call of `function` that saves or loads the file at `path` (None: no file, but memory).
+
+        Outside of any save or load it is one itself, which is inferred. Calls that follow before training computes
+        again belong to it, unless they concern the same file; on a thread beside training each is one.
+        """
+        running = self.running()
+        if running is not None or path is None or self.recorder is None or hasattr(self._of_thread, "untraced"):
+            yield running
+            return
+        idle = self._idle[0] if self._idle and self._is_mine() else None
+        if idle is not None and idle.kind == kind and os.path.abspath(path) not in idle.files and self.resume(idle):
+            self._idle = None
+            running = idle
+        else:
+            running = self.begin(kind, inferred=True)
+            assert running is not None
+            running.operation.label(tag=os.path.basename(path), engine=function)
+            engine = function if kind == "save" else None  # what a job saves with is its engine
+            self.record_directory(kind, os.path.dirname(os.path.abspath(path)), engine)
+        running.unfinished = self._is_mine()
+        with self.until_end(running):
+            yield running
+        if running.unfinished:
+            self._idle = running, now_ns()
+
+    @contextmanager
+    def not_traced(self) -> Iterator[None]:
+        """What this thread does in the body is a part of another thread's traced call."""
+        self._of_thread.untraced = True
+        try:
+            yield
+        finally:
+            del self._of_thread.untraced
+
+    def end_inferred(self) -> None:
+        """End the inferred save or load of the training thread, if there is one: what follows is no part of it."""
+        if self._idle is not None:
+            (running, since_ns), self._idle = self._idle, None
+            running.operation.end(at_ns=since_ns)
 
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:
@@ -175,15 +229,31 @@ class Session:
             error = f"{type(exc).__name__}: {exc}"
             raise
         finally:
-            self._running = None
+            self._of_thread.running = None
             if error or not running.unfinished:
                 running.operation.end(error)
 
-    def iteration(self, step: int, first_ns: int, start_ns: int, end_ns: int) -> None:
-        """Record iteration `step`, which ran from start_ns to end_ns; training began at first_ns."""
+    def iteration(self, step: int, source: str, first_ns: int, start_ns: int, end_ns: int) -> None:
+        """Record iteration `step`, numbered by `source`, from start_ns to end_ns; training began at first_ns."""
         if self.recorder is not None and self.startup is not None:
+            self.record_runtime({"step_source": source})
+            self._step = None if source == COUNT else step
             self.recorder.iteration(step, start_ns, end_ns)
-            self.startup.iteration_done(step, first_ns, end_ns)
+            self.startup.iteration_done(step, first_ns, end_ns, numbered=source != COUNT)
+
+    def data_skip(self, start_ns: int, end_ns: int, batches: int) -> None:
+        """Record that the data loader was iterated over `batches` batches before the first step."""
+        starting = self._start_up()
+        if starting is not None:
+            starting.operation.add("data_skip", None, start_ns, end_ns, batches=batches)
+
+    def is_starting(self) -> bool:
+        """Whether this thread trains, and has made no step yet."""
+        return self._start_up() is not None
+
+    def is_training_thread(self) -> bool:
+        """Whether this is the thread that trains, in a process that is traced."""
+        return self.recorder is not None and self._is_mine()
 
     def _start_up(self) -> Timeline | None:
         in_progress = self.startup is not None and self.startup.operation is not None and self._is_mine()
@@ -196,7 +266,8 @@ class Session:
         """In a forked child: it becomes a rank itself if a launcher forked it; otherwise nothing is recorded."""
         if self.recorder is not None or "RANK" in os.environ:
             os.environ.setdefault(_RANK_PID_VARIABLE, "0")
-        self.recorder = self.startup = self._starting = self._running = None
+        self.recorder = self.startup = self._starting = self._idle = self._step = None
+        self._of_thread = threading.local()
         self._imports, self._recorded = [], {}
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 

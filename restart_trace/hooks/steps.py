@@ -1,56 +1,180 @@
-"""Hooks of the steps of DeepSpeed's engines: when training begins, and when each iteration ends."""
+"""Training steps: when training begins, and when each iteration ends.
+
+DeepSpeed's engines tell it, or the program by `restart_trace.hooks.step`; in any other job torch's optimizers do. An
+iteration begins with the first batch that is requested for it, or else with its first forward or backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from restart_trace.clock import now_ns
-from restart_trace.hooks.guard import Call, wrap
+from restart_trace.hooks.guard import Call, Hook, wrap
 from restart_trace.hooks.session import Session
+from restart_trace.schema import COUNT, ENGINE, OPTIMIZER, PROGRAM, TRAINER
 
 
 class Steps:
-    """The iterations of one process. Each lasts from its first forward pass to the end of the optimizer's step."""
+    """The iterations of one process."""
 
     def __init__(self, session: Session) -> None:
+        self.number_of: Callable[[], int] | None = None  # a trainer's number of the step that is under way
         self._session = session
+        self._told_by = OPTIMIZER  # who ends iterations
         self._first_ns = 0  # begin of training
-        self._begun_ns = 0  # begin of the current iteration; 0 between two
+        self._begun_ns = 0  # begin of the current iteration; 0: not seen yet
+        self._ended_ns = 0  # end of the previous one
+        self._loader = 0  # data loader iterator of the latest batch
+        self._batches: list[int] = []  # begins of its requests since the previous iteration; in the start-up of all
+        self._optimizer: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it exists
+        self._count = 0
+
+    def begin(self) -> None:
+        """The training thread begins to compute: the first call of an iteration counts."""
+        if self._begun_ns or not self._session.is_training_thread() or self._session.running() is not None:
+            return
+        self._session.end_inferred()
+        starting = self._session.is_starting()
+        requested, self._batches = self._batches, []
+        if starting and len(requested) > 1:
+            self._session.data_skip(requested[0], requested[-1], len(requested) - 1)
+        self._begun_ns = (requested[-1] if starting else requested[0]) if requested else now_ns()
+        self._first_ns = self._first_ns or self._begun_ns
+
+    def end(self, step: int, source: str) -> None:
+        """Iteration `step` has ended."""
+        start_ns = self._begun_ns or self._ended_ns
+        self._ended_ns, self._begun_ns, self._batches = now_ns(), 0, []
+        if start_ns:  # else nothing says when it began
+            self._session.iteration(step, source, self._first_ns or start_ns, start_ns, self._ended_ns)
+
+    def told(self, step: int) -> None:
+        """The program says that it has finished `step`."""
+        self._told_by = PROGRAM
+        if self._session.is_training_thread():
+            self.end(step, PROGRAM)
 
     @contextmanager
     def forward(self, call: Call) -> Iterator[None]:
-        """Around a forward pass; those of an evaluation do not count."""
+        """Around the forward pass of a module; those of an evaluation do not count."""
         if call.args[0].training:
-            self._begin()
+            self.begin()
         yield
 
     @contextmanager
-    def step(self, call: Call) -> Iterator[None]:
+    def backward(self, call: Call) -> Iterator[None]:
+        """Around a backward pass."""
+        self.begin()
+        yield
+
+    @contextmanager
+    def batch(self, call: Call) -> Iterator[None]:
+        """Around a request of a batch. Those of another data loader, such as an evaluation's, do not count."""
+        if self._session.is_training_thread() and not self._begun_ns:
+            if id(call.args[0]) != self._loader:
+                self._loader, self._batches = id(call.args[0]), []
+            self._batches.append(now_ns())
+        yield
+
+    @contextmanager
+    def optimizer_step(self, call: Call) -> Iterator[None]:
+        """Around the end of a step of a torch optimizer. Of several optimizers the first counts while it exists."""
+        yield
+        optimizer = call.args[0]
+        if self._told_by != OPTIMIZER or not self._session.is_training_thread():
+            return
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return
+        self._count += 1
+        self.end(*self._number(optimizer))
+
+    def _number(self, optimizer: Any) -> tuple[int, str]:
+        if self.number_of is not None:
+            return self.number_of(), TRAINER
+        number = _number_in_state(optimizer)
+        return (self._count, COUNT) if number is None else (number, OPTIMIZER)
+
+    @contextmanager
+    def engine_step(self, call: Call) -> Iterator[None]:
         """Around a call that may update the weights; with gradient accumulation most calls do not."""
         engine = call.args[0]
+        self._told_by = ENGINE
         before = engine.global_steps
         yield
         if self._begun_ns and engine.global_steps != before:
-            self._session.iteration(engine.global_steps, self._first_ns, self._begun_ns, now_ns())
-            self._begun_ns = 0
+            self.end(engine.global_steps, ENGINE)
 
     @contextmanager
     def train_batch(self, call: Call) -> Iterator[None]:
         """Around one iteration of a PipelineEngine."""
-        self._begin()
-        with self.step(call):
+        self.begin()
+        with self.engine_step(call):
             yield
 
-    def _begin(self) -> None:
-        self._begun_ns = self._begun_ns or now_ns()
-        self._first_ns = self._first_ns or self._begun_ns
+
+def _number_in_state(optimizer: Any) -> int | None:
+    """The number of steps in the optimizer's state, which a checkpoint restores; None if it holds none on the host."""
+    state = next(iter(optimizer.state.values()), None)
+    number = state.get("step") if isinstance(state, dict) else None
+    device = getattr(number, "device", None)
+    if number is None or (device is not None and device.type != "cpu"):  # reading it would wait for the device
+        return None
+    return int(number)
 
 
-def hook(session: Session, deepspeed: ModuleType) -> None:
+def hook_engines(steps: Steps, deepspeed: ModuleType) -> None:
     """Hook the engines of deepspeed."""
-    steps = Steps(session)
     wrap(deepspeed.DeepSpeedEngine, "forward", steps.forward)
-    wrap(deepspeed.DeepSpeedEngine, "step", steps.step)
+    wrap(deepspeed.DeepSpeedEngine, "step", steps.engine_step)
     wrap(deepspeed.PipelineEngine, "train_batch", steps.train_batch)
+
+
+def hook_optimizers(steps: Steps, module: ModuleType) -> None:
+    """Hook torch.optim.optimizer: the steps of all optimizers."""
+    hook = Hook("torch.optim.Optimizer.step", steps.optimizer_step)
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not hook.off:
+            hook.leave(hook.enter(Call(_no_signature, (optimizer,), {})), None)
+
+    module.register_optimizer_step_post_hook(stepped)
+
+
+def hook_backward(steps: Steps, module: ModuleType) -> None:
+    """Hook torch.autograd."""
+    wrap(module, "backward", steps.backward)
+
+
+def hook_data(steps: Steps, module: ModuleType) -> None:
+    """Hook torch.utils.data.dataloader."""
+    wrap(module._BaseDataLoaderIter, "__next__", steps.batch)
+
+
+def hook_ddp(steps: Steps, module: ModuleType) -> None:
+    """Hook torch.nn.parallel.distributed."""
+    wrap(module.DistributedDataParallel, "forward", steps.forward)
+
+
+def hook_transformers(steps: Steps, module: ModuleType) -> None:
+    """Hook transformers.trainer: while a Trainer trains, its global_step numbers the steps."""
+
+    @contextmanager
+    def train(call: Call) -> Iterator[None]:
+        trainer = call.args[0]
+        steps.number_of = lambda: trainer.state.global_step + 1  # raised after the optimizer's step
+        try:
+            yield
+        finally:
+            steps.number_of = None
+
+    wrap(module.Trainer, "train", train)
+
+
+def _no_signature() -> Any:
+    raise AssertionError("an optimizer's step has no arguments that a hook looks at")

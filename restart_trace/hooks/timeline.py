@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -26,8 +27,10 @@ class Piece:
 class Timeline:
     """Cuts the time of a thread in `operation` into spans."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Operation, *, blocking: bool = True) -> None:
+        """`blocking`: whether training waits for this thread."""
         self.operation = operation
+        self.blocking = blocking
         self._open: list[Piece] = []
         self._since_ns = operation.start_ns
 
@@ -77,7 +80,7 @@ class Timeline:
         start_ns = max(start_ns, self._since_ns)  # phases within it are already recorded
         if end_ns > start_ns:
             self._cut(at_ns=start_ns)
-            self.operation.add(phase, None, start_ns, end_ns)
+            self.add(phase, None, start_ns, end_ns)
             self._since_ns = end_ns
 
     def skip(self) -> None:
@@ -89,8 +92,12 @@ class Timeline:
         now = at_ns or now_ns()
         innermost = self._open[-1] if self._open else None
         if innermost is not None:
-            self.operation.add(
+            self.add(
                 innermost.phase, innermost.detail, self._since_ns, now, file=innermost.file,
                 num_bytes=innermost.bytes if innermost is last else None, error=error,
             )  # fmt: skip
         self._since_ns = now
+
+    def add(self, phase: str, detail: str | None, start_ns: int, end_ns: int, **fields: Any) -> None:
+        """Record a span that the caller has measured; `fields` as in Operation.add."""
+        self.operation.add(phase, detail, start_ns, end_ns, blocking=self.blocking, **fields)

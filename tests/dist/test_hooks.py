@@ -30,7 +30,7 @@ RANKS = 2
 CLIENTS = {
     "ordinary": (["plain_deepspeed.py", "ordinary", "2"], 1, 1),
     "pipeline": (["plain_deepspeed.py", "pipeline", "2"], 1, 1),
-    "trainer": (["hf_trainer.py", "2"], 2, 1),
+    "trainer": (["hf_trainer.py", "2"], 2, 2),  # the states of its random generators are a load by themselves
     "accelerate": (["accelerate_loop.py", "2"], 1, 1),
 }
 

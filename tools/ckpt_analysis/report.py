@@ -12,20 +12,14 @@ from .common.problems import NOTE, Problem, by_severity
 from .findings import Evidence, Finding, find
 from .ingest.load import Trace
 from .metrics.budget import Budget, make_budget
-from .metrics.checks import (
-    COVERAGE_OF_HOOKS,
-    COVERAGE_PROMISED,
-    check_events,
-    check_losses,
-    check_operations,
-    check_results,
-)
+from .metrics.checks import COVERAGE_PROMISED, check_events, check_losses, check_operations, check_results
 from .metrics.device_copies import device_copies
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
 from .metrics.results import OperationStats, StartStats, TargetResult
 from .metrics.starts import measure_starts, start_times
+from .metrics.steps_seen import check_steps, steps_seen
 from .metrics.store_traffic import store_traffic
 from .metrics.tiers import replications, tier_reads
 from .model.frame import Frames, make_frames, no_frames
@@ -153,9 +147,11 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     times, of_starts = rank_times(frames, trace.measured), start_times(frames)
     saves = measure(frames, "save", times["save"], per_rank=per_rank)
     loads = measure(frames, "load", times["load"], per_rank=per_rank)
-    starts = measure_starts(frames, of_starts, per_rank=per_rank)
-    promised = COVERAGE_PROMISED if is_ours(trace.ranks) else COVERAGE_OF_HOOKS
-    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts, promised)
+    seen = steps_seen(trace.ranks, frames)
+    starts = measure_starts(frames, of_starts, seen, per_rank=per_rank)
+    promised = COVERAGE_PROMISED if is_ours(trace.ranks) else None
+    problems += check_operations(frames, seen.blind) + check_events(frames) + check_steps(seen)
+    problems += check_results(saves, loads, starts, promised)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(times["save"], times["load"], of_starts), probe_values(frames)
     hosts = pl.DataFrame(
@@ -193,6 +189,6 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),
         storage=describe_storage(frames.runtimes),
-        budget=make_budget(frames, starts, of_starts, times["save"].totals),
+        budget=make_budget(frames, starts, of_starts, times["save"].totals) if seen.make_a_budget else None,
     )
     return Analysis(report, frames, tables, hosts, probes)

@@ -31,6 +31,8 @@ KINDS: dict[str, str] = {
     "bytes_disagree": ERROR,
     "losses_differ": WARNING,
     "low_coverage": WARNING,
+    "steps_not_observed": WARNING,
+    "steps_not_numbered": WARNING,
     "clock_step": WARNING,
     "clock_offset": WARNING,
     "several_clocks": NOTE,

@@ -55,10 +55,10 @@ class TargetResult:
     values: int
 
     @property
-    def met(self) -> bool:
-        """Whether every value is within the limit; a number that was not recorded has not met it."""
+    def met(self) -> bool | None:
+        """Whether every value is within the limit; None if there is no value."""
         if self.worst is None:
-            return False
+            return None
         return self.worst <= self.limit if self.upper else self.worst >= self.limit
 
 
@@ -161,6 +161,7 @@ class StartStats(Stats):
     """The start of one cycle: the first launch of the run, or a restart."""
 
     is_restart: bool
+    steps_observed: bool = True  # False: nothing in the trace would tell of a step if there was one
     caught_up_s: float | None = None
     resumed_step: int | None = None
     reached_step: int | None = None

@@ -15,6 +15,7 @@ from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
 from .rank_totals import join_totals, own_time, rank_busy, stats_over_ranks
 from .results import StartStats
+from .steps_seen import StepsSeen
 from .volumes import Volumes, volume_parts, volumes
 
 
@@ -63,7 +64,7 @@ def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
     return volumes(parts, parts) | inside
 
 
-def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list[StartStats]:
+def measure_starts(frames: Frames, times: StartTimes, steps: StepsSeen, *, per_rank: bool) -> list[StartStats]:
     """Statistics of the start of every cycle that recorded one, in order."""
     startups = times.startups
     over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, "startup", per_rank=per_rank)
@@ -71,22 +72,23 @@ def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         loads = times.loads.filter(pl.col("startup") == group)
-        around = _circumstances(frames, mine, loads, times.last_records)
+        around = _circumstances(frames, mine, loads, times.last_records, steps)
         results.append(StartStats(**over_ranks[group], **around))
     return results
 
 
 def _circumstances(
-    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_records: dict[int, int]
+    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_records: dict[int, int], steps: StepsSeen
 ) -> dict[str, Any]:
     """What happened around one start: the fields of StartStats that are not statistics over ranks."""
     cycle: int = startups["cycle"][0]
     # A load that found no checkpoint also ends well.
     something = (pl.col("bytes") > 0) | (pl.col("bytes").is_null() & pl.col("tag").is_not_null())
     loaded = loads.filter((pl.col("outcome") == "ok") & something)
-    is_restart = cycle > 0 or not loaded.is_empty()
-    resumed = _resumed_step(frames, loaded, cycle)
-    reached = reached_step(frames.iterations, cycle)
+    # Weights that torch.load reads at a start need not be of this run.
+    is_restart = cycle > 0 or not loaded.filter(~pl.col("inferred")).is_empty()
+    resumed = _resumed_step(frames, loaded, cycle) if steps.numbered else None
+    reached = reached_step(frames.iterations, cycle) if steps.numbered else None
     lost_steps = lost_s = None
     if is_restart and resumed is not None and reached is not None:
         lost_steps = max(0, reached - resumed)
@@ -101,6 +103,7 @@ def _circumstances(
         "ranks": startups.height,
         "finished_ranks": startups["end_ns"].count(),
         "is_restart": is_restart,
+        "steps_observed": cycle not in steps.blind,
         "resumed_step": resumed,
         "reached_step": reached,
         "lost_steps": lost_steps,

@@ -71,7 +71,7 @@ def describe_cycles(trace: Trace, frames: Frames) -> tuple[list[CycleInfo], list
 
 
 def _engines_used(frames: Frames) -> dict[int, list[str]]:
-    pairs = frames.runtimes.select("cycle", "engine_used").unique().sort("cycle", "engine_used")
+    pairs = frames.runtimes.select("cycle", "engine_used").drop_nulls().unique().sort("cycle", "engine_used")
     engines: dict[int, list[str]] = {}
     for cycle, engine in pairs.iter_rows():
         engines.setdefault(cycle, []).append(engine)

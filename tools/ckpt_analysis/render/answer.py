@@ -5,10 +5,11 @@ from __future__ import annotations
 from ...common.formatting import digits_for, percent, plural, rate, seconds, size
 from ..metrics.budget import Budget
 from ..metrics.phases import AFTERWARDS
-from ..metrics.results import OperationStats, PhaseStats, StartStats
+from ..metrics.results import OperationStats, StartStats, Stats
 from ..report import Report
 
 _NAMED_PHASES = 3
+_WORTH_NAMING = 0.05  # share of an operation: less unattributed time is not named
 _WORDS = {
     "launching": "launching",
     "restarting": "restarting",
@@ -52,7 +53,7 @@ def _start(start: StartStats) -> list[str]:
     what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
     first = start.wall
     if first is None:
-        return [f"{what} did not reach its first step."]
+        return [f"{what} {no_first_step(start)}."]
     if start.restart_s is not None:
         lead = f"{what} took {seconds(start.restart_s)} s from the failure to the end of its first step"
         if start.failure and start.failure.relaunched_s is not None:
@@ -61,12 +62,17 @@ def _start(start: StartStats) -> list[str]:
     else:
         last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
         sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
-    where = _largest(start.phases, first.max_s)
+    where = _largest(start, first.max_s)
     if where:
         sentences.append(
             f"Of the {seconds(first.max_s)} s from process start on critical rank {start.critical_rank}, {where}."
         )
     return sentences + _lost(start)
+
+
+def no_first_step(start: StartStats) -> str:
+    """What is known of a start without an end."""
+    return "did not reach its first step" if start.steps_observed else "has no observed training step"
 
 
 def _lost(start: StartStats) -> list[str]:
@@ -108,22 +114,25 @@ def _save(saves: list[OperationStats]) -> list[str]:
     if last.drain_s is not None:
         waited = seconds(last.drain_s, digits)
         sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
-    where = _largest(last.phases, last.wall.max_s)
+    where = _largest(last, last.wall.max_s)
     return sentences + ([f"On its critical rank, {last.critical_rank}, {where}."] if where else [])
 
 
 def _load(load: OperationStats) -> list[str]:
     if load.wall is None:
         return []
-    where = _largest(load.phases, load.wall.max_s)
+    where = _largest(load, load.wall.max_s)
     took = seconds(load.wall.max_s, digits_for(load.wall.max_s))
     text = f"The load of {load.tag or 'nothing'} took {took} s"
     return [f"{text}; on its critical rank, {load.critical_rank}, {where}." if where else f"{text}."]
 
 
-def _largest(phases: list[PhaseStats], wall_s: float) -> str:
-    """Where the critical rank's time went: its largest phases with their shares."""
-    timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in phases if phase.name not in AFTERWARDS]
+def _largest(stats: Stats, wall_s: float) -> str:
+    """Where the critical rank's time went: its largest phases with their shares, and what no phase accounts for."""
+    timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in stats.phases if phase.name not in AFTERWARDS]
+    rest = (stats.unattributed.at_critical_s if stats.unattributed else None) or 0.0
+    if rest >= _WORTH_NAMING * wall_s:
+        timed.append((rest, "work outside all phases"))
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:
         return ""

@@ -38,7 +38,9 @@ def _first_step(report: Report) -> HeadlineNumber:
     title, figure = "Time to first step", "waterfall"
     starts = [start for start in (report.restarts or report.first_launches) if start.wall]
     if not starts:
-        return HeadlineNumber(title, NOT_RECORDED, "no start reached its first step", figure)
+        blind = any(not start.steps_observed for start in report.starts)
+        note = "no training step was observed" if blind else "no start reached its first step"
+        return HeadlineNumber(title, NOT_RECORDED, note, figure)
     start = starts[-1]
     took_s = start.wall.max_s if start.wall else 0.0
     note = f"{name_of(start)}, from process start"

@@ -8,8 +8,8 @@ from ..metrics.results import TargetResult
 
 
 def verdict(target: TargetResult) -> str:
-    """met, or MISSED with the reason."""
-    return "met" if target.met else "MISSED: not recorded" if target.worst is None else "MISSED"
+    """met, MISSED or not observed."""
+    return "not observed" if target.met is None else "met" if target.met else "MISSED"
 
 
 def _limit(target: TargetResult) -> str:

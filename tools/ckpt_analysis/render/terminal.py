@@ -18,7 +18,7 @@ from ..metrics.store_traffic import StoreTraffic
 from ..metrics.tiers import Replication, TierRead
 from ..model.run_info import CycleInfo
 from ..report import Report
-from .answer import answer, goodput_sentence
+from .answer import answer, goodput_sentence, no_first_step
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 from .storage import storage_text
 from .targets import COLUMNS as TARGETS
@@ -136,7 +136,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all:
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
     if first is None:
-        lines.append("  did not reach its first step")
+        lines.append(f"  {no_first_step(start)}")
     else:
         caught_up = "" if start.caught_up_s is None else f", caught up after {seconds(start.caught_up_s)} s"
         lines.append(f"  process start to first step {seconds(first.max_s)} s{_on_critical_rank(start)}{caught_up}")

@@ -43,7 +43,7 @@ def test_met_and_missed_in_the_terminal_and_the_exit_status(
 def test_what_was_not_recorded_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path, Options(supervisor=False))
     assert main(["summary", "--format", "markdown", str(tmp_path), *targets("restart_s=60")]) == 1
-    assert "| restart_s | at most 60 s | - | 0 | MISSED: not recorded |" in capsys.readouterr().out
+    assert "| restart_s | at most 60 s | - | 0 | not observed |" in capsys.readouterr().out
 
 
 def test_in_json_csv_and_the_page(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
