@@ -29,12 +29,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Rule:
-    """A check for one kind of problem. `thresholds` are passed to `check`.
+    """A check for one kind of problem. `thresholds` are passed to `check`; `figure` of a run's page shows its findings.
 
     `advice` may name flags of this project; `advice_for_hooks` is for a job that was traced by hooks (None: `advice`).
     """
 
     name: str
+    figure: str
     thresholds: Thresholds
     advice: str
     advice_for_hooks: str | None

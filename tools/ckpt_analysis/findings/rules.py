@@ -15,6 +15,7 @@ from .stragglers import barrier_skew, straggling_hosts, straggling_ranks
 RULES: tuple[Rule, ...] = (
     Rule(
         "straggling_rank",
+        "ranks",
         RANK_LIMITS,
         "Look at that rank's device, its NUMA placement and the storage of its files; `ckpt-analysis "
         "timeline --ranks R` shows what it did. If it moves with the host, take the host out of the job.",
@@ -23,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "straggling_host",
+        "ranks",
         HOST_LIMITS,
         "Compare the host's storage client, network link, clock frequency and other load with its "
         "neighbours', or take it out of the job (HOSTFILE).",
@@ -32,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "barrier_skew",
+        "barriers",
         {"share": 0.5, "least_s": 0.1},
         "Speed up the rank that is waited for (see Barriers); an asynchronous engine (--checkpoint-engine "
         "lazy) moves the wait behind training.",
@@ -41,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fsync_dominates",
+        "breakdown",
         {"share": 0.5, "least_s": 0.1},
         "Write around the page cache and in the background: --checkpoint-engine lazy with --direct-io auto. "
         "(--checkpoint-durability none only hides it: a power cut then takes the checkpoint back.)",
@@ -50,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "serialization_bound",
+        "breakdown",
         {"share": 0.5, "least_s": 0.1},
         "Use an engine that does not pickle: --checkpoint-engine lazy writes and reads tensors as they are, "
         "on several threads (--io-threads).",
@@ -59,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "small_files",
+        "files",
         {"least_files": 100, "share": 0.5, "small_bytes": 1e6},
         "Use an engine with one file per rank: --checkpoint-engine lazy. `python -m tools.ckpt_plan` lists "
         "the files of a layout before there is one.",
@@ -68,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cold_imports",
+        "waterfall",
         {"share": 0.4, "least_s": 1.0},
         "Launch with `python -m megatron.launch` in torchrun's place: it imports once for all ranks of a node, and "
         "not again when it restarts them. Keep the Python environment on node-local storage or in the container "
@@ -78,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "slow_name_lookup",
+        "waterfall",
         {"least_s": 0.5},
         "No name server answers for MASTER_ADDR in good time: give its address instead of its name, or enter it in "
         "/etc/hosts of every host.",
@@ -88,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "wait_previous",
+        "throughput",
         {"share": 0.1, "least_s": 0.1},
         "Storage cannot take a checkpoint within --save-interval: save less often, raise --host-cache-size "
         "and --io-threads, or use faster storage.",
@@ -96,6 +105,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "page_cache_reads",
+        "probes",
         {"share": 0.5, "least_bytes": 1e7},
         "Read cold before you compare storage: drop the page cache or load on other hosts than those that "
         "saved; engine lazy with --direct-io on goes around it. As a restart time it stands: restarts on "
@@ -106,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "more_ranks_than_cores",
+        "ranks",
         {"ranks_per_core": 1.0},
         "Give every rank a core, or compare this run only with others of as many ranks on as many cores.",
         None,
@@ -113,6 +124,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "copies_missing",
+        "throughput",
         {},
         "Look at the host that the evidence names and the network to it; a longer --peer-timeout helps where it is "
         "only slow. Until there are copies again, a lost host sends all ranks back to an older save, or to storage.",
@@ -121,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "copies_late",
+        "throughput",
         {"share": 0.1, "least_saves": 2},
         "Save less often (--save-interval), so that copies have more steps to go in, or give copies a network of their "
         "own; --replication-traffic naive sends them as soon as a save is there.",
@@ -129,6 +142,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "read_from_storage",
+        "throughput",
         {},
         "Keep more copies (--replicas), apart from each other (--failure-domain), or write to storage more often "
         "(--persist-interval), so that less is lost. A launch that was started anew has no save in memory.",
@@ -137,6 +151,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "copies_rejected",
+        "throughput",
         {},
         "A copy that was altered in memory: test the memory of the host that the evidence names, and take it out of "
         "the job if it happens again. One that did not answer: look at that host and the network to it.",
@@ -145,6 +160,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "repeated_error",
+        "budget",
         {"cycles": 2},
         "A restart does not help: look at the data of that iteration, and at the checkpoint that it was reached from. "
         "--on-repeated-error back goes on from the one before.",
@@ -153,6 +169,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "store_throttled",
+        "throughput",
         {"share": 0.01},
         "Ask the provider for a higher request rate, spread runs over buckets or prefixes, or make fewer requests: "
         "fewer and larger objects (--checkpoint-engine lazy has one for each rank), a longer --save-interval. "
@@ -163,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "store_small_objects",
+        "throughput",
         {"least_objects": 4, "share": 0.5, "least_s": 0.1},
         "Use an engine with one file per rank: --checkpoint-engine lazy. Objects over 8 MiB go in parts, several "
         "at once.",
@@ -171,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "store_one_connection",
+        "throughput",
         {"connections": 1.5, "least_s": 0.1},
         "If objects take one request each, use --checkpoint-engine lazy, with one object for each rank that goes in "
         "parts. If they are large, the rank itself is the limit: give it a core, and look at the speed of "

@@ -63,7 +63,7 @@ class Content:
 class Figure:
     """A figure of the report. `make` takes the RunData of a run, or the Comparison of several.
 
-    `caption` defines its metric; `terms` are definitions that it links to, `rules` those whose findings it shows.
+    `caption` defines its metric; `terms` are definitions that it links to. Rules name the figure of their findings.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Figure:
     make: Callable[[Any], Content]
     caption: str
     terms: tuple[str, ...]
-    rules: tuple[str, ...] = ()
 
 
 def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], description: str) -> Plot:

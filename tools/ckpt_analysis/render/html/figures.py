@@ -33,7 +33,6 @@ FIGURES: tuple[Figure, ...] = (
             "lost_steps",
             "lost_work_s",
         ),
-        ("cold_imports", "slow_name_lookup"),
     ),
     Figure(
         "breakdown",
@@ -45,7 +44,6 @@ FIGURES: tuple[Figure, ...] = (
         "fastest to the slowest rank, a line at the median. The rest that no phase accounts for is shown as "
         "unattributed.",
         ("critical rank", "busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
-        ("fsync_dominates", "serialization_bound"),
     ),
     Figure(
         "ranks",
@@ -57,7 +55,6 @@ FIGURES: tuple[Figure, ...] = (
         "host, or by pipeline stage, data-parallel and tensor-parallel rank. In the row of barriers a dark "
         "cell is a rank that others waited for.",
         ("busy time", "own time", "between ranks"),
-        ("straggling_rank", "straggling_host", "more_ranks_than_cores"),
     ),
     Figure(
         "timeline",
@@ -77,7 +74,6 @@ FIGURES: tuple[Figure, ...] = (
         "Files that ranks wrote (without the manifest): how many of which size, and the time that each took "
         "in write and fsync, or in reading and decoding, by the kind that its name shows.",
         ("io_GBps",),
-        ("small_files",),
     ),
     Figure(
         "throughput",
@@ -88,16 +84,6 @@ FIGURES: tuple[Figure, ...] = (
         "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
         "time; a host's are its ranks' bytes over the time of its slowest rank.",
         ("io_GBps", "blocked_GBps", "blocked_s", "between ranks"),
-        (
-            "wait_previous",
-            "copies_missing",
-            "copies_late",
-            "read_from_storage",
-            "copies_rejected",
-            "store_throttled",
-            "store_small_objects",
-            "store_one_connection",
-        ),
     ),
     Figure(
         "barriers",
@@ -106,7 +92,6 @@ FIGURES: tuple[Figure, ...] = (
         barriers.draw,
         "Time of each rank in barriers. A low bar among high ones is a rank that came late.",
         ("waiting", "skew"),
-        ("barrier_skew",),
     ),
     Figure(
         "steps",
@@ -127,6 +112,5 @@ FIGURES: tuple[Figure, ...] = (
         "read came from the page cache. With --restart-trace-probes-interval also the throughput of PCIe, "
         "NVLink and storage while the save ran.",
         ("probes", "operation"),
-        ("page_cache_reads",),
     ),
 )

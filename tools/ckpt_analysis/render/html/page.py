@@ -16,6 +16,7 @@ from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
 from ...compare.variants import Variant
 from ...compare.verdict import verdict_of
+from ...findings import RULES
 from ...metrics.results import TargetResult
 from ...report import Analysis, Report
 from ..answer import answer
@@ -166,7 +167,7 @@ def _render(
     environment.filters["marked"] = _marked
     environment.filters["unit"] = _unit
     plots = {f"plot-{f.name}-{i}": one for f, content in figures for i, one in enumerate(content.plots)}
-    sections = {rule: figure for figure, _ in figures for rule in figure.rules}
+    sections = {rule.name: figure for rule in RULES for figure, _ in figures if figure.name == rule.figure}
     used = {term for figure, _ in figures for term in figure.terms}
     if labels is None:
         labels = [

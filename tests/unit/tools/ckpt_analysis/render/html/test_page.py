@@ -103,12 +103,23 @@ def test_the_four_numbers_stand_before_folded_facts(page: Page) -> None:
 
 
 def test_findings_and_figures_link_to_each_other(page: Page) -> None:
-    assert sorted(rule for figure in FIGURES for rule in figure.rules) == sorted(rule.name for rule in RULES)
+    assert {rule.figure for rule in RULES} <= {figure.name for figure in FIGURES}
     links = [a.attributes["href"] for a in page.all("a")]
     found = [li.attributes["id"] for li in page.all("li") if "id" in li.attributes]
     assert found and found == [f"finding-{i}" for i in range(1, len(found) + 1)]
     assert sorted(link for link in links if link.startswith("#finding-")) == sorted(f"#{name}" for name in found)
     assert links.count("#ranks") == 2  # of the contents, and of the straggler
+
+
+def test_an_error_that_repeats_itself_is_shown_with_the_budget(tmp_path: Path) -> None:
+    for cycle in range(2):
+        log = RankLog(Options(), 0, cycle, 20_000 * cycle)
+        log.process()
+        log.event("failure", "training_error", "ValueError: no such token", step=7)
+        dump(file_of(tmp_path, 0, cycle), log.records)
+    text = page_of(tmp_path)
+    assert "The same error ended 2 cycles at iteration 7" in text
+    assert 'Shown in <a href="#budget">Budget</a>' in text
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
