@@ -189,6 +189,8 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         flags = [*flags, "--checkpoint-engine", arguments.engine]  # some flags are valid only for some engines
     if arguments.model is not None:
         sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
+        dp = arguments.dp or 1
+        _check_ranks(sizes[0] * sizes[1] * dp, f"TP{sizes[0]} PP{sizes[1]} DP{dp}")  # recomputation looks at each rank
         flags = ["--zero-stage", str(arguments.zero), *flags]
         recompute = arguments.recompute or ("none" if arguments.recompute_on else "auto")
         return preset_for(arguments.model, *sizes, arguments.dp, arguments.vocab_size, flags=flags, recompute=recompute)

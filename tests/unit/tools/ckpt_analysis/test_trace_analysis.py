@@ -132,6 +132,7 @@ def test_the_name_of_an_installed_package_is_the_checkouts() -> None:
     assert installed.open_trace.__module__ == "megatron_restart_tools.ckpt_analysis"
 
 
+@pytest.mark.slow
 def test_the_example_notebook_shows_what_it_holds() -> None:
     """All its cells, in a process of their own."""
     command = [sys.executable, "-m", "tests.unit.notebook_runner", str(NOTEBOOK)]

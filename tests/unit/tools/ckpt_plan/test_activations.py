@@ -77,6 +77,7 @@ class Storages(TorchDispatchMode):
         return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -24,6 +24,7 @@ def exact_p(first: list[float], second: list[float]) -> float:
     return min(1.0, 2 * min(below, above))
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(1, 6) | st.integers(1, 999), min_size=3, max_size=5),

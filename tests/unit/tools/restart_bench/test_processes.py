@@ -93,6 +93,7 @@ def test_a_drill_and_a_sweep_under_nohup_do_so_too(catch: object) -> None:
             signal.signal(signum, handler)
 
 
+@pytest.mark.slow
 def test_a_stop_while_commands_are_started_leaves_none_behind() -> None:
     """At moments at random; a command that is left holds the pipe open."""
     for stop in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) * STOPS:

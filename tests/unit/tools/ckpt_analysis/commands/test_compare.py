@@ -155,6 +155,7 @@ def test_conditions_are_read_as_they_are_written(metric: str, sign: str, ratio: 
     assert condition.ratio == pytest.approx(ratio, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 def test_any_other_text_is_refused_by_name(text: str) -> None:
