@@ -14,7 +14,7 @@ from tests.dist.harness import HANGS_S, ROOT
 from tests.dist.storage import small_disk
 from tests.dist.test_save_directory import FORK, TRAINING
 from tools.restart_drill.options import ENGINES, SOAK
-from tools.restart_drill.soak.schedule import HOST_FAULTS
+from tools.restart_drill.soak.schedule import possible_faults
 
 DISK_BYTES = 64 << 20
 RESTARTS, SAVES = 11, 80
@@ -34,7 +34,7 @@ def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     results = [json.loads((out / engine / "result.json").read_text()) for engine in ENGINES[SOAK]]
     injected = {fault for result in results for fault in result["faults"]}
-    assert injected == set(HOST_FAULTS) - ({"disk-full"} if not mounted else set())
+    assert injected == set(possible_faults(on_nodes=False, fills_disk=mounted))
     assert sum(result["restarts"] for result in results) == sum(result["verified"] for result in results) == RESTARTS
     assert sum(result["saves"] for result in results) >= SAVES and all(
         result["compared"] > result["restarts"] for result in results

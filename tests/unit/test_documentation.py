@@ -10,9 +10,9 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools.restart_drill.faults import FAULTS
+from tools.restart_drill.faults import ENDS_THE_LAUNCH, FAULTS
 from tools.restart_drill.injection_points import STAGES
-from tools.restart_drill.soak.schedule import ENDS_THE_LAUNCH, HOST_FAULTS, NODE_FAULTS, NOT_INJECTED
+from tools.restart_drill.soak.schedule import possible_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md")))
@@ -110,8 +110,10 @@ def test_what_the_soak_does_with_every_fault_is_documented() -> None:
     def those(where: str) -> set[str]:
         return {fault for faults, what in rows if where in what for fault in re.findall(r"`([\w:-]+)`", faults)}
 
-    assert (those("on one host"), those("on nodes")) == (set(HOST_FAULTS), set(NODE_FAULTS))
-    assert (those("they end the launch"), those("not injected")) == (set(ENDS_THE_LAUNCH), set(NOT_INJECTED))
+    injected = [set(possible_faults(on_nodes=on_nodes, fills_disk=True)) for on_nodes in (False, True)]
+    assert [those("on one host"), those("on nodes")] == injected
+    assert those("they end the launch") == set(ENDS_THE_LAUNCH)
+    assert those("not injected") == {name for name, fault in FAULTS.items() if fault.not_in_soaks}
 
 
 def test_the_readme_is_short_and_names_commands_that_there_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 
@@ -23,16 +24,6 @@ def _kill_all(launch: Launch) -> int:
     return launch.kill(Launch.of_ranks)
 
 
-SIGNALS: dict[str, Callable[[Launch], int]] = {
-    "sigkill-one": _last_rank(signal.SIGKILL),
-    "sigkill-all": _kill_all,
-    "sigkill-launcher": lambda launch: launch.send(signal.SIGKILL, launch.launcher()),
-    "sigkill-node": lambda launch: launch.kill(Launch.everything),
-    "sigterm": lambda launch: launch.send(signal.SIGTERM, launch.ranks()),
-    "sigstop": _last_rank(signal.SIGSTOP),
-    "exception": _last_rank(EXCEPTION_SIGNAL),
-    "device-error": _last_rank(DEVICE_ERROR_SIGNAL),
-}
 DISK_FULL = "disk-full"
 DAMAGE = ("truncate", "bitflip")  # of the newest checkpoint, once all ranks have been killed
 STOPPED = "rank-stopped"
@@ -42,8 +33,40 @@ _STORAGE = "storage-fault:"  # followed by the fault of storage_proxy.FAULTS tha
 STORAGE_FAULTS = tuple(
     _STORAGE + fault for fault in ("drop", "delay", "500", "503", "truncate", "etag", "first-byte", "rate-limit")
 )
-FAULTS = (*SIGNALS, DISK_FULL, *DAMAGE, *STORAGE_FAULTS, *ON_NODES)
+HOST, NODES = "host", "nodes"
 
+
+@dataclass(frozen=True)
+class Fault:
+    """`send`: injects a fault that is a signal. `soaks`: those that inject it, on one HOST or on several NODES.
+
+    `not_in_soaks`: why none does; docs/restart_drill.md has the same reason.
+    """
+
+    send: Callable[[Launch], int] | None = None
+    soaks: tuple[str, ...] = ()
+    not_in_soaks: str = ""
+
+
+FAULTS = {
+    "sigkill-one": Fault(_last_rank(signal.SIGKILL), (HOST, NODES)),
+    "sigkill-all": Fault(_kill_all, (HOST,)),
+    "sigkill-launcher": Fault(lambda launch: launch.send(signal.SIGKILL, launch.launcher()), (HOST,)),
+    "sigkill-node": Fault(lambda launch: launch.kill(Launch.everything), (HOST,)),
+    "sigterm": Fault(lambda launch: launch.send(signal.SIGTERM, launch.ranks()), (HOST,)),
+    "sigstop": Fault(_last_rank(signal.SIGSTOP), (HOST,)),
+    "exception": Fault(_last_rank(EXCEPTION_SIGNAL), (HOST,)),
+    "device-error": Fault(_last_rank(DEVICE_ERROR_SIGNAL), (HOST,)),
+    DISK_FULL: Fault(soaks=(HOST,)),
+    **dict.fromkeys(DAMAGE, Fault(_kill_all, (HOST,))),
+    **dict.fromkeys(
+        STORAGE_FAULTS, Fault(not_in_soaks="may leave objects in a bucket, which tests/object_storage_kills.py checks")
+    ),
+    **dict.fromkeys(ON_NODES, Fault(soaks=(NODES,))),
+    "disk-slow": Fault(not_in_soaks="not every kernel can slow down the disk of a single node"),
+}
+
+ENDS_THE_LAUNCH = ("sigkill-launcher", "sigkill-node", "sigterm")  # which a soak then launches again
 HANGS = ("sigstop",)  # no process ends by itself; detected by the time that passes without an iteration
 MAY_END_WELL = ("sigterm",)  # with --exit-signal-handler the ranks save and end with 0
 # An error during a save makes it fail on all ranks, and training continues with the previous checkpoint.
@@ -71,8 +94,9 @@ def inject(fault: str, launch: Launch) -> int:
     """Inject a fault by signals. Returns the number of processes that it reached; raises DrillError if that is 0."""
     if isinstance(launch, LaunchOnNodes):
         return launch.inject(fault)
-    reached = (_kill_all if fault in DAMAGE else SIGNALS[fault])(launch)
-    if reached == 0:
+    send = FAULTS[fault].send
+    assert send is not None, fault  # the drill fills disks and disturbs stores itself
+    if (reached := send(launch)) == 0:
         raise DrillError(f"--fault {fault}: no rank that lives has written a trace; it was injected into none")
     return reached
 

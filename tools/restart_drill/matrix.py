@@ -70,7 +70,7 @@ def cells(
     supervisors: tuple[str, ...],
     engines: tuple[str, ...],
     checkpoints: Location | None,
-    faults: tuple[str, ...] = FAULTS,
+    faults: tuple[str, ...] = tuple(FAULTS),
     points: tuple[str, ...] = INJECTION_POINTS,
     *,
     on_nodes: bool = False,

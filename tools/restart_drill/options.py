@@ -324,9 +324,13 @@ def _refusal_of_place(args: argparse.Namespace) -> str | None:
 
 
 def _refusal_of_matrix(args: argparse.Namespace) -> str | None:
-    args.faults = args.faults or FAULTS
+    args.faults = args.faults or tuple(FAULTS)
     args.spares = 1 if args.spares is None else args.spares
-    for name, valid in (("supervisors", SUPERVISORS), ("faults", FAULTS), ("injection_points", INJECTION_POINTS)):
+    for name, valid in (
+        ("supervisors", SUPERVISORS),
+        ("faults", tuple(FAULTS)),
+        ("injection_points", INJECTION_POINTS),
+    ):
         given = getattr(args, name)
         if not set(given) <= set(valid):
             return f"--{name.replace('_', '-')} {','.join(given)}: choose from {', '.join(valid)}"

@@ -317,7 +317,9 @@ def _fault(entry: Entry) -> str:
         return text
     fault, at, point = text.partition("@")
     if fault not in FAULTS:
-        raise entry.error(f"`{fault}` is no fault{hint(fault, FAULTS)}; there are {', '.join((NO_FAULT, *FAULTS))}")
+        raise entry.error(
+            f"`{fault}` is no fault{hint(fault, list(FAULTS))}; there are {', '.join((NO_FAULT, *FAULTS))}"
+        )
     try:
         if not at:
             raise ValueError(f"{text}: write FAULT@WHEN, such as {fault}@mid-save-write")

@@ -7,21 +7,11 @@ from collections.abc import Collection, Iterator
 from itertools import count
 from pathlib import Path
 
-from ..faults import DAMAGE, DISK_FULL, STORAGE_FAULTS
+from ..faults import DISK_FULL, ENDS_THE_LAUNCH, FAULTS, HOST, NODES
 from ..injection_points import InjectionPoint, parse_injection_point
 from ..matrix import cells
 from ..plan import LAUNCH, RELAUNCH
 
-ENDS_THE_LAUNCH = ("sigkill-launcher", "sigkill-node", "sigterm")  # which is then launched again
-HOST_FAULTS = (
-    "sigkill-one", "sigkill-all", *ENDS_THE_LAUNCH, "sigstop", "exception", "device-error", *DAMAGE, DISK_FULL,
-)  # fmt: skip
-NODE_FAULTS = ("sigkill-one", "rank-stopped", "node-loss", "link-cut", "link-slow")
-# Fault that no soak injects -> reason. docs/restart_drill.md has the same reasons.
-NOT_INJECTED = {
-    "disk-slow": "not every kernel can slow down the disk of a single node",
-    **dict.fromkeys(STORAGE_FAULTS, "may leave objects in a bucket, which tests/object_storage_kills.py checks"),
-}
 # A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
 # checkpoint before. Until its handlers are installed, SIGTERM ends a rank and not the launch.
 _INVALID = {
@@ -34,9 +24,8 @@ _INVALID = {
 
 def possible_faults(*, on_nodes: bool, fills_disk: bool) -> tuple[str, ...]:
     """`fills_disk`: whether the checkpoints are on a small file system of their own."""
-    if on_nodes:
-        return NODE_FAULTS
-    return tuple(fault for fault in HOST_FAULTS if fills_disk or fault != DISK_FULL)
+    where = NODES if on_nodes else HOST
+    return tuple(name for name, fault in FAULTS.items() if where in fault.soaks and (fills_disk or name != DISK_FULL))
 
 
 def in_order(faults: Collection[str], seed: int, first: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from tests.unit.tools.restart_drill.test_faults import checkpoint
 from tools.restart_drill.checkpoints import Checkpoints, left_files
 from tools.restart_drill.cli import main, parse_arguments
 from tools.restart_drill.facts import CycleFacts
-from tools.restart_drill.faults import DAMAGE, FAULTS
+from tools.restart_drill.faults import DAMAGE, FAULTS, HOST
 from tools.restart_drill.launch import LAUNCH_ID_VARIABLE, RankLocation
 from tools.restart_drill.options import ENGINES, SOAK
 from tools.restart_drill.plan import Injection
@@ -27,14 +27,7 @@ from tools.restart_drill.soak.engine_soak import lost_checkpoints
 from tools.restart_drill.soak.growth import Growth, Usage, grown
 from tools.restart_drill.soak.hosts import Hosts
 from tools.restart_drill.soak.samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
-from tools.restart_drill.soak.schedule import (
-    HOST_FAULTS,
-    NODE_FAULTS,
-    NOT_INJECTED,
-    in_order,
-    possible_faults,
-    random_injection_point,
-)
+from tools.restart_drill.soak.schedule import in_order, possible_faults, random_injection_point
 from tools.restart_drill.soak.snapshot import Process, Snapshot, take
 from tools.restart_drill.soak.soak import LEFT_OUT, goals
 
@@ -211,9 +204,9 @@ def test_no_engine_is_left_out_without_a_reason() -> None:
 
 
 def test_all_faults_are_injected_in_turn() -> None:
-    assert {*HOST_FAULTS, *NODE_FAULTS, *NOT_INJECTED} == set(FAULTS)
+    assert all(bool(fault.soaks) != bool(fault.not_in_soaks) for fault in FAULTS.values())
     faults = possible_faults(on_nodes=False, fills_disk=False)
-    assert set(HOST_FAULTS) - set(faults) == {"disk-full"}
+    assert set(possible_faults(on_nodes=False, fills_disk=True)) - set(faults) == {"disk-full"}
     order = in_order(faults, seed=1, first=0)
     drawn = [next(order) for _ in range(3 * len(faults))]
     assert all(set(drawn[i : i + len(faults)]) == set(faults) for i in range(0, len(drawn), len(faults)))
@@ -221,10 +214,10 @@ def test_all_faults_are_injected_in_turn() -> None:
     assert [next(later) for _ in range(9)] == drawn[7:16]
 
 
-@pytest.mark.parametrize("fault", [*HOST_FAULTS, *NODE_FAULTS])
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.soaks])
 def test_every_fault_has_injection_points(fault: str) -> None:
     rng = random.Random(1)
-    on_nodes = fault not in HOST_FAULTS
+    on_nodes = HOST not in FAULTS[fault].soaks
     found = [random_injection_point(fault, rng, on_nodes=on_nodes, in_training=False) for _ in range(100)]
     assert len(set(found)) > 1
     assert fault not in (*DAMAGE, "disk-full", "sigterm") or not any(point.during_restart for point in found)
