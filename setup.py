@@ -78,7 +78,6 @@ DEV = [
     "import-linter>=2.15",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
-    "pandas>=2.2",  # benchmarks.analysis_speed compares itself with it
     "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 
