@@ -141,6 +141,13 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
     )
+    _add_several_nodes(add)
+    _add_script(parser)
+    return parser
+
+
+def _add_several_nodes(add: Any) -> None:
+    """What has an effect over several nodes alone."""
     add("--coordinator", "do what `restart-launch coordinate` says: HOST:PORT where it listens, or its --membership, "
         "where this looks up the one that leads", metavar="HOST:PORT")  # fmt: skip
     add("--health-directory", "with --coordinator: on the disk that is tried, as memory and GPUs are, before this host "
@@ -158,8 +165,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
     )
     _add_tls(add)
-    _add_script(parser)
-    return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Plan:
@@ -274,8 +279,7 @@ def _store_address(parser: argparse.ArgumentParser, flag: str, text: str) -> Sto
         parser.error(f"{flag} {text}: {error}")
 
 
-def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
-    """Parse what follows `coordinate`; exits with status 2 and a message if it is wrong (argparse)."""
+def _coordinator_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="restart-launch coordinate",
         description="Decide for the launchers of several nodes which of them train, and start and restart their ranks.",
@@ -312,6 +316,12 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")
     _add_script(parser)
+    return parser
+
+
+def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
+    """Parse what follows `coordinate`; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = _coordinator_parser()
     args = parser.parse_args(argv)
     _check_least(
         parser, args,

@@ -69,7 +69,7 @@ class Launch:
 
 
 @dataclass(eq=False)
-class _Agent:
+class Agent:
     """A connected agent. `place`: its node rank in the last generation that it was in, or the one that it asked for."""
 
     connection: LaunchConnection
@@ -101,13 +101,13 @@ class Coordinator:
         self._acceptor = Acceptor(listening, secret, COORDINATOR)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._acceptor, selectors.EVENT_READ)
-        self._agents: list[_Agent] = []
+        self._agents: list[Agent] = []
         self._joined: set[int] = set()  # numbers of the nodes that have ever been there
         self._expected = launch.nodes + launch.spares  # of which more may come for the first time
         self._first: tuple[str, dict[str, Any]] | None = None  # the first host that was let in, and what it runs
         self._began = time.monotonic()
         self._generation = -1
-        self._members: list[_Agent] = []
+        self._members: list[Agent] = []
         self._layout: Layout | None = None  # of this generation, if it is not that of the command
         self._port: int | None = None  # of the rendezvous of this generation
         self._state = "gathering"
@@ -209,11 +209,11 @@ class Coordinator:
 
     def _accept(self) -> None:
         for connected, _ in self._acceptor.accepted():
-            agent = _Agent(LaunchConnection(connected), time.monotonic())
+            agent = Agent(LaunchConnection(connected), time.monotonic())
             self._agents.append(agent)
             self._selector.register(agent.connection, selectors.EVENT_READ)
 
-    def _obey(self, agent: _Agent, message: dict[str, Any]) -> None:
+    def _obey(self, agent: Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
         if (kind == "hello") != (agent.number < 0):
             agent.connection.ended = "does not introduce itself first, and once"
@@ -231,7 +231,7 @@ class Coordinator:
         elif message.get("generation") == self._generation and agent in self._members:
             self._hear_of_ranks(agent, message)
 
-    def _hear_of_ranks(self, agent: _Agent, message: dict[str, Any]) -> None:
+    def _hear_of_ranks(self, agent: Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "port":
             self._port = message["port"]
@@ -251,7 +251,7 @@ class Coordinator:
             if agent.unfit is not None:
                 self._lose(agent, f"its host is not used again: {agent.unfit}")
 
-    def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
+    def _welcome(self, agent: Agent, hello: dict[str, Any]) -> None:
         """Let an agent in that introduces itself, or refuse it."""
         launch = self._launch
         who, why = f"node {hello['number']} ({hello['host']})", None
@@ -303,7 +303,7 @@ class Coordinator:
         place = hello["place"]
         return place if self._took_over and place >= 0 and place not in taken else None
 
-    def _lose(self, agent: _Agent, why: str, *, replace: bool = True) -> None:
+    def _lose(self, agent: Agent, why: str, *, replace: bool = True) -> None:
         """Have done with an agent. If it is a member, its ranks count as dead: it kills them before we come to this.
 
         `replace`: another host is to be asked for.
@@ -341,11 +341,11 @@ class Coordinator:
                 agent.expects = None
 
     @staticmethod
-    def _free(agents: Sequence[_Agent]) -> list[_Agent]:
+    def _free(agents: Sequence[Agent]) -> list[Agent]:
         """The spares among them, those that take a place first in front."""
         return sorted((agent for agent in agents if agent.place is None), key=lambda agent: agent.number)
 
-    def _ask_for_host(self, agent: _Agent, why: str) -> None:
+    def _ask_for_host(self, agent: Agent, why: str) -> None:
         """Start the hook, if there is one, and go on. What it brings joins as a spare, by any number that is free."""
         hook = self._launch.replacement_hook
         if hook is None:
@@ -415,7 +415,7 @@ class Coordinator:
             return "start the job again on nodes that live, give more hosts than it needs, or --allow-shrink"
         return "no layout of model and batch fits what is left (--allow-shrink); start the job again on more nodes"
 
-    def _shrink(self) -> tuple[list[_Agent], Layout | None]:
+    def _shrink(self) -> tuple[list[Agent], Layout | None]:
         """The members of a generation on a layout for the nodes that are left, and this layout; None if none fits."""
         launch = self._launch
         known = sorted((agent for agent in self._agents if agent.number >= 0), key=_by_place)
@@ -427,7 +427,7 @@ class Coordinator:
         in_time = time.monotonic() - self._began <= self._launch.join_timeout_s
         return in_time and len(self._joined) < self._expected
 
-    def _choose(self) -> list[_Agent] | None:
+    def _choose(self) -> list[Agent] | None:
         """The members of the next generation, by node rank; None if there are too few.
 
         A node keeps its place, and with it the page cache of what its ranks have saved; spares fill the gaps.
@@ -445,7 +445,7 @@ class Coordinator:
                 placed[place] = free.pop(0)
         return [placed[place] for place in range(nodes)] if len(placed) == nodes else None
 
-    def _begin_recorded(self, members: list[_Agent], layout: Layout | None, waited: float) -> int | None:
+    def _begin_recorded(self, members: list[Agent], layout: Layout | None, waited: float) -> int | None:
         """Begin the next generation once etcd has its number; an exit status if that takes too long."""
         launch = self._launch
         if self._leadership is None or self._leadership.record(self._generation + 1, launch.launch_id):
@@ -463,7 +463,7 @@ class Coordinator:
         )
         return FAILED if self._generation >= 0 else COULD_NOT_RUN
 
-    def _begin(self, members: list[_Agent], layout: Layout | None) -> None:
+    def _begin(self, members: list[Agent], layout: Layout | None) -> None:
         """Have node 0 of the next generation serve its rendezvous; all start when its port is known."""
         self._took_over = False
         if layout is not None:
@@ -576,17 +576,17 @@ class Coordinator:
         sys.stderr.flush()
 
 
-def _by_place(agent: _Agent) -> tuple[bool, int, int]:
+def _by_place(agent: Agent) -> tuple[bool, int, int]:
     """Members of the last generation first, in their order."""
     return (agent.place is None, agent.place or 0, agent.number)
 
 
-def _copies_of(agents: Sequence[_Agent]) -> list[list[Any]]:
+def _copies_of(agents: Sequence[Agent]) -> list[list[Any]]:
     """Where their processes that hold copies are reached."""
     return [[agent.host, agent.address, agent.copies] for agent in agents]
 
 
-def _apart(agent: _Agent, place: int) -> int:
+def _apart(agent: Agent, place: int) -> int:
     """How many places lie between them."""
     return abs((agent.place or 0) - place)
 

@@ -93,7 +93,7 @@ def pretrain(
     from megatron.startup.once_per_host import once_per_host
     from megatron.startup.preflight import check_before_imports
 
-    beginning = _Start(config, entered_ns)
+    beginning = Start(config, entered_ns)
     try:
         vocabulary, beginning.later_start, beginning.back_to = once_per_host(
             functools.partial(check_before_imports, config),
@@ -127,7 +127,7 @@ def pretrain(
     return 1 if trainer.saves.failed else 0
 
 
-class _Start:
+class Start:
     """The first part of a start: claims --save, opens the trace and starts the prefetch, in `begin`.
 
     A standby rank begins when it is released: its work before that is not part of a restart, and is not recorded.
@@ -155,7 +155,7 @@ class _Start:
         from megatron.checkpointing.preflight.prefetch import start_prefetch
         from megatron.startup.preflight import goes_back_to, is_later_start
 
-        self.ownership = _claim_save_directory(self._config)
+        self.ownership = claim_save_directory(self._config)
         self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
         self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
@@ -266,7 +266,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     try:
         train(trainer)
     except BaseException as error:
-        if _is_its_own(error):
+        if is_its_own(error):
             step = trainer.progress.iteration + 1
             trainer.recorder.event("failure", "training_error", trainer.errors.note(error, step), step)
         if not has_timed_out(error):  # otherwise a pending save would wait for the same rank
@@ -275,7 +275,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     trainer.saves.drain()
 
 
-def _is_its_own(error: BaseException) -> bool:
+def is_its_own(error: BaseException) -> bool:
     """Whether the training itself went wrong: not another rank, the host, --save, or who ends this process."""
     from megatron.checkpointing.engines.errors import CheckpointError
     from megatron.startup.injected_faults import InjectedFault
@@ -294,7 +294,7 @@ class _Providers(NamedTuple):
     batch_fn: Callable[..., Any]
 
 
-def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
+def claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
     """Claim --save for this launch. Returns the ownership on rank 0, None on other ranks.
 
     Raises SaveDirectoryInUseError if another live launch saves there; ConfigError if the directory cannot be claimed.
@@ -324,7 +324,7 @@ def _claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 
 
 def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarted: bool) -> ObjectOwnership | None:
-    """As `_claim_save_directory`, for a --save that is a URI."""
+    """As `claim_save_directory`, for a --save that is a URI."""
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
     from megatron.checkpointing.store.bucket.generations import check_not_in_use, claim
     from megatron.startup.preflight import store_refusals
@@ -379,7 +379,7 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
         recorder.sample_every(interval, make_probe(config.parallel.local_rank, bus=True))
 
 
-def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
+def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.preflight.repeated_errors import StepErrors
     from megatron.checkpointing.state.collect import Progress
@@ -410,9 +410,7 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
         engine = _build_engine(config, runtime, model, batch_fn)
         providers = providers._replace(datasets=opened_once(providers.datasets))
         rehearse(engine, build_data_iterators(providers.datasets, config, runtime, Progress()))
-        if LOADS_VARIABLE in os.environ and why_not_ahead(config.checkpoint) is None:
-            loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
-        beginning.wait_and_begin(None if loads is None else loads.load)
+        loads = _begin_after_standby(config, beginning, runtime, vocabulary, engine)
         startup = runtime.communicators.startup = beginning.startup
     config, begins = beginning.agreed(control)
     recorder, prefetch = beginning.recorder, beginning.prefetch
@@ -443,26 +441,28 @@ def _set_up(config: Config, beginning: _Start, vocabulary: Vocabulary, providers
     with startup.phase("engine_init"):
         logger.info("%s", runtime_line)
         return Trainer(
-            config,
-            engine,
-            data,
-            progress,
-            recorder,
-            startup,
+            config, engine, data, progress, recorder, startup,
             CheckpointSaves(checkpointer, engine, runtime.device),
             ExitConditions(config, control, beginning.begun_ns),
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
             StepProfiler(config),
             StepErrors(
-                config.checkpoint,
-                begins,
-                checkpointer.context.generation,
-                progress.iteration,
-                control.rank,
+                config.checkpoint, begins, checkpointer.context.generation, progress.iteration, control.rank,
                 back_to=beginning.back_to,
             ),
-        )
+        )  # fmt: skip
+
+
+def _begin_after_standby(
+    config: Config, beginning: Start, runtime: Runtime, vocabulary: Vocabulary, engine: Any
+) -> LoadsAhead | None:
+    """Wait as a rank of the next start, with --standby-load loading each checkpoint; returns these loads."""
+    loads = None
+    if LOADS_VARIABLE in os.environ and why_not_ahead(config.checkpoint) is None:
+        loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
+    beginning.wait_and_begin(None if loads is None else loads.load)
+    return loads
 
 
 def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Providers) -> Any:

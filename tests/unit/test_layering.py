@@ -145,3 +145,32 @@ def f():
         ("numpy", False, True),
         ("deepspeed", True, False),
     ]
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, but for those of its own imports, which are lazy and come one a line."""
+    imports = [node for node in function.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    own = sum((node.end_lineno or 0) - node.lineno + 1 for node in imports)
+    return (function.end_lineno or 0) - function.lineno + 1 - own
+
+
+def test_functions_are_of_at_most_sixty_lines() -> None:
+    long = [
+        f"{module}.{node.name}: {lines_of(node)} lines"
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and lines_of(node) > 60
+    ]
+    assert not long
+
+
+def test_tests_import_no_private_names_of_the_code_that_they_test() -> None:
+    private = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name.name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PROJECT
+        for name in node.names
+        if name.name.startswith("_") and not name.name.startswith("__")
+    ]
+    assert not private

@@ -76,6 +76,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if "--" in own:
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
+    return _parser().parse_args(own), flags
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
     help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(model_names())}"
     parser.add_argument("--model", metavar="NAME", help=help_)
@@ -106,9 +110,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--step-time", metavar="DEVICE", help=f"only print how long a step takes on a device, by a model. {devices}"
     )
-    parser.add_argument(
-        "--device-facts", type=Path, metavar="FILE", help="with --step-time: JSON with facts of devices"
-    )
+    parser.add_argument("--device-facts", type=Path, metavar="FILE", help="with --step-time: JSON of devices' facts")
     parser.add_argument(
         "--recompute",
         choices=("auto", "none", "selective", "full"),
@@ -135,7 +137,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     parser.add_argument("--verbose", action="store_true", help="print time and memory of the planning to stderr")
-    return parser.parse_args(own), flags
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,9 +22,9 @@ from .presets import Model, Preset, start_of
 from .settings import Settings, check_values
 
 _REPLAYED = ("raw-rank", "raw-host", "raw-all", "s3torchconnector", "all")  # what a replay takes beside engines
-_DEFAULTS = {"SEQ_LENGTH": "2048", "MICRO_BATCH": "16", "ITERS": "15", "SAVE_INTERVAL": "5"}
+DEFAULTS = {"SEQ_LENGTH": "2048", "MICRO_BATCH": "16", "ITERS": "15", "SAVE_INTERVAL": "5"}
 # MODE=scaled: small enough for CPUs
-_SCALED = {
+SCALED = {
     "DEVICE": "cpu", "LAUNCHER": "fork", "TIME_LIMIT": "1200", "SEQ_LENGTH": "32", "MICRO_BATCH": "1", "ITERS": "4",
     "SAVE_INTERVAL": "2",
 }  # fmt: skip
@@ -128,7 +128,7 @@ def settle(start: Start, given: Settings | None = None) -> Run:
     user_env = tuple(environment.variables_of_user(start.environ, given.export))
     check_values(given)
     layout = Layout(preset.tp, preset.pp, int(given.dp or 1))
-    defaults = {**_DEFAULTS, **(_SCALED if mode == "scaled" else {}), **preset.sizes.defaults}
+    defaults = {**DEFAULTS, **(SCALED if mode == "scaled" else {}), **preset.sizes.defaults}
     model, label = preset.sizes, given.restart_trace_label
     if mode == "scaled":
         model, label = scaled_model(preset, label)

@@ -122,7 +122,7 @@ def _status_of_runner(runner: subprocess.Popen[bytes], mine: Processes, run: Run
     grace = int(run.given.host_grace or _HOST_GRACE_S)
     most, fewer_since, told = 0, None, False
     while (ended := mine.wait_for_one(1)) is None:
-        now = _connections(runner.pid)
+        now = connections(runner.pid)
         most = max(most, now)
         if not 0 < now < most:
             continue
@@ -135,7 +135,7 @@ def _status_of_runner(runner: subprocess.Popen[bytes], mine: Processes, run: Run
     return ended[1]
 
 
-def _connections(runner: int) -> int:
+def connections(runner: int) -> int:
     """The number of hosts to which pdsh, a child of DeepSpeed's launcher, is connected."""
     pdsh = _children(runner, "pdsh", "pdsh.bin")
     return len(_children(pdsh[0], "ssh")) if pdsh else 0

@@ -333,7 +333,7 @@ def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor] | None)
                 if key is None:
                     first = max(0, header.skeleton.start - start)
                     skeleton += view[first : max(first, min(length, header.skeleton.stop - start))]
-                elif expected and _row_sum(view[:length], header.tensors[key].dtype) != int(expected[key][row]):
+                elif expected and row_sum(view[:length], header.tensors[key].dtype) != int(expected[key][row]):
                     raise CheckpointDamagedError(
                         f"{path}: {key} is not what was saved, from byte {start} on: up to {region.stop - start} "
                         "bytes are missing or wrong"
@@ -343,7 +343,7 @@ def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor] | None)
     return size, crc
 
 
-def _row_sum(view: memoryview, dtype: torch.dtype) -> int:
+def row_sum(view: memoryview, dtype: torch.dtype) -> int:
     """As `row_sums`, of one row. Not by torch, whose threads cost more than the sum and disturb those of training."""
     return int(np.frombuffer(view, _NUMPY_INTEGERS[dtype.itemsize]).sum(dtype=np.int64))
 

@@ -202,7 +202,7 @@ class Reader(filesystem.FileSystemReader):
         self._files = files
         self.fs: _ReadingFiles = _ReadingFiles(root, files, verify, timeline)
         content = read_file(root / METADATA, timeline, self.fs.checked(METADATA))
-        self._metadata = _parse(root / METADATA, content)
+        self._metadata = parse_metadata(root / METADATA, content)
         self._metadata.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         with reading(root / METADATA, _KIND):  # anything may be missing, or be of another type
             self._check()
@@ -249,7 +249,7 @@ class _Unpickler(PlainUnpickler):
         raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, which is not on the allow-list")
 
 
-def _parse(path: Path, content: bytes) -> metadata.Metadata:
+def parse_metadata(path: Path, content: bytes) -> metadata.Metadata:
     """Unpickle metadata; runs nothing of the checkpoint's choice. Raises CheckpointDamagedError."""
     try:
         found = _Unpickler(content).load()

@@ -61,7 +61,7 @@ class TorchSnapshotEngine(StateDirectoryEngine):
         self._threads = library.io_threads(options)
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
-        pending = _PendingSnapshots(self.options, self._threads, directory, op)
+        pending = PendingSnapshots(self.options, self._threads, directory, op)
         for file in files:
             pending.take(file)
         pending.taken_ns = op.until_ns()
@@ -81,7 +81,7 @@ class TorchSnapshotEngine(StateDirectoryEngine):
         return _from_library(holder.content, root)
 
 
-class _PendingSnapshots(PendingSave):
+class PendingSnapshots(PendingSave):
     """The snapshots of one save. Each has a thread of the library's; all share threads for I/O and the budget."""
 
     def __init__(self, options: EngineOptions, threads: int, directory: Path, op: Operation) -> None:

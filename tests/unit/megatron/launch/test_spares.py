@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.launch.coordinator import Coordinator, Launch, _Agent
+from megatron.launch.coordinator import Agent, Coordinator, Launch
 from megatron.launch.messages import LaunchConnection
 from megatron.net.secret import VARIABLE
 from tests.unit.trace_helpers import SECRET
@@ -24,12 +24,12 @@ class Running:
     def __init__(self) -> None:
         launch = Launch("script.py", (), MEMBERS, 2, SPARES, 1, TIMEOUT_S, TIMEOUT_S, 0, None, "launch0")
         self.coordinator = Coordinator(launch)
-        self.agents: list[_Agent] = []
+        self.agents: list[Agent] = []
         self.ends: list[LaunchConnection] = []
         with socket.create_server(("127.0.0.1", 0)) as listening:
             for number in range(MEMBERS + SPARES):
                 self.ends.append(LaunchConnection(socket.create_connection(listening.getsockname())))
-                agent = _Agent(
+                agent = Agent(
                     LaunchConnection(listening.accept()[0]), 0.0, number, "address", f"host{number}", 100 + number
                 )
                 agent.place = number if number < MEMBERS else None

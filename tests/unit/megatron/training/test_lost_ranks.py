@@ -14,7 +14,7 @@ from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from megatron.startup.watch import Watch
 from megatron.training.lost_ranks import ACTIVITIES, explain, has_timed_out
-from megatron.training.trainer import _is_its_own  # pyright: ignore[reportPrivateUsage]
+from megatron.training.trainer import is_its_own  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAGS = (
@@ -74,7 +74,7 @@ def test_gloo(config: Config, watch: Watch, text: str, part: str) -> None:
 )
 def test_nccl(config: Config, watch: Watch, text: str) -> None:
     error = DistBackendError(text)
-    assert not _is_its_own(error)
+    assert not is_its_own(error)
     found = explain(error, config, watch)
     assert found is not None and "\n" not in found and "lost the connection to another rank" in found
 
@@ -91,14 +91,14 @@ def test_nccl(config: Config, watch: Watch, text: str) -> None:
 )
 def test_faults_of_the_host(config: Config, watch: Watch, text: str) -> None:
     error = RuntimeError(text)
-    assert not _is_its_own(error)
+    assert not is_its_own(error)
     found = explain(error, config, watch)
     assert found is not None and "\n" not in found and "this host or its device failed" in found
 
 
 def test_errors_of_the_program_on_the_device_are_its_own(config: Config, watch: Watch) -> None:
     for text in ("CUDA error: device-side assert triggered", "CUDA error: an illegal memory access was encountered"):
-        assert _is_its_own(RuntimeError(text)) and explain(RuntimeError(text), config, watch) is None
+        assert is_its_own(RuntimeError(text)) and explain(RuntimeError(text), config, watch) is None
 
 
 def test_store(config: Config, watch: Watch) -> None:

@@ -15,7 +15,7 @@ from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
 from megatron.training.checkpoints import restore
-from megatron.training.trainer import _Start
+from megatron.training.trainer import Start
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ def test_rank_0_decides_for_a_host_that_resolves_links_differently(tmp_path: Pat
     link.symlink_to(save)
     flags: Any = Flags(CheckpointConfig(save=str(save), save_interval=1, load=str(link)))
     began = FirstStart("/pretrained", "--load /pretrained")
-    config, begins = _Start(flags, 0).agreed(OfRank1((True, None, began)))
+    config, begins = Start(flags, 0).agreed(OfRank1((True, None, began)))
     assert config.checkpoint.load == str(save) and begins == began
 
 

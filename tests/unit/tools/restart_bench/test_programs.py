@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.script_helpers import TINY, run_script
-from tools.restart_bench.launchers.deepspeed import _connections
+from tools.restart_bench.launchers.deepspeed import connections
 
 # Stands in for an interpreter whose tool `ENDED` the kernel ends for want of memory.
 ENDED_BY_SIGNAL = """#!/bin/sh
@@ -73,9 +73,9 @@ def test_the_hosts_of_pdsh_are_counted_without_other_programs(tmp_path: Path, mo
     monkeypatch.setenv("PATH", "/nonexistent")
     with subprocess.Popen([str(pdsh)], stdin=subprocess.PIPE) as started:
         deadline = time.monotonic() + 60
-        while _connections(os.getpid()) != 2 and time.monotonic() < deadline:
+        while connections(os.getpid()) != 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        counted = _connections(os.getpid())
+        counted = connections(os.getpid())
         assert started.stdin is not None
         started.stdin.close()
     assert counted == 2

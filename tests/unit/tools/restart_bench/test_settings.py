@@ -13,7 +13,7 @@ from tools.restart_bench.environment import for_display
 from tools.restart_bench.errors import SettingsError
 from tools.restart_bench.modes import command_for
 from tools.restart_bench.presets import MODELS, SCRIPTED, Preset, model_names, preset_named, scripted_names
-from tools.restart_bench.run import _DEFAULTS, _SCALED
+from tools.restart_bench.run import DEFAULTS, SCALED
 from tools.restart_bench.settings import (
     CARRIED,
     DECLARATIONS,
@@ -126,9 +126,9 @@ def test_a_value_of_wrong_form_is_refused_by_name(name: str) -> None:
 
 
 def test_the_defaults_that_are_told_are_those_that_are_taken() -> None:
-    for of_whom, defaults in (("", _DEFAULTS), ("tiny: ", MODELS["tiny"].defaults), ("scaled: ", _SCALED)):
+    for of_whom, defaults in (("", DEFAULTS), ("tiny: ", MODELS["tiny"].defaults), ("scaled: ", SCALED)):
         for name, value in defaults.items():
-            label = of_whom if value != _DEFAULTS.get(name) else ""
+            label = of_whom if value != DEFAULTS.get(name) else ""
             assert f"{label}{value}" in DECLARATIONS[name].default.replace("`", ""), name
 
 

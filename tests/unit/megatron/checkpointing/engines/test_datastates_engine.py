@@ -20,7 +20,7 @@ import torch
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.datastates import engine as datastates_engine
 from megatron.checkpointing.engines.datastates import library as datastates_library
-from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum, row_sums
+from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, row_sum, row_sums
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, EngineUnavailableError
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import ConfigError
@@ -454,4 +454,4 @@ def test_sums_on_the_device_are_those_of_the_file(dtype: torch.dtype) -> None:
     tensor = random_tensor(dtype, ROW_BYTES // dtype.itemsize + 3)
     data = tensor.view(torch.uint8).numpy().tobytes()
     rows = [data[start : start + ROW_BYTES] for start in range(0, len(data), ROW_BYTES)]
-    assert row_sums(tensor).tolist() == [_row_sum(memoryview(row), dtype) for row in rows]
+    assert row_sums(tensor).tolist() == [row_sum(memoryview(row), dtype) for row in rows]

@@ -20,7 +20,7 @@ from torchsnapshot import scheduler  # noqa: E402
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint  # noqa: E402
 from megatron.checkpointing.engines.errors import CheckpointDamagedError  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot import library  # noqa: E402
-from megatron.checkpointing.engines.torchsnapshot.engine import TorchSnapshotEngine, _PendingSnapshots  # noqa: E402
+from megatron.checkpointing.engines.torchsnapshot.engine import PendingSnapshots, TorchSnapshotEngine  # noqa: E402
 from restart_trace.recorder import Recorder, untraced_operation  # noqa: E402
 from restart_trace.sink import JsonlSink  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.directory_engine_checks import MIB, NAME, DirectoryEngineChecks, large  # noqa: E402
@@ -59,7 +59,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         with recorder.operation("save", tag="t", step=1) as op:
             files = [FileState(name, state) for name, state in states.items()]
             pending = engine.begin_save(files, tmp_path / "out", op)
-            assert isinstance(pending, _PendingSnapshots)
+            assert isinstance(pending, PendingSnapshots)
             saved = {file.name: file for file in pending.wait()}
         recorder.close()
         assert budget / 4 < pending.buffers.peak <= budget

@@ -21,7 +21,7 @@ from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron.checkpointing.engines.datastates.state import put_together
-from megatron.checkpointing.engines.dcp.storage import _parse
+from megatron.checkpointing.engines.dcp.storage import parse_metadata
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.torch_files import read_state, read_values
 from megatron.checkpointing.engines.unpickling import ModelType
@@ -75,7 +75,7 @@ def within_datastates(pickled: bytes, directory: Path) -> Any:
 
 
 def by_dcp(pickled: bytes, directory: Path) -> Any:
-    return _parse(PATH, pickled)
+    return parse_metadata(PATH, pickled)
 
 
 def by_torch(pickled: bytes, directory: Path) -> Any:

@@ -22,7 +22,7 @@ from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveD
 from megatron.checkpointing.store import ownership
 from megatron.checkpointing.store.ownership import Owner, Ownership, claim, newest_owner
 from megatron.config import ConfigError
-from megatron.training.trainer import _claim_save_directory
+from megatron.training.trainer import claim_save_directory
 
 ROOT = Path(__file__).resolve().parents[5]
 CLAIM = """
@@ -398,10 +398,10 @@ def test_a_launch_id_of_any_characters_is_read_again(tmp_path: Path) -> None:
 RANK = """
 import os, sys
 from types import SimpleNamespace as Some
-from megatron.training.trainer import _claim_save_directory
+from megatron.training.trainer import claim_save_directory
 rank = int(os.environ["RANK"])
 parallel = Some(rank=rank, local_rank=rank)
-held = _claim_save_directory(Some(checkpoint=Some(save=sys.argv[1], take_over=False), parallel=parallel))
+held = claim_save_directory(Some(checkpoint=Some(save=sys.argv[1], take_over=False), parallel=parallel))
 print(rank, flush=True)
 sys.stdin.read()
 """
@@ -435,7 +435,7 @@ def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callab
         parallel=SimpleNamespace(rank=rank, local_rank=rank),
     )
     with pytest.raises(ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"):
-        _claim_save_directory(config)  # type: ignore[arg-type]
+        claim_save_directory(config)  # type: ignore[arg-type]
 
 
 # The id of the run
