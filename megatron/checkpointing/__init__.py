@@ -6,18 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.engines.registry import check_engine_name, engine_names, is_redistributable
+    from megatron.checkpointing.engines.registry import (
+        builtin_engines,
+        check_engine_name,
+        engine_names,
+        is_redistributable,
+    )
     from megatron.checkpointing.manager import load_checkpoint, save_checkpoint
     from megatron.checkpointing.store.bucket.checkpoints import ObjectStoreError, StoredCandidate, open_checkpoints
     from megatron.checkpointing.store.commit import Candidate, discover
 
 __all__ = [
-    "Candidate", "ObjectStoreError", "StoredCandidate", "check_engine_name", "discover", "engine_names",
-    "is_redistributable", "load_checkpoint", "open_checkpoints", "save_checkpoint",
+    "Candidate", "ObjectStoreError", "StoredCandidate", "builtin_engines", "check_engine_name", "discover",
+    "engine_names", "is_redistributable", "load_checkpoint", "open_checkpoints", "save_checkpoint",
 ]  # fmt: skip
 
 _PUBLIC = {
-    "engines.registry": ("check_engine_name", "engine_names", "is_redistributable"),
+    "engines.registry": ("builtin_engines", "check_engine_name", "engine_names", "is_redistributable"),
     "manager": ("load_checkpoint", "save_checkpoint"),
     "store.bucket.checkpoints": ("ObjectStoreError", "StoredCandidate", "open_checkpoints"),
     "store.commit": ("Candidate", "discover"),

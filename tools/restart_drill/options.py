@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import check_engine_name
+from megatron.checkpointing import builtin_engines, check_engine_name
 from megatron.config import ConfigError
 from megatron.config.uris import Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser
@@ -16,16 +16,13 @@ from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal
 from .injection_points import STAGES, parse_injection_point
 from .matrix import INJECTION_POINTS
 from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
-from .soak.schedule import possible_faults
+from .soak.schedule import LEFT_OUT, possible_faults
 from .soak.stops import Stop, parse_stop
 
 # The selections of faults and stops, by the option that chooses each.
 ONE, MATRIX, SOAK, STOPS = "--fault", "--matrix", "--soak", "--stops"
 PRESET = "tiny_tp2_pp2_dp2"
-ENGINES = {
-    MATRIX: ("torch", "lazy"),
-    SOAK: ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async"),
-}
+ENGINES = {MATRIX: ("torch", "lazy"), SOAK: tuple(name for name in builtin_engines() if name not in LEFT_OUT)}
 ENGINES_ON_NODES = ("torch", "lazy", "memory")  # of a soak
 _HANG_LIMITS_S = {ONE: 30.0, MATRIX: 5.0, SOAK: 3.0}
 _HANG_LIMIT_ON_NODES_S = 15.0  # of a soak; it is also the deadline of a rendezvous

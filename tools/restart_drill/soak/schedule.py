@@ -1,4 +1,4 @@
-"""Which faults a soak injects, in which order, and at which injection points. The seed decides."""
+"""Which engines a soak leaves out; which faults it injects, in which order and where. The seed decides these."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..injection_points import InjectionPoint, parse_injection_point
 from ..matrix import cells
 from ..plan import LAUNCH, RELAUNCH
 
+LEFT_OUT = {"datastates": "it needs a CUDA device", "none": "it writes nothing"}  # engine -> why
 # A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
 # checkpoint before. Until its handlers are installed, SIGTERM ends a rank and not the launch.
 _INVALID = {

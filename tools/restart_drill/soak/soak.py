@@ -14,8 +14,8 @@ from ..launch import DrillError
 from ..plan import say
 from .engine_soak import EngineSoak, SoakOptions
 from .result import EngineResult, Goal, markdown
+from .schedule import LEFT_OUT
 
-LEFT_OUT = {"datastates": "it needs a CUDA device", "none": "it writes nothing"}
 _SAVES, _RESTARTS = 200, 50  # over all engines, if no duration is given
 
 
