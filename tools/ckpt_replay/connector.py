@@ -101,11 +101,6 @@ class Connector:
         return f"rank_{self._process:05d}/{file.name}/{name}"
 
 
-def client_of_connector() -> Any:
-    """The library's client, configured by the same variables as botocore."""
-    return _settings()[1]
-
-
 def _settings() -> tuple[str, Any]:
     """(region, the client of the library)."""
     from s3torchconnector import S3ClientConfig
