@@ -82,7 +82,7 @@ class Neighbour(Connection):
         """Add what has come to `frames`."""
         for head, content in self.receive():
             kind, number = head.get("kind"), head.get("number")
-            if kind not in _DOES or type(number) is not int:
+            if not isinstance(kind, str) or kind not in _DOES or type(number) is not int:
                 self.ended = "sends what is no agreement"
                 return
             self.frames.append((kind, number, content))
@@ -220,7 +220,7 @@ class Tree:
     def _send(self, kind: str, receivers: Sequence[Neighbour], contents: Sequence[bytes]) -> None:
         for connection, content in zip(receivers, contents, strict=True):
             connection.send(kind, self._number, content)
-            if connection.unsent:
+            if connection.unsent and connection.ended is None:  # else it may not be polled any more
                 self._poll.modify(connection, select.POLLIN | select.POLLOUT)
         self._check(receivers, lambda c: c.unsent)
         while any(c.unsent for c in receivers):

@@ -6,17 +6,27 @@ import dataclasses
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.net.connection import Connection
 from megatron.net.handshake import MAGIC
 from megatron.parallel.connecting import Listener, neighbours_of_all, own_address
-from megatron.parallel.tree import LEADERS, LOCAL, AgreementLostError, AgreementTimeoutError, Tree, tree_nodes
+from megatron.parallel.tree import (
+    LEADERS,
+    LOCAL,
+    AgreementLostError,
+    AgreementTimeoutError,
+    Neighbour,
+    Tree,
+    tree_nodes,
+)
 from tests.unit.certificates import make_files
 
 AT_MOST_S = 120.0
@@ -180,6 +190,45 @@ def test_what_was_said_is_read_when_a_small_message_cannot_be_sent() -> None:
         with pytest.raises(AgreementLostError, match="rank 1 on a: the disk is gone"):
             while True:
                 found[0].down(b"small")
+
+
+def test_a_rank_that_ends_after_its_part_is_named_when_it_is_sent_to() -> None:
+    """Its end is seen while rank 0 waits for rank 2, and its part is there: only what comes down is lost."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        pairs = [(socket.create_connection(listening.getsockname()), listening.accept()[0]) for _ in range(2)]
+    below = [Neighbour(to_child, rank, f"host{rank}") for rank, (to_child, _) in enumerate(pairs, 1)]
+    root = Tree(0, "host0", None, below, AT_MOST_S)
+    first, second = (
+        Tree(rank, f"host{rank}", Neighbour(to_root, 0, "host0"), [], AT_MOST_S)
+        for rank, (_, to_root) in enumerate(pairs, 1)
+    )
+    with closing(root), closing(first), closing(second), ThreadPoolExecutor(1) as pool:
+        first.up(b"1")
+        first.close()
+        gathered = pool.submit(root.up, b"0")
+        until = time.monotonic() + AT_MOST_S
+        while below[0].ended is None and time.monotonic() < until:
+            time.sleep(0.01)
+        second.up(b"2")
+        assert gathered.result() == [(0, b"0"), (1, b"1"), (2, b"2")]
+        with pytest.raises(AgreementLostError, match="^lost the connection to rank 1 on host1: it has ended$"):
+            root.down(b"")
+        with pytest.raises(AgreementLostError, match="^lost the connection to rank 1 on host1: it has ended$"):
+            second.down(b"")
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [({"kind": [], "number": 1}, "sends what is no agreement"), ({"kind": "up"}, "sends what is no agreement")],
+)
+def test_what_is_no_agreement_ends_the_connection(head: dict[str, Any], why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = socket.create_connection(listening.getsockname())
+        here = Neighbour(listening.accept()[0], 1, "host1")
+    with closing(Tree(0, "host0", None, [here], AT_MOST_S)) as root, Connection(there, 100) as other:
+        other.put(head)
+        with pytest.raises(AgreementLostError, match=f"it {why}"):
+            root.up(b"")
 
 
 def test_strangers_are_turned_away() -> None:
