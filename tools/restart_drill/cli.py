@@ -19,7 +19,7 @@ from . import command as commands
 from .checkpoints import checkpoints_at
 from .drill import run_drill
 from .full_disk import GIB
-from .launch import DrillError
+from .launch import DrillError, StoppedBySignal
 from .matrix import cells, run_matrix
 from .options import MATRIX, ONE, PRESET, SOAK, STOPS, parse_arguments
 from .output import report
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         return VERIFIED if run[args.selection]() else NOT_VERIFIED
-    except (DrillError, ObjectStoreError, OSError) as error:
+    except (DrillError, StoppedBySignal, ObjectStoreError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
 
@@ -173,4 +173,4 @@ def catch_stop_signals() -> None:
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     for further in STOP_SIGNALS:
         signal.signal(further, signal.SIG_IGN)  # cleanup must not be interrupted
-    raise DrillError(f"stopped by signal {signal.Signals(signum).name}")
+    raise StoppedBySignal(f"stopped by signal {signal.Signals(signum).name}")

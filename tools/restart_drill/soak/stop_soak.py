@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class StopSoak:
         self._reported: set[str] = set()
         self._tails: dict[int, TraceTail] = {}
         self._commits: list[tuple[int, int]] = []
-        self._before: tuple[Launch, ExitStack] | None = None  # a launch of which processes may be left
+        self._before: tuple[Launch, ExitStack, StopResult] | None = None  # of its launch processes may be left
         self.results: list[StopResult] = []
         self.compared = 0  # losses
         self.wrong: list[str] = []  # what concerns no single stop
@@ -94,7 +94,10 @@ class StopSoak:
             while len(self.results) < number and time.monotonic() < until:
                 self._carry_out(next(stops))
                 (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
-            self._end_before()
+            if self._before is not None:
+                launch, _, result = self._before
+                self._end_before()
+                result.wrong += self._left_over(launch)
         self._compare_losses()
         (self._out / RESULTS).write_text(json.dumps(self._as_dict(), indent=1))
 
@@ -114,11 +117,12 @@ class StopSoak:
                     launch, cycle = self._start_beside(stop, launch, cycle, result, stack)
                 targets = self._targets(stop, launch)
                 launch.expect_failure()
-                launch.send(stop.number, targets)
+                if launch.send(stop.number, targets) == 0 and stop.target != "helper":
+                    raise DrillError(f"the launch ended before the stop, with exit code {launch.exit_code}")
                 if stop.next == AT_ONCE:
                     if stop.target == "helper":  # training may continue, without its writer or with another one
                         launch.kill(Launch.everything)
-                    self._before = launch, stack.pop_all()
+                    self._before = launch, stack.pop_all(), result
                 else:
                     self._await_end(stop, launch, cycle, result)
                     result.exit_code = launch.exit_code
@@ -126,8 +130,7 @@ class StopSoak:
             except DrillError as error:
                 result.wrong.append(str(error))
             if not result.wrong and self._before is None:
-                left = self._hosts.left_over(launch.id, GRACE_S)
-                result.wrong += self._new([line for line in left if "in TMPDIR" not in line])
+                result.wrong += self._left_over(launch)
         self._check(stop, result, before)
         result.seconds = time.monotonic() - begin
         self.results.append(result)
@@ -150,6 +153,7 @@ class StopSoak:
                 self._reach(stop, launch, cycle)
                 break
             except DrillError:
+                _await_log(launch)
                 if self._before is None or not _was_refused(log) or time.monotonic() > deadline:
                     raise
             result.refused += 1
@@ -157,11 +161,19 @@ class StopSoak:
         return launch, cycle
 
     def _end_before(self) -> None:
-        """Wait until nothing is left of the launch that was not waited for. Raises DrillError if something is."""
+        """Wait until nothing is left of the launch that was not waited for. It is wrong of its stop if something is."""
         if self._before is not None:
-            (before, stack), self._before = self._before, None
+            (before, stack, result), self._before = self._before, None
             with stack:
-                before.wait_until_gone(GRACE_S)
+                try:
+                    before.wait_until_gone(GRACE_S)
+                except DrillError as error:
+                    result.wrong.append(str(error))
+
+    def _left_over(self, launch: Launch) -> list[str]:
+        """What is new of that which a launch has left. Nothing else runs."""
+        left = self._hosts.left_over(launch.id, GRACE_S)
+        return self._new([line for line in left if "in TMPDIR" not in line])
 
     def _start_beside(
         self, stop: Stop, first: Launch, cycle: int, result: StopResult, stack: ExitStack
@@ -171,14 +183,18 @@ class StopSoak:
         flags = ["--take-over"] if stop.next == TAKE_OVER else []
         second = stack.enter_context(launched([*self._command(stop), *flags], log, echo=False))
         if stop.next == BESIDE:
-            if second.wait(self._limit_s) == 0 or not _was_refused(log):
+            code = second.wait(self._limit_s)
+            _await_log(second)
+            if code == 0 or not _was_refused(log):
                 result.wrong.append(f"{log}: was not refused though another launch is running")
             result.refused += 1
             if first.exit_code is not None:
                 raise DrillError(f"the launch was disturbed by one beside it; see {log}")
             second.wait_until_gone(self._limit_s)
             return first, cycle
-        if first.wait(self._limit_s) == 0:
+        code = first.wait(self._limit_s)
+        _await_log(first)
+        if code == 0:
             result.wrong.append("the launch ended with 0 though it was superseded")
         elif "has superseded this one" not in Path(result.log).read_text(errors="replace"):
             result.wrong.append("the launch that was superseded does not name its successor")
@@ -333,6 +349,13 @@ class StopSoak:
                     result.wrong.append(
                         f"another validation loss at iteration {step}: {loss}, not {evaluated.get(step)}"
                     )
+
+
+def _await_log(launch: Launch) -> None:
+    """Wait until all that a launch that has ended has said is in its log."""
+    if launch.exit_code is not None:
+        with suppress(DrillError):  # what outlives it may say more
+            launch.wait_until_gone(GRACE_S)
 
 
 def _was_refused(log: Path) -> bool:

@@ -12,7 +12,7 @@ from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
 from tools.restart_drill import cli, matrix
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
-from tools.restart_drill.launch import DrillError
+from tools.restart_drill.launch import DrillError, StoppedBySignal
 from tools.restart_drill.matrix import INJECTION_POINTS, Cell, Result, cells, injections_of, markdown, sequences
 from tools.restart_drill.options import ENGINES, MATRIX
 from tools.restart_drill.plan import SUPERVISORS, Injection, Plan
@@ -73,7 +73,11 @@ SEQUENCE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop",
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, injected: int, error: str | None, unverified: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    injected: int,
+    error: str | Exception | None,
+    unverified: tuple[int, ...] = (),
 ) -> list[Result]:
     """One sequence whose drill ends with `error` after `injected` faults. The drill is a stand-in: what is looked at is
     what is made of its outcome."""
@@ -82,7 +86,7 @@ def run(
         for number, planned in enumerate(plan.injections[:injected]):
             done.append(Injection(number, planned.fault, planned.point.text, 1, 1, 1, 5))
         if error is not None:
-            raise DrillError(error)
+            raise DrillError(error) if isinstance(error, str) else error
 
     def content(plan: Plan, done: list[Injection], reference: Reference, report: object) -> dict[str, Any]:
         entry = {"different": [], "restart_s": 1.0, "accounted": 1.0, "lost_steps": 0}
@@ -108,8 +112,8 @@ def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     found = run(monkeypatch, tmp_path, 4, "the last launch did not end")
     assert [r.verified for r in found] == [True, True, True, None]
     assert len(run(monkeypatch, tmp_path, 0, "nothing came")) == 1
-    with pytest.raises(DrillError):
-        run(monkeypatch, tmp_path, 1, "stopped by signal SIGTERM")
+    with pytest.raises(StoppedBySignal):
+        run(monkeypatch, tmp_path, 1, StoppedBySignal())
 
 
 def test_the_table_shows_what_failed() -> None:

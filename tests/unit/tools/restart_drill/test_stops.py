@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
+import signal
+import subprocess
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +26,7 @@ FORK = [
     "--shutdown-timeout", "40", "--master-port", "29500", "--nproc-per-node", "2",
     "pretrain_gpt.py", "--num-layers", "2",
 ]  # fmt: skip
+ROOT = Path(__file__).resolve().parents[4]
 HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save,next=later"
 ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation,next=later"
 
@@ -132,3 +138,32 @@ def test_a_stop_promises_a_save_only_while_its_job_trains() -> None:
     assert parse_stop(ASKED).saves and not parse_stop(HELPER).saves
     assert parse_stop(ASKED.removesuffix(",next=later")) == parse_stop(ASKED)
     assert not Stop("torchrun", 0, "lazy", "SIGTERM", "all", "load").saves
+
+
+def job(directory: Path, *lines: str) -> list[str]:
+    """The words of a soak of stops of a program that trains nothing: each rank is started by hand, and runs `lines`."""
+    program = directory / "pretrain_gpt.py"
+    program.write_text("\n".join(lines))
+    stop = "launcher=by-hand,workers=0,engine=torch,signal=SIGKILL,target=all,moment=start-up,next=later"
+    training = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(program)]
+    return ["--out", str(directory / "out"), "--stops", "3", "--stop", stop, "--", *training]
+
+
+def test_a_launch_that_ends_before_it_is_stopped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random.Random, "uniform", lambda *_: 300.0)  # when it would be stopped
+    monkeypatch.setattr("tools.restart_drill.cli.catch_stop_signals", lambda: None)
+    assert main(job(tmp_path, "raise SystemExit(3)")) == 1
+    results = json.loads((tmp_path / "out" / "stops.json").read_text())["stops"]
+    assert [result["wrong"] for result in results] == [["the launch ended before the stop, with exit code 0"]] * 3
+
+
+def test_a_soak_of_stops_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.restart_drill", *job(tmp_path, "import time", "time.sleep(600)")]
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / "logs" / "000.log").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    _, told = running.communicate(timeout=300)
+    assert running.returncode == 2 and "error: stopped by signal SIGTERM" in told, told
+    assert not (tmp_path / "out" / "stops.json").exists(), "no stop counts"
