@@ -231,6 +231,7 @@ class Connection:
                 self._wait(select.POLLOUT, "took")
                 continue
             except OSError as error:
+                self._read()
                 raise self._failed(error) from error
             if not sent:
                 raise PeerError("was to get more bytes than there are")

@@ -6,8 +6,9 @@ The receiver compares them before it uses a copy.
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.fileio.checksums import crc32
@@ -89,8 +90,30 @@ class Channel(Connection):
 
     def tell(self, **message: Any) -> None:
         """Send a message. Raises PeerError."""
-        self.put(message)
-        self.drain()
+        with self._why():
+            self.put(message)
+            self.drain()
+
+    def send_file(
+        self,
+        content: Mapping[str, Any],
+        fd: int,
+        parts: Sequence[tuple[int, int]],
+        before: Callable[[int], int] | None = None,
+    ) -> None:
+        with self._why():
+            super().send_file(content, fd, parts, before)
+
+    @contextlib.contextmanager
+    def _why(self) -> Iterator[None]:
+        """Where nothing more can be sent, the error is what the other end has said of it, if it has."""
+        try:
+            yield
+        except PeerError as error:
+            for message, _ in self.receive():
+                if "error" in message:
+                    raise PeerError(str(message["error"])) from error
+            raise
 
     def hear(self) -> dict[str, Any]:
         """The next message. Raises PeerError if there is none, or if it says `error`."""

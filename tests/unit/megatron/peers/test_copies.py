@@ -41,7 +41,7 @@ from megatron.peers.memory_slots import VARIABLE as SLOTS
 from megatron.peers.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots, slots_held_by
 from megatron.peers.process import CopyProcess
 from megatron.peers.traffic import VARIABLE as STEP_TIMES
-from megatron.peers.wire import PeerError, key_of
+from megatron.peers.wire import Channel, PeerError, key_of
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.certificates import make_files
 from tests.unit.trace_helpers import SECRET
@@ -470,6 +470,27 @@ def test_a_peer_that_trickles_is_stalled() -> None:
 
     with pytest.raises(PeerError, match="is stalled: it (sent|said nothing)"):
         got(liar(answer), "s1", deadline_s=2.0)
+
+
+def test_who_sends_is_told_why_nobody_takes_it() -> None:
+    """The taker says what is wrong with the first bytes, and closes: the sender cannot send the rest."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sends, takes = socket.create_connection(listening.getsockname()), listening.accept()[0]
+    saved = os.memfd_create("saved")
+    os.truncate(saved, 200 << 20)  # more than any buffer holds
+
+    def take() -> None:
+        with Channel(takes, DEADLINE_S) as channel:
+            channel.hear()
+            channel.receive_into(memoryview(bytearray(1 << 20)))
+            channel.tell(error="has a damaged copy")
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    with Channel(sends, DEADLINE_S) as channel, pytest.raises(PeerError, match="^has a damaged copy$"):
+        channel.send_file({}, saved, [(0, 200 << 20)])
+    taking.join()
+    os.close(saved)
 
 
 def test_a_record_says_whose_save_it_is() -> None:
