@@ -151,7 +151,6 @@ def job(directory: Path, *lines: str) -> list[str]:
 
 def test_a_launch_that_ends_before_it_is_stopped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.Random, "uniform", lambda *_: 300.0)  # when it would be stopped
-    monkeypatch.setattr("tools.restart_drill.cli.catch_stop_signals", lambda: None)
     assert main(job(tmp_path, "raise SystemExit(3)")) == 1
     results = json.loads((tmp_path / "out" / "stops.json").read_text())["stops"]
     assert [result["wrong"] for result in results] == [["the launch ended before the stop, with exit code 0"]] * 3
