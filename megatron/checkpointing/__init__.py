@@ -13,8 +13,9 @@ if TYPE_CHECKING:
         is_redistributable,
     )
     from megatron.checkpointing.manager import load_checkpoint, save_checkpoint
-    from megatron.checkpointing.store.bucket.checkpoints import ObjectStoreError, StoredCandidate, open_checkpoints
+    from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, open_checkpoints
     from megatron.checkpointing.store.commit import Candidate, discover
+    from megatron.fileio.objects.errors import ObjectStoreError
 
 __all__ = [
     "Candidate", "ObjectStoreError", "StoredCandidate", "builtin_engines", "check_engine_name", "discover",
@@ -22,10 +23,16 @@ __all__ = [
 ]  # fmt: skip
 
 _PUBLIC = {
-    "engines.registry": ("builtin_engines", "check_engine_name", "engine_names", "is_redistributable"),
-    "manager": ("load_checkpoint", "save_checkpoint"),
-    "store.bucket.checkpoints": ("ObjectStoreError", "StoredCandidate", "open_checkpoints"),
-    "store.commit": ("Candidate", "discover"),
+    "megatron.fileio.objects.errors": ("ObjectStoreError",),
+    "megatron.checkpointing.engines.registry": (
+        "builtin_engines",
+        "check_engine_name",
+        "engine_names",
+        "is_redistributable",
+    ),
+    "megatron.checkpointing.manager": ("load_checkpoint", "save_checkpoint"),
+    "megatron.checkpointing.store.bucket.checkpoints": ("StoredCandidate", "open_checkpoints"),
+    "megatron.checkpointing.store.commit": ("Candidate", "discover"),
 }
 
 
@@ -33,5 +40,5 @@ def __getattr__(name: str) -> Any:
     """The public names, imported when they are asked for: most modules in this package work without torch."""
     for module, names in _PUBLIC.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedCheckpoint
-from megatron.checkpointing.state.hashes import read_hashes
 from megatron.checkpointing.store.commit import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from restart_trace.recorder import Operation
@@ -48,6 +47,8 @@ class OpenedCheckpoint:
 
     def tensor_hashes(self, name: str) -> Mapping[str, Any]:
         """The hashes of a rank's tensors, from the small file called `name`. Raises CheckpointDamagedError."""
+        from megatron.checkpointing.state.hashes import read_hashes  # imports torch
+
         return read_hashes(self.candidate.directory / name)
 
     @property

@@ -36,7 +36,7 @@ def parse_statistics(line: str) -> FileStatistics | None:
         return None
     try:
         stats = ast.literal_eval(match[1])
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     if not isinstance(stats, dict):
         return None

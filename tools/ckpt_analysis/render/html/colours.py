@@ -51,6 +51,7 @@ _COLOURS = {
     "warmup": "#994455",
     "model_build": "#77AADD",
     "data_build": "#99DDFF",
+    "data_skip": "#88BBCC",
     "engine_init": "#44BB99",
     "first_step": "#228833",
     "caught_up": "#CCBB44",
