@@ -97,20 +97,20 @@ def _add_selections(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
     parser.add_argument("--out", type=Path, required=True, help="new directory for all output")
-    parser.add_argument("--time-limit", type=float, default=300.0, metavar="S",
+    parser.add_argument("--time-limit", type=_positive, default=300.0, metavar="S",
                         help="seconds for each launch and each injection point (default: 300)")  # fmt: skip
     options.add(
         _ON_DISK, "--checkpoints",
         "directory or s3://BUCKET/PREFIX for the checkpoints, on the storage to be tested (default: below --out)",
         type=_place, metavar="DIR",
     )  # fmt: skip
-    options.add(_ON_DISK, "--disk-limit", "largest file system that disk-full may fill", type=float, default=4.0,
+    options.add(_ON_DISK, "--disk-limit", "largest file system that disk-full may fill", type=_positive, default=4.0,
                 metavar="GIB")  # fmt: skip
     limits = ", ".join(f"{limit:g} with {selection}" for selection, limit in _HANG_LIMITS_S.items())
     options.add(
         _ON_DISK, "--hang-limit",
         f"seconds without an iteration that count as a hang (default: {limits}, {_HANG_LIMIT_ON_NODES_S:g} on nodes)",
-        type=float, metavar="S",
+        type=_positive, metavar="S",
     )  # fmt: skip
     options.add(
         _ON_DISK, "--nodes-command",
@@ -161,8 +161,8 @@ def _add_of_one(options: _Options) -> None:
     )  # fmt: skip
     options.add(
         of_both, "--node",
-        "indices of the training nodes that the fault is injected into, from 0, several at the same time (default: -1, "
-        "the last node)", type=_nodes, default=(-1,), metavar="N[,N...]",
+        "with --nodes-command: indices of the training nodes that the fault is injected into, from 0, several at the "
+        "same time (default: -1, the last node)", type=_nodes, metavar="N[,N...]",
     )  # fmt: skip
     options.add(of_both, "--quiet", "do not show the output of the job", action="store_true")
     options.add(of_both, "--persist-interval",
@@ -188,7 +188,7 @@ def _add_of_many(options: _Options) -> None:
     options.add((SOAK, STOPS), "--minutes", "approximate duration of a soak; no stop begins later", type=_positive)
     options.add((SOAK,), "--saves", "minimum over all engines (default without --minutes: 200)", type=_size)
     options.add((SOAK,), "--restarts", "over all engines (default without --minutes: 50)", type=_size)
-    options.add((SOAK,), "--memory-limit", "allowed growth of a process", type=float, default=32.0, metavar="MIB")
+    options.add((SOAK,), "--memory-limit", "allowed growth of a process", type=_positive, default=32.0, metavar="MIB")
     options.add((STOPS,), "--stop", "this one, or several in turn, as the result shows it (default: drawn with --seed)",
                 type=_stop, action="append", default=[], metavar="STOP")  # fmt: skip
 
@@ -249,6 +249,10 @@ def _selected(args: argparse.Namespace) -> str:
 def _refusal(args: argparse.Namespace) -> str | None:
     """Why the options are refused; None, with the defaults of their selection set, if they are valid."""
     on_nodes = args.nodes_command is not None
+    for name, value in (("--node", args.node), ("--spares", args.spares)):
+        if value is not None and not on_nodes:
+            return f"{name} {_shown(value)}: has no effect without --nodes-command; remove it, or give that, too"
+    args.node = (-1,) if args.node is None else args.node
     if args.selection == SOAK:
         args.hang_limit = args.hang_limit or (_HANG_LIMIT_ON_NODES_S if on_nodes else _HANG_LIMITS_S[SOAK])
     else:

@@ -145,6 +145,10 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
         (["--supervisor", "launch", "--fault", "sigkill-launcher"], "ends the launcher that --supervisor launch needs"),
         (["--persist-interval", "0"], "must be a whole number, at least 1"),
         (["--node=1,b"], "1,b: must be node numbers separated by commas"),
+        (["--node=1,0"], "--node 1,0: has no effect without --nodes-command; remove it, or give that, too"),
+        (["--hang-limit", "0"], "--hang-limit: 0: must be a number of more than 0"),
+        (["--time-limit", "-1"], "--time-limit: -1: must be a number of more than 0"),
+        (["--disk-limit", "nan"], "--disk-limit: nan: must be a number of more than 0"),
         (["--nodes-command", "mine"], "--nodes-command mine: only faults of nodes use it"),
         (
             ["--supervisor", "launch", "--fault", "node-loss", "--nodes-command", "mine", "--resume-pp", "2"],
@@ -170,6 +174,8 @@ def test_a_wrong_command_line_ends_with_status_2(
         (["--fault", "sigterm"], "the following arguments are required: --at WHEN and, after --, the training command"),
         (["--soak", "--cold-cache"], "--cold-cache: has no meaning for --soak; remove one of the two"),
         (["--stops", "3", "--nodes-command", "mine"], "--nodes-command mine: has no meaning for --stops"),
+        (["--matrix", "--spares", "3"], "--spares 3: has no effect without --nodes-command"),
+        (["--soak", "--memory-limit", "0"], "--memory-limit: 0: must be a number of more than 0"),
         (["--matrix", "--engines", "torch,slow"], "--engines: --checkpoint-engine slow: no such engine"),
     ],
 )

@@ -173,6 +173,7 @@ def test_files_left_beside_checkpoints_are_found(tmp_path: Path) -> None:
         ("--engines lazy,slow", "--checkpoint-engine slow: no such engine"),
         ("--faults disk-full", "--faults disk-full: these options allow sigkill-one"),
         ("--faults sigkill-all --nodes-command mine --spares 2", "--faults sigkill-all: these options allow"),
+        ("--spares 4", "--spares 4: has no effect without --nodes-command"),
         ("--nodes-command mine --spares 1", "--spares 1: must be at least 2"),
         ("--nodes-command mine --spares 2 --checkpoints /d", "--checkpoints /d: disk-full cannot be injected on nodes"),
     ],
