@@ -36,7 +36,7 @@ import pytest
 
 from tests.dist.harness import ROOT
 
-# Code -> its tests. What tests/dist and tests/faults notice of it is not counted: a mutant has seconds.
+# Code -> its tests. Those of tests/dist and tests/faults are left out: they take minutes, and each mutant has seconds.
 TESTS = {
     "restart_trace": "tests/unit/restart_trace",
     "megatron/checkpointing/state": "tests/unit/megatron/checkpointing/state",

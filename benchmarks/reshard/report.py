@@ -96,5 +96,5 @@ def _shown(found: dict[str, Any]) -> str:
 
 _EXPLANATION = [
     "plain: the same state, saved on the layout that loads it. direct: the same state, saved on the other one.",
-    "Ratios are of medians; [95 % bootstrap interval over rounds].",
+    "A ratio is that of two medians; in brackets, its 95 % bootstrap interval over the rounds.",
 ]

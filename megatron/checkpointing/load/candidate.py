@@ -54,8 +54,8 @@ _SLOW_READER_S = 1.0
 def load_candidate(ctx: RunContext, engine: Any, opened: OpenedCheckpoint, op: Operation) -> Progress:
     """Restore `opened` into `engine`; collective.
 
-    Raises CheckpointRejectedError if any rank found a damaged file. Weights and masters may then hold some of it, and
-    are for the next candidate to replace. Raises CheckpointMismatchError if it is of another shape, or of an engine
+    Raises CheckpointRejectedError if any rank found a damaged file; the weights may then hold parts of it, which the
+    next candidate replaces. Raises CheckpointMismatchError if the checkpoint has another shape, or needs an engine
     that is not here.
     """
     candidate = opened.candidate

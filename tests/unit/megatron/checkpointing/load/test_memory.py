@@ -165,7 +165,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[i
         ([10, 9], [10, 5], ["m10", "s10", "m9", "s5"]),
         ([5, 5], [5], ["m5", "m5", "s5"]),
         ([3], [], ["m3"]),
-        ([8], [5, 20], ["m8", "s5", "s20"]),  # 20 is of a course that was given up
+        ([8], [5, 20], ["m8", "s5", "s20"]),  # the run went back: step 20 was committed before step 5
     ],
 )
 def test_memory_comes_before_storage_of_the_same_step_and_after_newer_storage(
