@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import readline
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ from tools.common.machine import filesystem_of
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes \d+ minutes|no cluster here")
 # Variables that deepspeed, torch and polars set as they are imported.
 SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF"}
+STOP_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 # Each worker takes the next file of this order, so that none is left with a long one at the end. Those of tests/cluster
 # mostly wait: beside each other they would leave processors idle, so that they come by turns with files that compute.
@@ -105,6 +109,15 @@ def environment_left_as_found() -> Iterator[None]:
         if name in before:
             os.environ[name] = before[name]
     assert not changed, f"this test left the environment changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """A command that is called within this process leaves no signal handlers to the tests after it."""
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -111,11 +112,14 @@ def test_a_stop_while_commands_are_started_leaves_none_behind() -> None:
 
 
 def start_many(pipe: int) -> None:
+    """Ends this process."""
     try:
         with processes() as mine:
             for _ in range(30):
                 mine.start(["sleep", "60"], HERE, stdin=pipe)
             mine.wait_for_one()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(70)
 
