@@ -61,7 +61,11 @@ TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
 S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
-CLIENTS = ["transformers>=5.0", "accelerate>=1.0"]  # trainers of others, which the tests of restart_trace.hooks trace
+CLIENTS = [
+    "transformers>=5.0",
+    "accelerate>=1.0",
+    "lightning>=2.5",
+]  # trainers of others, which the tests of restart_trace.hooks trace
 DEV = [
     *TRAIN,
     *TENSORBOARD,

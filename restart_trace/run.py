@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from restart_trace.command_line import CommandParser
@@ -37,6 +38,10 @@ examples:
 
 {_STATUS}"""
 _OPTIONS = ("--trace-dir", *(f"--{kind}-function" for kind in FUNCTION_VARIABLES))
+_SCRIPT_BYTES = 1 << 16
+_SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b")
+# An assignment without the variable's former value, and outside of comments
+_OWN_PYTHONPATH = re.compile(rb"^[^#]*\b(?:unset\s+PYTHONPATH\b|PYTHONPATH=(?!.*\$\{?PYTHONPATH\b))")
 _SITE = Path(__file__).resolve().parent / "hooks" / "site"
 
 
@@ -90,6 +95,12 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
         functions = getattr(options, f"{kind}_function")
         if functions:
             os.environ[variable] = " ".join(functions)
+    for script, line in _scripts_without_pythonpath(command):
+        print(
+            f"restart-trace: {script}, line {line}, takes the hooks out of PYTHONPATH: what it starts after that is "
+            "not traced; write PYTHONPATH=DIRECTORY:$PYTHONPATH there",
+            file=sys.stderr,
+        )
     path = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     sys.stdout.flush()
@@ -100,6 +111,23 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
     except OSError as error:
         print(f"restart-trace: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _scripts_without_pythonpath(command: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Shell scripts among the first two words of the command, and their line that sets or unsets PYTHONPATH anew."""
+    for word in command[:2]:
+        path = shutil.which(word) or word
+        try:
+            with open(path, "rb") as file:
+                text = file.read(_SCRIPT_BYTES)
+        except OSError:
+            continue
+        if not _SHELL.match(text) and not word.endswith(".sh"):
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if _OWN_PYTHONPATH.search(line):
+                yield word, number
+                break
 
 
 def _refuse_without_run(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -3,24 +3,80 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import ModuleType
 
 from restart_trace.hooks.guard import Around, Call, wrap
+from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
+
+# Methods of transformers' Trainer that load, in this order, parts of the checkpoint that it resumes from
+_TRAINER_LOADS = (
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_callback_state", "_load_rng_state",
+)  # fmt: skip
 
 
 def hook_accelerate(session: Session, module: ModuleType) -> None:
     """Hook accelerate.accelerator."""
-    wrap(module.Accelerator, "save_state", _around(session, "save"))
-    wrap(module.Accelerator, "load_state", _around(session, "load"))
+    wrap(module.Accelerator, "save_state", _around(session, "save", "accelerate", lambda call: call.result))
+    wrap(
+        module.Accelerator,
+        "load_state",
+        _around(session, "load", "accelerate", lambda call: call.arguments()["input_dir"]),
+    )
 
 
 def hook_transformers(session: Session, module: ModuleType) -> None:
-    """Hook transformers.trainer. It loads by DeepSpeed's load_checkpoint, apart from small files."""
-    wrap(module.Trainer, "_save_checkpoint", _around(session, "save"))
+    """Hook transformers.trainer.
+
+    With DeepSpeed it loads by load_checkpoint, apart from small files; otherwise by methods that are parts of one load.
+    """
+
+    @contextmanager
+    def part(call: Call) -> Iterator[None]:
+        directory = call.arguments().get("resume_from_checkpoint")  # of the first method alone
+        with session.load_part(directory, "transformers"):
+            yield
+
+    wrap(module.Trainer, "_save_checkpoint", _around(session, "save", "transformers", _checkpoint_of_trainer))
+    for name in _TRAINER_LOADS:
+        wrap(module.Trainer, name, part)
+
+
+def _checkpoint_of_trainer(call: Call) -> str:
+    """The directory that transformers' Trainer saves to; that of a search for hyperparameters is another."""
+    trainer = call.args[0]
+    return os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+
+
+def hook_lightning(session: Session, module: ModuleType) -> None:
+    """Hook Lightning's trainer. It loads by torch.load."""
+    wrap(
+        module.Trainer,
+        "save_checkpoint",
+        _around(session, "save", "lightning", lambda call: call.arguments()["filepath"]),
+    )
+
+
+def hook_lightning_files(session: Session, module: ModuleType) -> None:
+    """Hook Lightning's module that writes files: it serializes into memory, and then writes by fsspec."""
+
+    @contextmanager
+    def write(call: Call) -> Iterator[None]:
+        path = os.fspath(call.arguments()["filepath"])
+        with session.file_call("save", "lightning.fabric", path) as running:
+            if running is None or running.opaque:
+                yield
+                return
+            with running.phase("flush", "write", file=running.name_of(path)) as piece:
+                yield
+                if os.path.isfile(path):  # not a URL
+                    piece.bytes = os.path.getsize(path)
+                    running.count(piece.bytes, path)
+
+    wrap(module, "_atomic_save", write)
 
 
 def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
@@ -52,7 +108,10 @@ def hook_models(session: Session, module: ModuleType) -> None:
 
 
 def hook_safetensors(session: Session, module: ModuleType) -> None:
-    """Hook safetensors.torch, by which these libraries write weights, one call for each file."""
+    """Hook safetensors.torch, by which these libraries write weights, one call for each file.
+
+    A library that was imported before has its own name for save_file, which calls serialize_file all the same.
+    """
 
     def hooked(kind: str) -> Around:
         @contextmanager
@@ -68,11 +127,21 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
         return around
 
     wrap(module, "save_file", hooked("save"))
+    wrap(module, "serialize_file", hooked("save"))
     wrap(module, "load_file", hooked("load"))
 
 
-def _around(session: Session, kind: str) -> Around:
-    """One operation around the library's save or load. The library's own part is one opaque `engine_call`."""
+def _around(
+    session: Session,
+    kind: str,
+    library: str | None = None,
+    place: Callable[[Call], str | os.PathLike[str] | None] = lambda call: None,
+) -> Around:
+    """One operation around the library's save or load. The library's own part is one opaque `engine_call`.
+
+    `place`: the directory or file of the checkpoint, asked before the call, and after it if it is not known before. A
+    library below, such as DeepSpeed, may name the checkpoint and its engine, too: then that counts.
+    """
 
     @contextmanager
     def around(call: Call) -> Iterator[None]:
@@ -80,7 +149,22 @@ def _around(session: Session, kind: str) -> Around:
         if running is None:
             yield
             return
-        with session.until_end(running), running.phase("engine_call"):
-            yield
+        path = place(call)
+        with session.until_end(running):
+            _label(running, path, library)
+            with running.phase("engine_call"):
+                yield
+            if path is None:
+                path = place(call)
+                _label(running, path, library)
+        if path is not None and "://" not in os.fspath(path):
+            path = os.path.abspath(path)
+            directory = path if os.path.isdir(path) else os.path.dirname(path)
+            session.record_directory(kind, directory, library if kind == "save" else None)
 
     return around
+
+
+def _label(running: Running, path: str | os.PathLike[str] | None, library: str | None) -> None:
+    if path is not None:
+        running.operation.label(tag=os.path.basename(os.fspath(path).rstrip("/")), engine=library)

@@ -37,6 +37,10 @@ _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "transformers.trainer": clients.hook_transformers,
     "transformers.modeling_utils": clients.hook_models,
     "safetensors.torch": clients.hook_safetensors,
+    "lightning.pytorch.trainer.trainer": clients.hook_lightning,
+    "pytorch_lightning.trainer.trainer": clients.hook_lightning,
+    "lightning.fabric.utilities.cloud_io": clients.hook_lightning_files,
+    "lightning_fabric.utilities.cloud_io": clients.hook_lightning_files,
     "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
 }
 # The same, of the modules in which steps are seen.
@@ -46,6 +50,7 @@ _STEPS: dict[str, Callable[[Steps, ModuleType], None]] = {
     "torch.utils.data.dataloader": steps.hook_data,
     "torch.nn.parallel.distributed": steps.hook_ddp,
     "deepspeed": steps.hook_engines,
+    "accelerate.data_loader": steps.hook_accelerate_data,
     "transformers.trainer": steps.hook_transformers,
 }
 _session: Session | None = None

@@ -189,20 +189,46 @@ class Session:
             yield running
             return
         idle = self._idle[0] if self._idle and self._is_mine() else None
-        if idle is not None and idle.kind == kind and os.path.abspath(path) not in idle.files and self.resume(idle):
+        if idle is not None and idle.kind == kind and os.path.abspath(path) not in idle.files:
+            running = idle
+        with self._inferred(running, kind, function, path) as running:
+            yield running
+
+    @contextmanager
+    def load_part(self, directory: str | None, function: str) -> Iterator[None]:
+        """The body is a part of the load of the checkpoint at `directory`, by the trainer `function`.
+
+        None: it is a part of the load in progress, if there is one. What the trainer does between two parts is its
+        `engine_call`, too. The load ends as those of file_call do.
+        """
+        idle, since_ns = self._idle if self._idle and self._idle[0].kind == "load" else (None, 0)
+        known = idle is not None or directory is not None
+        if self.running() is not None or self.recorder is None or not self._is_mine() or not known:
+            yield
+            return
+        if idle is not None:
+            idle.add("engine_call", None, since_ns, now_ns())
+        with self._inferred(idle, "load", function, directory or "") as running, running.phase("engine_call"):
+            yield
+
+    @contextmanager
+    def _inferred(self, idle: Running | None, kind: str, function: str, path: str) -> Iterator[Running]:
+        """The body continues `idle`, or else begins an inferred save or load of `path` by `function`."""
+        if idle is not None and self.resume(idle):
             self._idle = None
             running = idle
         else:
-            running = self.begin(kind, inferred=True)
-            assert running is not None
-            running.operation.label(tag=os.path.basename(path), engine=function)
             engine = function if kind == "save" else None  # what a job saves with is its engine
             self.record_directory(kind, os.path.dirname(os.path.abspath(path)), engine)
+            begun = self.begin(kind, inferred=True)
+            assert begun is not None
+            running = begun
+            running.operation.label(tag=os.path.basename(path), engine=function)
         running.unfinished = self._is_mine()
         with self.until_end(running):
             yield running
         if running.unfinished:
-            self._idle = running, now_ns()
+            self._idle = running, running.operation.until_ns()
 
     @contextmanager
     def not_traced(self) -> Iterator[None]:

@@ -28,7 +28,10 @@ class Steps:
         self._first_ns = 0  # begin of training
         self._begun_ns = 0  # begin of the current iteration; 0: not seen yet
         self._ended_ns = 0  # end of the previous one
+        self.gathered = 1  # batches that a trainer requests before it computes the first of them
         self._loader = 0  # data loader iterator of the latest batch
+        self._ahead = 0  # batches that are requested from it ahead of the one that is trained on
+        self._next_ahead = 0  # the same of the next data loader iterator
         self._batches: list[int] = []  # begins of its requests since the previous iteration; in the start-up of all
         self._optimizer: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it exists
         self._count = 0
@@ -40,9 +43,10 @@ class Steps:
         self._session.end_inferred()
         starting = self._session.is_starting()
         requested, self._batches = self._batches, []
-        if starting and len(requested) > 1:
-            self._session.data_skip(requested[0], requested[-1], len(requested) - 1)
-        self._begun_ns = (requested[-1] if starting else requested[0]) if requested else now_ns()
+        skipped = max(len(requested) - self.gathered - self._ahead, 0) if starting else 0
+        if skipped:
+            self._session.data_skip(requested[0], requested[skipped], skipped)
+        self._begun_ns = requested[skipped] if requested else now_ns()
         self._first_ns = self._first_ns or self._begun_ns
 
     def end(self, step: int, source: str) -> None:
@@ -77,7 +81,15 @@ class Steps:
         if self._session.is_training_thread() and not self._begun_ns:
             if id(call.args[0]) != self._loader:
                 self._loader, self._batches = id(call.args[0]), []
+                self._ahead, self._next_ahead = self._next_ahead, 0
             self._batches.append(now_ns())
+        yield
+
+    @contextmanager
+    def iterator_ahead(self, call: Call) -> Iterator[None]:
+        """Around the beginning of an iteration that requests each batch while the one before is trained on."""
+        if self._session.is_training_thread():
+            self._next_ahead = 1
         yield
 
     @contextmanager
@@ -156,6 +168,12 @@ def hook_data(steps: Steps, module: ModuleType) -> None:
     wrap(module._BaseDataLoaderIter, "__next__", steps.batch)
 
 
+def hook_accelerate_data(steps: Steps, module: ModuleType) -> None:
+    """Hook accelerate.data_loader, whose data loaders look one batch ahead to see where the data end."""
+    wrap(module.DataLoaderShard, "__iter__", steps.iterator_ahead)
+    wrap(module.DataLoaderDispatcher, "__iter__", steps.iterator_ahead)
+
+
 def hook_ddp(steps: Steps, module: ModuleType) -> None:
     """Hook torch.nn.parallel.distributed."""
     wrap(module.DistributedDataParallel, "forward", steps.forward)
@@ -168,10 +186,11 @@ def hook_transformers(steps: Steps, module: ModuleType) -> None:
     def train(call: Call) -> Iterator[None]:
         trainer = call.args[0]
         steps.number_of = lambda: trainer.state.global_step + 1  # raised after the optimizer's step
+        steps.gathered = trainer.args.gradient_accumulation_steps
         try:
             yield
         finally:
-            steps.number_of = None
+            steps.number_of, steps.gathered = None, 1
 
     wrap(module.Trainer, "train", train)
 

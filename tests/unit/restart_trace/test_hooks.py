@@ -629,6 +629,26 @@ def test_a_command_without_ranks_leaves_an_empty_directory(tmp_path: Path) -> No
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("export PYTHONPATH=/mine", True),
+        ("PYTHONPATH=/mine python train.py", True),
+        ("unset PYTHONPATH", True),
+        ("export PYTHONPATH=/mine:$PYTHONPATH", False),
+        ("export PYTHONPATH=/mine${PYTHONPATH:+:$PYTHONPATH}", False),
+        ("# PYTHONPATH=/mine", False),
+    ],
+)
+def test_a_script_that_takes_the_hooks_away_is_told_so(tmp_path: Path, line: str, told: bool) -> None:
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexit 3\n{line}\n")
+    (tmp_path / "job.sh").chmod(0o755)
+    for command in (["sh", "job.sh"], ["./job.sh"]):
+        done = trace_command("run", "--", *command, cwd=tmp_path)
+        assert done.returncode == 3
+        assert (f"{command[-1]}, line 3, takes the hooks out of PYTHONPATH" in done.stderr) is told
+
+
 @pytest.mark.parametrize("name", ["save", "trainer:", "trainer:Trainer.save()", "__main__:save"])
 def test_a_function_must_be_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

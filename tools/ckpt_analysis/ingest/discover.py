@@ -21,7 +21,8 @@ _MOST_NAMES = 1000  # of each directory
 _MOST_NAMED = 3  # traces
 _NOTHING_TRACED = (
     "restart-trace writes when a rank starts: a Python process that has RANK in its environment and imports torch, or "
-    "joins a process group. Python started with -E, -I or -S is not traced (docs/guides/trace_your_job.md)"
+    "joins a process group. Python started with -E, -I or -S, or by a script that sets PYTHONPATH anew, is not "
+    "traced (docs/guides/trace_your_job.md)"
 )
 
 
