@@ -95,7 +95,7 @@ class Variants:
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpointing.engines.base import SavedCheckpoint
         from megatron.checkpointing.state.collect import live_state
-        from megatron.checkpointing.store.commit import Manifest
+        from megatron.checkpointing.store.manifest import Manifest
 
         names = [file.name for file in live_state(self._engine, self._state.context.place, True, False)]
         if plain:

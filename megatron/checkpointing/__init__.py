@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     )
     from megatron.checkpointing.manager import load_checkpoint, save_checkpoint
     from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, open_checkpoints
-    from megatron.checkpointing.store.commit import Candidate, discover
+    from megatron.checkpointing.store.search import Candidate, discover
     from megatron.fileio.objects.errors import ObjectStoreError
 
 __all__ = [
@@ -32,7 +32,7 @@ _PUBLIC = {
     ),
     "megatron.checkpointing.manager": ("load_checkpoint", "save_checkpoint"),
     "megatron.checkpointing.store.bucket.checkpoints": ("StoredCandidate", "open_checkpoints"),
-    "megatron.checkpointing.store.commit": ("Candidate", "discover"),
+    "megatron.checkpointing.store.search": ("Candidate", "discover"),
 }
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.engines.base import CheckpointEngine
 from megatron.checkpointing.preflight.first_start import FirstStart
-from megatron.checkpointing.store.commit import Candidate
 from megatron.checkpointing.store.naming import RankPlace
+from megatron.checkpointing.store.search import Candidate
 from megatron.config import Config
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.search import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout

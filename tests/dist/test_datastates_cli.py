@@ -13,7 +13,7 @@ import pytest
 from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote
 from tests.dist.tiny_runs import (

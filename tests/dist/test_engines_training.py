@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron.checkpointing.engines.registry import engine_class
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.parallel.topology import Layout
 from tests.conformance.subjects import engines_under_test
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.peers.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, records, wait_for
 from tests.dist.hold import held_environment

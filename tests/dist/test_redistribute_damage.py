@@ -14,7 +14,7 @@ from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import position_in_file
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
 from tests.dist.harness import Run, Zygote, losses, records

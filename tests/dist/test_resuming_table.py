@@ -22,7 +22,8 @@ import torch
 
 from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.preflight.repeated_errors import STARTS, StepErrors
-from megatron.checkpointing.store.commit import Manifest, write_manifest
+from megatron.checkpointing.store.commit import write_manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import CheckpointConfig
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, Zygote, records

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.checkpointing.store.commit import discover
+from megatron.checkpointing.store.search import discover
 from megatron.net.free_port import free_port
 from tests.dist.harness import LLAMA_STYLE, ROOT, end_all, losses, processes_with, records, wait_for
 from tests.dist.tiny_runs import NO_DROPOUT

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.checkpointing.store.commit import discover
+from megatron.checkpointing.store.search import discover
 from megatron.net.free_port import free_port
 from megatron.processes.standby import WAITS
 from tests.dist.harness import records, wait_for

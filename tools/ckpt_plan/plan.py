@@ -11,7 +11,8 @@ from megatron.checkpointing.preflight.compatibility import model_identity, train
 from megatron.checkpointing.preflight.first_start import first_start
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Manifest, collect_files
+from megatron.checkpointing.store.commit import collect_files
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 

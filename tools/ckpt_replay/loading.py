@@ -20,8 +20,8 @@ from megatron.checkpointing.engines.base import (
     first_undamaged,
 )
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Manifest
-from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import read_latest
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.s3 import Traffic
 from megatron.peers.wire import key_of

@@ -37,7 +37,7 @@ from megatron.checkpointing.state.collect import (
 )
 from megatron.checkpointing.state.hashes import compare_hashes
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.search import Candidate
 from megatron.config.arguments import namespace_from_config
 from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns

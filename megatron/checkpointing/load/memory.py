@@ -18,7 +18,7 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import MemorySave, SavedFile
 from megatron.checkpointing.load.memory_copies import MemoryCandidate, OpenedSave, OtherLayout, SameLayout, Source
 from megatron.checkpointing.load.source import OpenedCheckpoint
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import CheckpointConfig
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, own_peer, waiting_peers

@@ -16,7 +16,7 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, MemoryFiles, MemorySave
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.load.source import OpenedCheckpoint
-from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.search import Candidate
 from megatron.fileio.host_memory import available_memory
 from megatron.peers.client import Peer, fetch_parts, own_peer
 from megatron.peers.wire import Key, PeerError, key_of

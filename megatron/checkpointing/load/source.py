@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedCheckpoint
-from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from restart_trace.recorder import Operation
 from restart_trace.schema import STORAGE

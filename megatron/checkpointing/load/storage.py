@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks, run_on_rank_0
 from megatron.checkpointing.load.source import OpenedCheckpoint
-from megatron.checkpointing.store import commit
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate, Search
+from megatron.checkpointing.store.files import describe_damage, shares, wrong_in
+from megatron.checkpointing.store.search import Candidate, Search
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
@@ -118,12 +118,14 @@ class DirectorySource(StorageSource):
         if candidate.manifest is None:
             return OpenedCheckpoint(candidate)
 
+        files = candidate.manifest.files
+
         def look() -> list[str]:
             with op.span("discover"):
-                return commit.wrong_in(commit.shares(candidate, [control.rank], control.world_size)[0])
+                return wrong_in(*shares(candidate.directory, files, [control.rank], control.world_size))
 
         def conclude(by_rank: list[list[str]]) -> None:
-            wrong = commit.describe_damage(candidate.directory, [what for mine in by_rank for what in mine])
+            wrong = describe_damage(candidate.directory, [what for mine in by_rank for what in mine])
             if wrong is not None and isinstance(self._listed, Search):
                 raise CheckpointRejectedError(*self._listed.reject(wrong))
 

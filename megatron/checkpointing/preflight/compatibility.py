@@ -26,8 +26,8 @@ from megatron.checkpointing.engines.registry import (
 from megatron.checkpointing.preflight.universal_directory import inspect
 from megatron.checkpointing.state.changed_flags import check_optimizer
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate, Manifest
-from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate, read_latest
 from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, describe, read_header
 from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import namespace_from_config

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron.checkpointing.preflight.first_start import FirstStart, first_start, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Manifest, is_private, is_upstreams
-from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import is_private, is_upstreams, read_latest
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.uris import is_uri
 from megatron.fileio.files import is_there

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpointing.store import commit
 from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Search
 from megatron.config import CheckpointConfig
 from megatron.config.flags import flag_name
 from megatron.config.uris import is_uri
@@ -116,12 +117,12 @@ def has_own_checkpoint(options: CheckpointConfig, env: Mapping[str, str]) -> boo
     return newest is not None and is_of(newest, mine)
 
 
-def kept_by(manifest: commit.Manifest) -> FirstStart:
+def kept_by(manifest: Manifest) -> FirstStart:
     """How the run that saved the checkpoint began."""
     return FirstStart(manifest.loaded_from, manifest.first_start, manifest.resumed_with)
 
 
-def is_of(manifest: commit.Manifest, mine: FirstStart) -> bool:
+def is_of(manifest: Manifest, mine: FirstStart) -> bool:
     """Whether the run that saved the checkpoint began with the flags `mine`, or was resumed with them last.
 
     An older program kept the place alone that a run was loaded from.
@@ -155,7 +156,7 @@ def is_started_again(env: Mapping[str, str]) -> bool:
     return is_restart_in_place(env) or env.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
-def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
+def newest_manifest(options: CheckpointConfig) -> Manifest | None:
     """That of the checkpoint in --save that was committed last, of those whose manifest can be read.
 
     Raises OSError if --save cannot be listed, or if there is none and storage did not answer for one: whether this run
@@ -168,7 +169,7 @@ def newest_manifest(options: CheckpointConfig) -> commit.Manifest | None:
 
         found = open_checkpoints("--save", options.save, options).newest_manifest(None)
         return None if found is None else found.manifest
-    search = commit.Search(Path(options.save), None)
+    search = Search(Path(options.save), None)
     for _ in range(search.number):
         candidate, _ = search.next()
         if candidate is not None and candidate.manifest is not None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from megatron.checkpointing.engines.errors import CheckpointError
 from megatron.checkpointing.preflight.first_start import FirstStart, began, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate, Search
+from megatron.checkpointing.store.search import Candidate, Search
 from megatron.config import CheckpointConfig
 from megatron.config.errors import REPEATED
 from megatron.config.uris import is_uri

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.state.changed_flags import check_schedule_is_there
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate, Manifest
-from megatron.checkpointing.store.manifest import read_latest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate, read_latest
 from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe, read_header
 from megatron.config import CheckpointConfig, ConfigError
 

@@ -9,7 +9,8 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.state.changed_flags import check_optimizer, check_schedule_is_there
 from megatron.checkpointing.state.collect import Progress
-from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.config.arguments import namespace_from_config
 from restart_trace.recorder import Operation

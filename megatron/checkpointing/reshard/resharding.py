@@ -11,7 +11,7 @@ from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.universal import UniversalLoad
 from megatron.checkpointing.reshard.upstream_manifest import tell, with_manifest
 from megatron.checkpointing.state.collect import Progress
-from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.parallel.random import seed_everything
 from restart_trace.recorder import Operation

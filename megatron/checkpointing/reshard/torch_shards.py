@@ -21,7 +21,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, Checkp
 from megatron.checkpointing.engines.torch_files import position_in_file, record_in_file, tensor_records
 from megatron.checkpointing.state.shard_metadata import shard_placement, weight_placement
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.zip_records import Record
 from megatron.parallel.parameter_slice import ParameterSlice

@@ -19,7 +19,8 @@ from pathlib import Path
 from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe
 from megatron.fileio.zip_records import directory_checksum
 from megatron.parallel.control_plane import ControlPlane

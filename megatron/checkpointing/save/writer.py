@@ -23,9 +23,11 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirec
 from megatron.checkpointing.save.background import BackgroundSave, BackgroundSaves
 from megatron.checkpointing.store import commit
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.files import check_sizes
+from megatron.checkpointing.store.files import check_sizes, describe_damage, shares, wrong_in
+from megatron.checkpointing.store.manifest import Manifest, StoredObject
 from megatron.checkpointing.store.ownership import Ownership
 from megatron.checkpointing.store.removal import Pruned, Removal, Removals, prune
+from megatron.checkpointing.store.search import Candidate, Known
 from megatron.fileio.files import sync_file
 from megatron.fileio.no_links import make_directory
 from megatron.fileio.objects.errors import ObjectStoreError
@@ -69,7 +71,7 @@ class CheckpointStore(Protocol):
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
-    ) -> dict[str, commit.StoredObject]:
+    ) -> dict[str, StoredObject]:
         """Store the files of this rank where they will be loaded from, except for a rename. Returns the objects."""
         ...
 
@@ -85,17 +87,15 @@ class CheckpointStore(Protocol):
         ...
 
     # `known`: the checkpoints that this writer knows there.
-    def next_sequence(self, known: commit.Known) -> int: ...
+    def next_sequence(self, known: Known) -> int: ...
 
-    def write_manifest(self, attempt: str, temporary: Path, manifest: commit.Manifest, fsync: bool) -> None: ...
+    def write_manifest(self, attempt: str, temporary: Path, manifest: Manifest, fsync: bool) -> None: ...
 
-    def publish(
-        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
-    ) -> list[str]: ...
+    def publish(self, manifest: Manifest, attempt: str, temporary: Path, fsync: bool, known: Known) -> list[str]: ...
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None: ...
 
-    def prune(self, step: int, known: commit.Known, fsync: bool) -> Pruned: ...
+    def prune(self, step: int, known: Known, fsync: bool) -> Pruned: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SaveDirectory:
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
-    ) -> dict[str, commit.StoredObject]:
+    ) -> dict[str, StoredObject]:
         return {}
 
     def clear(self, temporary: Path) -> None:
@@ -134,28 +134,26 @@ class SaveDirectory:
         if self.ownership is not None:
             self.ownership.check()
 
-    def next_sequence(self, known: commit.Known) -> int:
+    def next_sequence(self, known: Known) -> int:
         return commit.next_sequence(self.path, known)
 
-    def write_manifest(self, attempt: str, temporary: Path, manifest: commit.Manifest, fsync: bool) -> None:
+    def write_manifest(self, attempt: str, temporary: Path, manifest: Manifest, fsync: bool) -> None:
         commit.write_manifest(temporary, manifest, fsync)
 
-    def publish(
-        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
-    ) -> list[str]:
+    def publish(self, manifest: Manifest, attempt: str, temporary: Path, fsync: bool, known: Known) -> list[str]:
         if self.keep_last is None:
             known.complete.clear()  # older ones are not needed
         tag, step = manifest.tag, manifest.step
         known.complete.pop(self.path / tag, None)
-        wrong = commit.publish(self.path, temporary, tag, step, fsync, self.ownership, manifest)
-        known.complete[self.path / tag] = commit.Candidate(self.path / tag, tag, step, manifest)
+        wrong = commit.publish(self.path, temporary, manifest, fsync, self.ownership)
+        known.complete[self.path / tag] = Candidate(self.path / tag, tag, step, manifest)
         known.damaged.discard(self.path / tag)
         return wrong
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None:
         commit.discard(temporary)
 
-    def prune(self, step: int, known: commit.Known, fsync: bool) -> Pruned:
+    def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
         pruned = prune(self.path, self.keep_last, step, self.ownership, known, fsync)
         for name in pruned.removed:
             known.complete.pop(self.path / name, None)
@@ -216,7 +214,7 @@ class CheckpointWriter:
         self._identity = identity
         self._attempt = attempt
         self._saves = 0
-        self._known = commit.Known()  # on rank 0
+        self._known = Known()  # on rank 0
         self._removals = Removals(control.rank)
         self._blocking = not engine.asynchronous  # whether training waits for the commit
         self._control = commit_control if engine.asynchronous and commit_control is not None else control
@@ -327,7 +325,7 @@ class CheckpointWriter:
     def _finish(self, save: Save) -> str | None:
         """Wait for the files, agree, commit. Returns None, or why the checkpoint was not committed."""
         saved: list[SavedFile] = []
-        stored: dict[str, commit.StoredObject] = {}
+        stored: dict[str, StoredObject] = {}
         # On a background thread catch everything, since torch's CheckpointException is not an Exception; on the main
         # thread let interrupts pass.
         failures = Exception if self._blocking else BaseException
@@ -389,9 +387,7 @@ class CheckpointWriter:
             with save.op.span("serialize", blocking=self._blocking, joined=True):
                 check_sizes(save.temporary, saved)
 
-    def _agree_and_commit(
-        self, save: Save, saved: list[SavedFile], stored: dict[str, commit.StoredObject]
-    ) -> str | None:
+    def _agree_and_commit(self, save: Save, saved: list[SavedFile], stored: dict[str, StoredObject]) -> str | None:
         """Collective. Returns None if the checkpoint is committed, or why it is not."""
         with save.op.span("barrier", blocking=self._blocking):
             gathered = self._control.gather((save.error, saved, stored))
@@ -426,7 +422,7 @@ class CheckpointWriter:
             return None
         directory, fsync = save.directory, self.engine.options.fsync
         with save.op.span("commit", "manifest", blocking=self._blocking, joined=True):
-            manifest = commit.Manifest(
+            manifest = Manifest(
                 tag=save.tag,
                 step=save.step,
                 engine=self.engine.name,
@@ -482,11 +478,12 @@ class CheckpointWriter:
         while begun is None:
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 ranks = range(control.world_size if control.rank == 0 else 0)
-                by_rank = list(zip(*(commit.shares(c, ranks, len(ranks)) for c in pruned.to_look_at), strict=True))
+                looked_at = [(c.directory, c.manifest.files) for c in pruned.to_look_at if c.manifest is not None]
+                by_rank = list(zip(*(shares(*each, ranks, len(ranks)) for each in looked_at), strict=True))
             with save.op.span("barrier", blocking=self._blocking):
-                shares = control.scatter(by_rank if control.rank == 0 else None)
+                to_check = control.scatter(by_rank if control.rank == 0 else None)
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
-                wrong = [commit.wrong_in(share) for share in shares]
+                wrong = [wrong_in(share) for share in to_check]
             with save.op.span("barrier", blocking=self._blocking):
                 gathered = control.gather(wrong)
             if gathered is not None:
@@ -504,10 +501,10 @@ class CheckpointWriter:
         self._known.set_aside = dict.fromkeys(self._known.set_aside)
         return (new.manifest.files if new is not None and new.manifest is not None else ()), aside
 
-    def _judge(self, candidates: Sequence[commit.Candidate], by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
+    def _judge(self, candidates: Sequence[Candidate], by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
         """On rank 0: record which of the `candidates` are complete, by the problems that each rank found."""
         for candidate, found in zip(candidates, zip(*by_rank, strict=True), strict=True):
-            wrong = commit.describe_damage(candidate.directory, [what for mine in found for what in mine])
+            wrong = describe_damage(candidate.directory, [what for mine in found for what in mine])
             if wrong is None:
                 self._known.complete[candidate.directory] = candidate
             else:

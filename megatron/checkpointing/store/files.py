@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.store.manifest import leads_out
 from restart_trace.regular import NotRegularFileError, check_regular, open_regular
+
+Share = tuple[Path, dict[str, SavedFile]]  # the directory of a checkpoint, and those of its files that one rank checks
 
 
 def wrong_files(directory: Path, files: Mapping[str, SavedFile], *, listed: bool = True) -> list[str]:
@@ -41,11 +42,24 @@ def wrong_files(directory: Path, files: Mapping[str, SavedFile], *, listed: bool
     return wrong
 
 
-def shares_of(files: Mapping[str, SavedFile], ranks: Iterable[int], world_size: int) -> list[dict[str, SavedFile]]:
-    """Those of `files` that each of `ranks` is to look at: all ranks of `world_size` between them have all."""
+def shares(directory: Path, files: Mapping[str, SavedFile], ranks: Iterable[int], world_size: int) -> list[Share]:
+    """What each of `ranks` checks of the `files` in `directory`: each file is checked by one rank of `world_size`."""
     names = sorted(files)
     bounds = [(len(names) * rank // world_size, len(names) * (rank + 1) // world_size) for rank in ranks]
-    return [{name: files[name] for name in names[first:end]} for first, end in bounds]
+    return [(directory, {name: files[name] for name in names[first:end]}) for first, end in bounds]
+
+
+def wrong_in(share: Share) -> list[str]:
+    """What is wrong with those files, including files that cannot be checked."""
+    try:
+        return wrong_files(*share, listed=False)
+    except OSError as exc:
+        return [str(exc)]
+
+
+def describe_damage(directory: Path, wrong: Sequence[str]) -> str | None:
+    """A message on a checkpoint with what is `wrong` with its files; None if nothing is."""
+    return f"{directory.name}: " + "; ".join(wrong) if wrong else None
 
 
 def missing_files(directory: Path, files: Iterable[str]) -> list[str]:
@@ -94,3 +108,12 @@ def _size_of(directory: Path, name: str, entry: os.DirEntry[str] | None, expecte
         return os.fstat(fd).st_size
     finally:
         os.close(fd)
+
+
+def leads_out(directory: Path, name: str) -> bool:
+    """Whether a link on the way from `directory` to `name` in it leads out of `directory`."""
+    parts = [part for part in name.split("/") if part]
+    ways = [os.path.join(directory, *parts[: i + 1]) for i in range(len(parts))]
+    if not any(os.path.islink(way) for way in ways):
+        return False
+    return not os.path.realpath(ways[-1]).startswith(os.path.realpath(directory) + os.sep)

@@ -1,4 +1,4 @@
-"""What manifest.json and `latest` may say. They are checked here, once, before anybody relies on them; no torch.
+"""manifest.json: what it holds, and the checks that it passes before anything relies on it; no torch.
 
 A checksum says that a manifest is as it was written, not that it was written by this program: so types, ranges and
 names are checked one by one. A name that is absolute, has "..", or is empty would lead out of the checkpoint.
@@ -11,9 +11,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.store import naming as names
 from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import parse_json
@@ -21,9 +23,7 @@ from restart_trace.strict_json import parse_json
 MANIFEST_VERSION = 1
 # Nobody commits as often; one that is forged must not keep others from being committed.
 MAX_SEQUENCE = (1 << 63) - 1
-
 _MAX_MANIFEST = 1 << 30  # bytes: some millions of files
-_MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
 _MAX_INTEGER = (1 << 63) - 1
 _MAX_RANKS = 1 << 24  # in a layout: whoever reads one counts through them
 _LAYOUT = ("tp", "pp", "dp")
@@ -36,6 +36,94 @@ _TAIL = re.compile(
     rb'\n "sequence": ([0-9]{1,19}),\n(?: "run_id": "([0-9a-f]{0,32})",\n)? "manifest_version": %d,\n'
     rb' "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z' % MANIFEST_VERSION
 )
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A file as an object in a store: its ETag, and the CRC-32 of its content ("crc32:...")."""
+
+    etag: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of manifest.json. `files` has every file of the checkpoint except the manifest itself.
+
+    `sequence` counts the commits into a directory from 1: by it the newest checkpoint is the last committed one, even
+    after training went back to an earlier step with --load-tag. `loaded_from` is the other directory that the run began
+    from; "" if it began from its own or from none. `first_start`: the flags that it began with, as
+    preflight/first_start.py has them, and `resumed_with` those of the last start that resumed the directory otherwise
+    than from its newest checkpoint; "" if there were none. `run_id` is that of the directory that it was saved into
+    (see ownership.py); "" if nobody owned that, or an earlier version wrote it. `objects`: for a checkpoint in object
+    storage, the object of each file. `training`: optimizer and schedule (training_identity of
+    preflight/compatibility.py); {} if an earlier version wrote it.
+    A new key needs an entry in _MANIFEST, which says what values it may have.
+    """
+
+    tag: str
+    step: int
+    engine: str
+    layout: dict[str, int]
+    model: dict[str, Any]
+    files: dict[str, SavedFile]
+    loaded_from: str = ""
+    first_start: str = ""
+    resumed_with: str = ""
+    sequence: int = 1
+    run_id: str = ""
+    manifest_version: int = MANIFEST_VERSION
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The content and, under "checksum", the SHA-256 of its canonical JSON."""
+        content = asdict(self)
+        training = content.pop("training")
+        for key in ("objects", "first_start", "resumed_with"):
+            if not content[key]:  # programs of before, which did not know it, read all others
+                del content[key]
+        if training:  # before the files, where `beginning_of` reads it
+            files = list(content).index("files")
+            entries = list(content.items())
+            content = dict([*entries[:files], ("training", training), *entries[files:]])
+        return json.dumps(content | {"checksum": content_checksum(content)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """Raises ValueError if `text` is not a complete, unaltered manifest with values of the right types."""
+        content = parse_manifest(text)
+        content["files"] = {
+            name: SavedFile(**entry | {"states": tuple(entry.get("states", ()))})
+            for name, entry in content["files"].items()
+        }
+        content["objects"] = {name: StoredObject(**entry) for name, entry in content.get("objects", {}).items()}
+        return Manifest(**content)
+
+    @staticmethod
+    def of(directory: Path) -> Manifest:
+        """The manifest in `directory`. Raises ValueError as `from_json`, and OSError if it cannot be read."""
+        return Manifest.from_json(read_manifest_text(directory))
+
+    @staticmethod
+    def beginning_of(directory: Path) -> Manifest:
+        """The manifest in `directory` without its files: tag, step, engine, layout, model and training.
+
+        It takes a few calls and 8 KiB, whatever the manifest's length. These have no checksum of their own, so a
+        flipped bit in them may go unnoticed. A manifest that does not begin as this program writes it is read and
+        checked completely. Raises as `of`.
+        """
+        fd = open_regular(directory / names.MANIFEST)
+        try:
+            begin, found, _ = os.pread(fd, _BEGINNING_BYTES, 0).partition(_FILES_FOLLOW)
+        finally:
+            os.close(fd)
+        try:
+            content = parse_json(begin + b"\n}") if found else {}
+            _check_object(content, {key: _MANIFEST[key] for key in _BEGINNING}, _OF_THE_MODEL)
+        except ValueError:
+            return Manifest.of(directory)
+        return Manifest(**content, files={})
 
 
 def content_checksum(content: dict[str, Any]) -> str:
@@ -76,84 +164,30 @@ class Heading(NamedTuple):
     sequence: int
     run_id: str
 
+    @staticmethod
+    def of(directory: Path) -> Heading:
+        """The heading of the manifest in `directory`, by a few calls that do not find damage in the rest of it.
 
-def read_heading(directory: Path) -> Heading | None:
-    """The heading of the manifest in `directory`, of which only the ends are read: a few calls.
-
-    None if it does not look as this program writes it. Whether it is whole and unaltered is not looked at. Raises
-    OSError, of a FIFO or the like too.
-    """
-    fd = open_regular(directory / names.MANIFEST)
-    try:
-        size = os.fstat(fd).st_size
-        begin = _HEAD.match(os.pread(fd, _HEADING_BYTES, 0))
-        end = _TAIL.search(os.pread(fd, _HEADING_BYTES, max(size - _HEADING_BYTES, 0)))
-    finally:
-        os.close(fd)
-    if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
-        return None
-    return Heading(begin[1].decode(), int(begin[2]), int(end[1]), (end[2] or b"").decode())
-
-
-def read_beginning(directory: Path) -> dict[str, Any] | None:
-    """What the manifest in `directory` says before it tells of files: tag, step, engine, layout, model and training.
-
-    None if it does not begin as this program writes it. Of a manifest of any length a few calls and 8 KiB: there is no
-    checksum of these alone, so a flipped bit in them may go unnoticed. Raises OSError, of a FIFO or the like too.
-    """
-    fd = open_regular(directory / names.MANIFEST)
-    try:
-        begin, found, _ = os.pread(fd, _BEGINNING_BYTES, 0).partition(_FILES_FOLLOW)
-    finally:
-        os.close(fd)
-    try:
-        content = parse_json(begin + b"\n}") if found else None
-        _check_object(content, {key: _MANIFEST[key] for key in _BEGINNING}, _OF_THE_MODEL)
-    except ValueError:
-        return None
-    return content
-
-
-def read_latest(directory: Path, pointer: str = names.LATEST) -> str | None:
-    """The tag that the file `pointer` in `directory` names; None without such a file. The tag need not be there.
-
-    Raises ValueError naming the file and saying why it names none.
-    """
-    path = directory / pointer
-    try:
-        content = read_regular(path, 2 * _MAX_NAME)
-        tag = content.decode().strip()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: names no checkpoint: it is not text") from None
-    except (OSError, ValueError) as exc:
-        raise ValueError(f"{path}: names no checkpoint: {str(exc).removeprefix(f'{path}: ')}") from None
-    wrong = _wrong_in_name(tag)
-    if wrong:
-        raise ValueError(f"{path}: names no checkpoint: {_shown(tag)} {wrong}")
-    return tag
+        A manifest that does not begin and end as this program writes it is read and checked completely. Raises as
+        `Manifest.of`.
+        """
+        fd = open_regular(directory / names.MANIFEST)
+        try:
+            size = os.fstat(fd).st_size
+            begin = _HEAD.match(os.pread(fd, _HEADING_BYTES, 0))
+            end = _TAIL.search(os.pread(fd, _HEADING_BYTES, max(size - _HEADING_BYTES, 0)))
+        finally:
+            os.close(fd)
+        if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
+            manifest = Manifest.of(directory)
+            return Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id)
+        return Heading(begin[1].decode(), int(begin[2]), int(end[1]), (end[2] or b"").decode())
 
 
 def _shown(value: Any) -> str:
     """A value for a message: quoted, and not all of it if it is long."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:80] + "..."
-
-
-def _wrong_in_name(name: str) -> str | None:
-    """What keeps `name` from being the name of a file or directory that a load looks at."""
-    if not name:
-        return "is empty"
-    if name.startswith("."):
-        return "begins with a dot"
-    if "/" in name:
-        return "is not one name, but a path"
-    if not name.isprintable():
-        return "has characters that cannot be printed"
-    if len(name.encode()) > _MAX_NAME:
-        return f"is longer than a file name can be ({_MAX_NAME} bytes)"
-    return None
 
 
 # Checks of one value: they raise ValueError that says what is wrong, and leave it to the caller to say where.
@@ -186,7 +220,7 @@ def _line_or_nothing(value: Any) -> None:
 
 def _tag(value: Any) -> None:
     _text(value)
-    wrong = _wrong_in_name(value)
+    wrong = names.wrong_in_name(value)
     if wrong:
         raise ValueError(f"{_shown(value)} {wrong}")
 
@@ -195,7 +229,7 @@ def _path(value: Any) -> None:
     """A path within the checkpoint, "/" between its parts. An engine may give a file a name that begins with a dot."""
     _text(value)
     for part in value.split("/"):
-        wrong = "leads out of the checkpoint" if part in (".", "..") else _wrong_in_name(part.lstrip("."))
+        wrong = "leads out of the checkpoint" if part in (".", "..") else names.wrong_in_name(part.lstrip("."))
         if wrong:
             why = wrong if part else "is absolute or has an empty part"
             raise ValueError(f"the path {_shown(value)} {why}")
@@ -287,12 +321,3 @@ _MANIFEST = {
 _OF_THE_MODEL = ("tag", "step", "engine", "layout", "model")
 _BEGINNING = (*_OF_THE_MODEL, "training")
 _REQUIRED = (*_OF_THE_MODEL, "files")
-
-
-def leads_out(directory: Path, name: str) -> bool:
-    """Whether a link on the way from `directory` to `name` in it leads out of `directory`."""
-    parts = [part for part in name.split("/") if part]
-    ways = [os.path.join(directory, *parts[: i + 1]) for i in range(len(parts))]
-    if not any(os.path.islink(way) for way in ways):
-        return False
-    return not os.path.realpath(ways[-1]).startswith(os.path.realpath(directory) + os.sep)

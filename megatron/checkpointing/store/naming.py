@@ -31,6 +31,7 @@ REMOVED_PREFIX = f"{TEMPORARY_PREFIX}removed_"
 REPLACED_SUFFIX = ".replaced"
 KEPT_PREFIX = ".kept_"
 GENERATIONS = ".generations"
+MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
 _ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_g(\d+)_\d+")
 _REMOVED = re.compile(
     rf"{re.escape(REMOVED_PREFIX)}(incomplete_.+|global_step\d+(?:{re.escape(REPLACED_SUFFIX)})?)_[0-9a-f]{{16}}"
@@ -121,3 +122,18 @@ def optimizer_file(layout: Layout, at: Coordinates, params_dtype: str) -> str:
 def tensor_hashes_file(rank: int) -> str:
     """Hashes of every tensor of a rank, for --verify-restored-state."""
     return f"tensor_hashes_rank_{rank:05d}.json"
+
+
+def wrong_in_name(name: str) -> str | None:
+    """Why `name`, of a manifest or of `latest`, cannot be the name of a file or directory; None if it can."""
+    if not name:
+        return "is empty"
+    if name.startswith("."):
+        return "begins with a dot"
+    if "/" in name:
+        return "is not one name, but a path"
+    if not name.isprintable():
+        return "has characters that cannot be printed"
+    if len(name.encode()) > MAX_NAME:
+        return f"is longer than a file name can be ({MAX_NAME} bytes)"
+    return None

@@ -25,17 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import (
-    Candidate,
-    Known,
-    Manifest,
-    Search,
-    changing,
-    set_aside,
-    why_not_own,
-    why_of_others,
-)
+from megatron.checkpointing.store.commit import changing, set_aside, why_not_own, why_of_others
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.ownership import Ownership
+from megatron.checkpointing.store.search import Candidate, Known, Search
 from megatron.fileio.files import sync_directory
 from megatron.fileio.no_links import files_in, remove_files
 from restart_trace.clock import now_ns

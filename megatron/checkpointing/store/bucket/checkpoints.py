@@ -20,7 +20,8 @@ from pathlib import Path
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Candidate, Manifest, newest_first
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate, newest_first
 from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text

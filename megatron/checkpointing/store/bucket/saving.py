@@ -17,8 +17,9 @@ from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, StoredCheckpoints, wrong_objects
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership
-from megatron.checkpointing.store.commit import Known, Manifest, StoredObject
+from megatron.checkpointing.store.manifest import Manifest, StoredObject
 from megatron.checkpointing.store.removal import Pruned
+from megatron.checkpointing.store.search import Known
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, new_name

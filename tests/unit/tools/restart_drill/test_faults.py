@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 from tests.dist.storage import small_disk
 from tools.restart_drill.checkpoints import Checkpoints, flip_bit, truncate
@@ -77,12 +78,12 @@ def checkpoint(save: Path, step: int) -> Path:
     for name, content in (("small.pt", b"s" * 10), ("large.pt", bytes(300) + b"l" * 100)):
         (temporary / name).write_bytes(content)
         files[name] = SavedFile(name, len(content), "")
-    manifest = commit.Manifest(
+    manifest = Manifest(
         tag=f"global_step{step}", step=step, engine="torch", layout={"tp": 1, "pp": 1, "dp": 1}, model={}, files=files,
         sequence=commit.next_sequence(save),
     )  # fmt: skip
     commit.write_manifest(temporary, manifest, False)
-    commit.publish(save, temporary, manifest.tag, step, False)
+    commit.publish(save, temporary, manifest, False)
     return save / manifest.tag
 
 

@@ -28,8 +28,9 @@ from megatron.checkpointing.load.memory import MemorySource
 from megatron.checkpointing.load.memory_copies import MemoryCandidate, OtherLayout, SameLayout, Source
 from megatron.checkpointing.load.newest import merged
 from megatron.checkpointing.load.source import OpenedCheckpoint
-from megatron.checkpointing.store.commit import Candidate, Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.naming import RankPlace
+from megatron.checkpointing.store.search import Candidate
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.parallel.control_plane import ControlPlane

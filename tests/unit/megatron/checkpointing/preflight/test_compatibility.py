@@ -24,8 +24,8 @@ from megatron.checkpointing.preflight.compatibility import (
     model_identity,
     training_identity,
 )
-from megatron.checkpointing.store.commit import Candidate, Manifest
-from megatron.checkpointing.store.manifest import content_checksum
+from megatron.checkpointing.store.manifest import Manifest, content_checksum
+from megatron.checkpointing.store.search import Candidate
 from megatron.config import (
     CheckpointConfig,
     Config,

@@ -16,7 +16,8 @@ from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions,
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.preflight.prefetch import Prefetch
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.commit import Manifest, write_manifest
+from megatron.checkpointing.store.commit import write_manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.fileio.page_cache import ResidentPages

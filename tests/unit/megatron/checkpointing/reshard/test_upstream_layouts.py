@@ -22,7 +22,7 @@ from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
 from megatron.checkpointing.reshard.upstream_manifest import with_manifest
 from megatron.checkpointing.state.shard_metadata import fragments, shard_placement, weight_placement
-from megatron.checkpointing.store.commit import Candidate
+from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint, describe, read_header
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import ParameterSlice

@@ -17,8 +17,9 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirec
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, ExtraFile, SaveDirectory
 from megatron.checkpointing.store import commit
-from megatron.checkpointing.store.commit import Manifest, discover
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.ownership import Ownership, claim
+from megatron.checkpointing.store.search import discover
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.sink import JsonlSink
@@ -136,7 +137,7 @@ def test_old_checkpoints_go_and_failing_at_that_is_no_failed_save(
     assert tags(tmp_path) == ["global_step3", "global_step2"] and caplog.messages == []
     # Moved aside for one that stands, and of too long a name to be renamed before it is removed.
     long = "x" * 240
-    manifest = dataclasses.replace(commit.Manifest.of(tmp_path / "global_step2"), tag=long, step=0)
+    manifest = dataclasses.replace(Manifest.of(tmp_path / "global_step2"), tag=long, step=0)
     for name in (long, f"{long}.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(manifest.to_json())

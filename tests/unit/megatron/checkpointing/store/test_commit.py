@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.engines.errors import SaveDirectorySupersededError
-from megatron.checkpointing.store import commit, removal
-from megatron.checkpointing.store.files import check_sizes
-from megatron.checkpointing.store.manifest import content_checksum
+from megatron.checkpointing.store import commit, removal, search
+from megatron.checkpointing.store.files import check_sizes, wrong_files
+from megatron.checkpointing.store.manifest import Manifest, content_checksum
 from megatron.checkpointing.store.naming import temporary_directory
 from megatron.checkpointing.store.ownership import Ownership, claim
+from megatron.checkpointing.store.search import Known, discover
 from restart_trace.recorder import untraced_operation
 from tests.unit.trace_helpers import start_python
 
 FILE = "mp_rank_00_model_states.pt"
 
 
-def manifest_of(step: int, num_bytes: int = 100, sequence: int = 1) -> commit.Manifest:
-    return commit.Manifest(
+def manifest_of(step: int, num_bytes: int = 100, sequence: int = 1) -> Manifest:
+    return Manifest(
         tag=f"global_step{step}",
         step=step,
         engine="torch",
@@ -47,9 +48,13 @@ def write(save: Path, step: int, content: bytes = bytes(100)) -> Path:
     return temporary
 
 
+def publish(save: Path, temporary: Path, fsync: bool = False, owner: Ownership | None = None) -> list[str]:
+    return commit.publish(save, temporary, Manifest.of(temporary), fsync, owner)
+
+
 def committed(save: Path, *steps: int, content: bytes = bytes(100)) -> None:
     for step in steps:
-        commit.publish(save, write(save, step, content), f"global_step{step}", step, fsync=True)
+        publish(save, write(save, step, content), fsync=True)
 
 
 def names(save: Path) -> list[str]:
@@ -58,19 +63,19 @@ def names(save: Path) -> list[str]:
 
 def found(save: Path, tag: str | None = None) -> list[str]:
     """Names of the directories that a load would try, in order; there must be no problem with any."""
-    candidates, problems = commit.discover(save, tag)
+    candidates, problems = discover(save, tag)
     assert problems == []
     return [c.directory.name for c in candidates]
 
 
 def prune(
-    save: Path, keep_last: int | None, step: int, owner: Ownership | None = None, known: commit.Known | None = None
+    save: Path, keep_last: int | None, step: int, owner: Ownership | None = None, known: Known | None = None
 ) -> list[str]:
     """What the one rank of a job removes, when it is gone."""
-    known = known or commit.Known()
+    known = known or Known()
     while (pruned := removal.prune(save, keep_last, step, owner, known)).to_look_at:
         for candidate in pruned.to_look_at:
-            if commit.wrong_in(commit.shares(candidate, [0], 1)[0]):
+            if candidate.manifest is None or wrong_files(candidate.directory, candidate.manifest.files):
                 known.damaged.add(candidate.directory)
             else:
                 known.complete[candidate.directory] = candidate
@@ -86,7 +91,7 @@ def test_what_may_not_be_looked_at_does_not_count_as_absent(tmp_path: Path) -> N
     (tmp_path / "lost+found").mkdir()
     code = f"""
         import os, pathlib
-        from megatron.checkpointing.store.commit import Search
+        from megatron.checkpointing.store.search import Search
         from megatron.checkpointing.preflight.directories import newest_tag
         from tests.dist.storage import drop_root_rights
         drop_root_rights()
@@ -121,7 +126,7 @@ def upstream_checkpoint(save: Path, tag: str) -> None:
 
 def test_manifest_survives_its_file() -> None:
     manifest = manifest_of(5)
-    assert commit.Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
     assert json.loads(manifest.to_json())["checksum"].startswith("sha256:")
 
 
@@ -132,7 +137,7 @@ def test_manifest_with_a_flipped_bit_is_refused_or_means_the_same(data: st.DataO
     position = data.draw(st.integers(0, 8 * len(content) - 1))
     content[position // 8] ^= 1 << position % 8
     try:
-        read = commit.Manifest.from_json(content.decode())
+        read = Manifest.from_json(content.decode())
     except ValueError:
         return
     assert read == manifest  # a flip in the white space
@@ -141,13 +146,13 @@ def test_manifest_with_a_flipped_bit_is_refused_or_means_the_same(data: st.DataO
 @given(st.integers(0, len(manifest_of(5).to_json()) - 2))
 def test_truncated_manifest_is_refused(size: int) -> None:
     with pytest.raises(ValueError):
-        commit.Manifest.from_json(manifest_of(5).to_json()[:size])
+        Manifest.from_json(manifest_of(5).to_json()[:size])
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '"checksum"', '{"checksum": 1, "tag": "a"}'])
 def test_other_json_is_no_manifest(text: str) -> None:
     with pytest.raises(ValueError):
-        commit.Manifest.from_json(text)
+        Manifest.from_json(text)
 
 
 def test_manifest_of_a_later_version_is_refused() -> None:
@@ -156,7 +161,7 @@ def test_manifest_of_a_later_version_is_refused() -> None:
     later["manifest_version"] = 2
     text = json.dumps(later | {"checksum": content_checksum(later)})
     with pytest.raises(ValueError, match="manifest version 2, and only 1 is known"):
-        commit.Manifest.from_json(text)
+        Manifest.from_json(text)
 
 
 def test_two_ranks_with_one_file_name() -> None:
@@ -212,7 +217,7 @@ def test_publish_that_fails_changes_nothing(tmp_path: Path) -> None:
     """The rename is refused, with the old checkpoint moved aside already: it is put back."""
     committed(tmp_path, 5)
     with pytest.raises(FileNotFoundError):
-        commit.publish(tmp_path, tmp_path / "absent", "global_step5", 6, fsync=False)
+        commit.publish(tmp_path, tmp_path / "absent", manifest_of(5), fsync=False)
     assert (tmp_path / "global_step5" / FILE).read_bytes() == bytes(100)
     assert not (tmp_path / "global_step5.replaced").exists()
     assert (tmp_path / "latest").read_text() == "global_step5"
@@ -244,7 +249,7 @@ def test_every_step_of_a_commit_is_synchronised_before_the_next(
     for name, function in (("fsync", fsync), ("rename", rename), ("replace", replace)):
         monkeypatch.setattr(os, name, function)
     commit.write_manifest(temporary, manifest_of(5), fsync=True)
-    commit.publish(tmp_path, temporary, "global_step5", 5, fsync=True)
+    publish(tmp_path, temporary, fsync=True)
     assert calls == [
         "fsync .manifest.json.tmp", "replace manifest.json", f"fsync {temporary.name}",
         "fsync .latest.tmp", "fsync .latest_checkpointed_iteration.txt.tmp",
@@ -252,7 +257,7 @@ def test_every_step_of_a_commit_is_synchronised_before_the_next(
         "replace latest", "replace latest_checkpointed_iteration.txt", f"fsync {tmp_path.name}",
     ]  # fmt: skip
     calls.clear()
-    commit.publish(tmp_path, write(tmp_path, 6), "global_step6", 6, fsync=False)
+    publish(tmp_path, write(tmp_path, 6))
     assert not [call for call in calls if call.startswith("fsync")]
 
 
@@ -268,7 +273,7 @@ def test_commits_are_counted(tmp_path: Path) -> None:
     for told in ("no_such_tag", "global_step1"):  # as users of other programs go back
         (tmp_path / "latest").write_text(told)
         assert commit.next_sequence(tmp_path) == 3
-    known = commit.Known()
+    known = Known()
     assert [commit.next_sequence(tmp_path, known) for _ in range(2)] == [3, 4]
 
 
@@ -277,7 +282,7 @@ def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path
     committed(tmp_path, 8)  # resumed from 5 with --load-tag
     assert found(tmp_path) == ["global_step8", "global_step5", "global_step15", "global_step10"]
     (tmp_path / "global_step8" / FILE).write_bytes(b"short")
-    candidates, problems = commit.discover(tmp_path, None)
+    candidates, problems = discover(tmp_path, None)
     assert candidates[0].tag == "global_step15" and len(problems) == 1
     prune(tmp_path, 2, 8)
     assert "global_step5" in names(tmp_path)
@@ -311,15 +316,12 @@ def test_superseded_owner_neither_publishes_nor_prunes(tmp_path: Path) -> None:
     committed(tmp_path, 1, 2, 3)
     unfinished = write(tmp_path, 4)
     successor = claim(tmp_path, take_over=True)
-    for change in (
-        lambda: commit.publish(tmp_path, unfinished, "global_step4", 4, False, owner),
-        lambda: prune(tmp_path, 1, 3, owner),
-    ):
+    for change in (lambda: publish(tmp_path, unfinished, owner=owner), lambda: prune(tmp_path, 1, 3, owner)):
         with pytest.raises(SaveDirectorySupersededError, match=successor.owner.launch_id):
             change()
     assert names(tmp_path)[2:] == ["global_step1", "global_step2", "global_step3"] and unfinished.is_dir()
     assert (tmp_path / "latest").read_text() == "global_step3"
-    commit.publish(tmp_path, unfinished, "global_step4", 4, False, successor)
+    publish(tmp_path, unfinished, owner=successor)
     assert found(tmp_path)[0] == "global_step4"
     for held in (owner, successor):
         held.release()
@@ -337,36 +339,37 @@ def damage_no_manifest(directory: Path) -> None:
     (directory / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_no_manifest])
+@pytest.mark.parametrize("damage", [damage_missing, damage_no_manifest])
 def test_only_what_is_complete_is_published(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     committed(tmp_path, 4)
     temporary = write(tmp_path, 5)
+    manifest = Manifest.of(temporary)
     damage(temporary)
     with pytest.raises(FileNotFoundError, match="is not complete"):
-        commit.publish(tmp_path, temporary, "global_step5", 5, fsync=False)
+        commit.publish(tmp_path, temporary, manifest, fsync=False)
     assert names(tmp_path) == [temporary.name, "global_step4"]
     assert (tmp_path / "latest").read_text() == "global_step4"
 
 
 def test_files_whose_sizes_their_ranks_have_seen_are_only_looked_for(tmp_path: Path) -> None:
     temporary = write(tmp_path, 5)
-    manifest = commit.Manifest.of(temporary)
+    manifest = Manifest.of(temporary)
     check_sizes(temporary, manifest.files.values())
     damage_short(temporary)
     with pytest.raises(OSError, match=f"{FILE} has 5 bytes, 100 were saved"):
         check_sizes(temporary, manifest.files.values())
     damage_missing(temporary)
     with pytest.raises(FileNotFoundError, match=f"is not complete: .*{FILE} is missing"):
-        commit.publish(tmp_path, temporary, "global_step5", 5, fsync=False, manifest=manifest)
+        commit.publish(tmp_path, temporary, manifest, fsync=False)
     (temporary / FILE).write_bytes(bytes(100))
-    assert commit.publish(tmp_path, temporary, "global_step5", 5, fsync=False, manifest=manifest) == []
+    assert commit.publish(tmp_path, temporary, manifest, fsync=False) == []
     assert found(tmp_path) == ["global_step5"]
 
 
 def test_what_this_launch_has_committed_is_not_looked_at_again(tmp_path: Path) -> None:
     """It counts as it was left, though a look would show that its file is short."""
     committed(tmp_path, 1, 2, 3)
-    known = commit.Known({candidate.directory: candidate for candidate in commit.discover(tmp_path, None)[0]})
+    known = Known({candidate.directory: candidate for candidate in discover(tmp_path, None)[0]})
     damage_short(tmp_path / "global_step2")
     prune(tmp_path, 2, 3, known=known)
     assert names(tmp_path) == ["global_step2", "global_step3"]
@@ -444,11 +447,11 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatc
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert commit.discover(tmp_path, None) == ([], [])
-    assert commit.discover(tmp_path / "absent", None) == ([], [])
+    assert discover(tmp_path, None) == ([], [])
+    assert discover(tmp_path / "absent", None) == ([], [])
     (tmp_path / "restart_trace").mkdir()
     (tmp_path / "global_step3").write_text("a file")
-    assert commit.discover(tmp_path, None) == ([], [])
+    assert discover(tmp_path, None) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -464,14 +467,14 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_damaged_checkpoint_is_named_and_the_older_one_offered(tmp_path: Path, damage: object, problem: str) -> None:
     committed(tmp_path, 1, 2)
     damage(tmp_path / "global_step2")  # type: ignore[operator]
-    candidates, problems = commit.discover(tmp_path, None)
+    candidates, problems = discover(tmp_path, None)
     assert [c.step for c in candidates if c.manifest] == [1]
     if not problems:  # `latest` names a directory without a manifest: it may be upstream's; its content will tell
         assert "missing" in problem and candidates[0].manifest is None and candidates[0].step == 2
         (tmp_path / "latest").write_text("global_step1")
-        candidates, problems = commit.discover(tmp_path, None)
+        candidates, problems = discover(tmp_path, None)
     assert len(problems) == 1 and problems[0].startswith(problem.format(d=tmp_path / "global_step2"))
-    assert commit.discover(tmp_path, "global_step1") == (candidates, [])
+    assert discover(tmp_path, "global_step1") == (candidates, [])
 
 
 def test_older_directories_without_manifest_are_no_problem(tmp_path: Path) -> None:
@@ -494,25 +497,24 @@ def test_copy_under_another_name_comes_after_the_original(tmp_path: Path) -> Non
 def test_a_job_that_saves_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Published and named between the look at the directories and the end of it; and then the one before pruned."""
     committed(tmp_path, 5)
-    inspect = commit._inspect
+    listed = search.directories_in
 
-    def then_saved(directory: Path) -> commit.Candidate | str | None:
-        seen = inspect(directory)
-        monkeypatch.setattr(commit, "_inspect", inspect)
+    def then_saved(directory: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+        seen = listed(directory)
+        monkeypatch.setattr(search, "directories_in", listed)
         committed(tmp_path, 10)
         return seen
 
-    monkeypatch.setattr(commit, "_inspect", then_saved)
+    monkeypatch.setattr(search, "directories_in", then_saved)
     assert found(tmp_path) == ["global_step5"]
-    listed = commit.directories_in
 
     def then_pruned(directory: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-        monkeypatch.setattr(commit, "directories_in", listed)
+        monkeypatch.setattr(search, "directories_in", listed)
         committed(tmp_path, 15)
         shutil.rmtree(tmp_path / "global_step10")
         return listed(directory)
 
-    monkeypatch.setattr(commit, "directories_in", then_pruned)
+    monkeypatch.setattr(search, "directories_in", then_pruned)
     assert found(tmp_path) == ["global_step15", "global_step5"]
 
 
@@ -521,7 +523,7 @@ def test_a_link_that_cannot_be_followed_is_named_and_hides_no_other(tmp_path: Pa
     committed(tmp_path, 5)
     for name in ("global_step9", "notes"):
         (tmp_path / name).symlink_to(tmp_path / (target if name == "global_step9" else name))
-    candidates, problems = commit.discover(tmp_path, None)
+    candidates, problems = discover(tmp_path, None)
     assert [candidate.tag for candidate in candidates] == ["global_step5"]
     assert len(problems) == 1 and problems[0].startswith(f"{tmp_path / 'global_step9'}: cannot be followed: ")
     assert prune(tmp_path, 1, 5) == []
@@ -532,7 +534,7 @@ def test_the_manifest_of_another_checkpoint_is_called_so(tmp_path: Path) -> None
     committed(tmp_path, 4)
     committed(tmp_path, 6, content=bytes(200))
     shutil.copy(tmp_path / "global_step4" / "manifest.json", tmp_path / "global_step6" / "manifest.json")
-    candidates, problems = commit.discover(tmp_path, None)
+    candidates, problems = discover(tmp_path, None)
     assert [candidate.directory.name for candidate in candidates] == ["global_step4"]
     manifest = tmp_path / "global_step6" / "manifest.json"
     why = "is the manifest of global_step4, not of global_step6: restore that, or rename the directory"

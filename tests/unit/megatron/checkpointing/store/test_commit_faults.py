@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.ownership import claim
+from megatron.checkpointing.store.search import discover
 from tests.faults.injection import Fault, Traced, faults_at, run_traced
 from tests.unit.megatron.checkpointing.store.test_commit import committed, write
 
@@ -42,11 +44,12 @@ def test_a_commit_that_raises_has_published_nothing(tmp_path: Path) -> None:
     held.release()
     committed(save, 1, 2)
     temporary = write(save, 3)
+    manifest = Manifest.of(temporary)
 
     def publish() -> str | None:
         """Why nothing was published."""
         try:
-            commit.publish(save, temporary, TAG, 3, True, held)
+            commit.publish(save, temporary, manifest, True, held)
         except OSError as error:
             return str(error)
         return None
@@ -68,7 +71,7 @@ def test_a_search_that_storage_does_not_answer_hides_no_checkpoint(tmp_path: Pat
     (save / "latest").unlink()
 
     def search() -> tuple[list[str], list[str]]:
-        candidates, problems = commit.discover(save, None)
+        candidates, problems = discover(save, None)
         return [candidate.tag for candidate in candidates], problems
 
     told = 0

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import discover
 from tests.unit.hostile import NO_FILES, altered, blocking_fails, fifo
 from tests.unit.megatron.checkpointing.store.test_commit import FILE, committed, found, manifest_of, prune, write
 
@@ -41,7 +43,7 @@ def content_of(step: int) -> dict[str, Any]:
 
 def discovered(save: Path) -> tuple[list[str], list[str]]:
     with blocking_fails():
-        candidates, problems = commit.discover(save, None)
+        candidates, problems = discover(save, None)
     return [c.directory.name for c in candidates], problems
 
 
@@ -98,7 +100,7 @@ def test_latest_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     problems = discovered(tmp_path)[1]
     assert f"{tmp_path / 'latest'} names final, in which there is no checkpoint" in problems
-    assert commit.discover(tmp_path, "global_step1") == ([], [])  # another one is asked for
+    assert discover(tmp_path, "global_step1") == ([], [])  # another one is asked for
 
 
 def test_latest_whose_checkpoint_is_moved_aside_names_it_still(tmp_path: Path) -> None:
@@ -113,7 +115,8 @@ def test_pointer_that_cannot_be_replaced_is_told_of_and_the_checkpoint_is_there(
     (tmp_path / pointer).unlink()
     (tmp_path / pointer).mkdir()
     for step in (2, 3):
-        told = commit.publish(tmp_path, write(tmp_path, step), f"global_step{step}", step, fsync=True)
+        temporary = write(tmp_path, step)
+        told = commit.publish(tmp_path, temporary, Manifest.of(temporary), fsync=True)
         assert len(told) == 1 and told[0].startswith(f"{tmp_path / pointer} could not be replaced (Is a directory)")
         assert discovered(tmp_path)[0][0] == f"global_step{step}"
         prune(tmp_path, 2, step)
@@ -246,7 +249,7 @@ def test_manifest_with_a_number_that_is_none(tmp_path: Path, constant: str) -> N
 def test_manifest_of_before_has_no_origin_and_is_read(tmp_path: Path) -> None:
     content = content_of(2)
     del content["loaded_from"]
-    assert commit.Manifest.from_json(signed(content)) == manifest_of(2)
+    assert Manifest.from_json(signed(content)) == manifest_of(2)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions,
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
 from megatron.checkpointing.store import removal
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.naming import removed_directory, temporary_directory
 from megatron.checkpointing.store.ownership import claim
 from megatron.checkpointing.store.removal import Removal, Removals

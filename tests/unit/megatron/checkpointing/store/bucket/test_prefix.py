@@ -14,7 +14,7 @@ from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.preflight.compatibility import check_newest
 from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
-from megatron.checkpointing.store.commit import StoredObject
+from megatron.checkpointing.store.manifest import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket

@@ -26,7 +26,7 @@ from megatron.checkpointing.engines.errors import (
 from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
-from megatron.checkpointing.store.commit import Manifest
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
