@@ -139,7 +139,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "optimizer": Field("str", False, "class name of the inner optimizer that runs"),
         "accelerator": Field("str", False, "device name, such as cpu or cuda"),
         "backend": Field("str", False, "torch.distributed backend"),
-        "parameters": Field("int", False, "number of parameters held by this rank"),
+        "parameters": Field("int", False, "number of parameters held by this rank, or with ZeRO-3 shared by several"),
         "compiled_graphs": Field("int", False, "graphs of --torch-compile that this start has compiled"),
         "cached_graphs": Field("int", False, "graphs of --torch-compile that torch's cache had"),
         "save_dir": Field("str", False, "checkpoint directory"),

@@ -176,5 +176,10 @@ def _runtime(engine: Any) -> dict[str, Any]:
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "accelerator": engine.device.type,
         "backend": dist.get_backend(),
-        "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+        "parameters": sum(_numel(parameter) for parameter in engine.module.parameters()),
     })  # fmt: skip
+
+
+def _numel(parameter: Any) -> int:
+    """With ZeRO-3, which keeps a part of each parameter on a rank, of the whole of it."""
+    return getattr(parameter, "ds_numel", parameter.numel())

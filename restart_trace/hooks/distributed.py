@@ -39,7 +39,7 @@ def hook(session: Session, dist: ModuleType) -> None:
 
     @contextmanager
     def job_ends(call: Call) -> Iterator[None]:
-        session.end_inferred()
+        session.end_idle()
         yield
 
     wrap(dist, "init_process_group", rendezvous)

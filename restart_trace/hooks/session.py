@@ -54,7 +54,7 @@ class Session:
         self.startup: Startup | None = None
         self._starting: Timeline | None = None  # timeline of the start-up
         self._of_thread = threading.local()  # `running`: the save or load in progress
-        self._idle: tuple[Running, int] | None = None  # an inferred one that may go on, and since when it waits (ns)
+        self._idle: tuple[Running, int] | None = None  # one that may go on, and since when it waits (ns)
         self._step: int | None = None  # newest step of the run
         self._installed_ns = installed_ns
         self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
@@ -104,8 +104,8 @@ class Session:
         for start_ns, end_ns in self._imports:
             self._starting.interrupted("imports", start_ns, end_ns)
         atexit.register(self.recorder.close)
-        atexit.register(self.end_inferred)  # runs before the one above
-        Finalize(self, self.end_inferred, exitpriority=0)  # for processes of multiprocessing, which end without atexit
+        atexit.register(self.end_idle)  # runs before the one above
+        Finalize(self, self.end_idle, exitpriority=0)  # for processes of multiprocessing, which end without atexit
 
     def imported(self, start_ns: int, end_ns: int) -> None:
         """Record an import by the program, including the imports that it caused.
@@ -163,7 +163,7 @@ class Session:
         if self.recorder is None or self.running() is not None:
             return None
         if self._is_mine():
-            self.end_inferred()
+            self.end_idle()
         operation = self.recorder.begin(kind, step=self._step if kind == "save" else None, inferred=inferred)
         running = self._of_thread.running = Running(operation, kind, blocking=self._is_mine())
         return running
@@ -191,7 +191,7 @@ class Session:
         idle = self._idle[0] if self._idle and self._is_mine() else None
         if idle is not None and idle.kind == kind and os.path.abspath(path) not in idle.files:
             running = idle
-        with self._inferred(running, kind, function, path) as running:
+        with self._open_ended(running, kind, function, path, inferred=True) as running:
             yield running
 
     @contextmanager
@@ -208,19 +208,24 @@ class Session:
             return
         if idle is not None:
             idle.add("engine_call", None, since_ns, now_ns())
-        with self._inferred(idle, "load", function, directory or "") as running, running.phase("engine_call"):
+        with (
+            self._open_ended(idle, "load", function, directory or "", inferred=False) as running,
+            running.phase("engine_call"),
+        ):
             yield
 
     @contextmanager
-    def _inferred(self, idle: Running | None, kind: str, function: str, path: str) -> Iterator[Running]:
-        """The body continues `idle`, or else begins an inferred save or load of `path` by `function`."""
+    def _open_ended(
+        self, idle: Running | None, kind: str, function: str, path: str, *, inferred: bool
+    ) -> Iterator[Running]:
+        """The body continues `idle`, or begins a save or load of `path` by `function`, which may go on after it."""
         if idle is not None and self.resume(idle):
             self._idle = None
             running = idle
         else:
             engine = function if kind == "save" else None  # what a job saves with is its engine
             self.record_directory(kind, os.path.dirname(os.path.abspath(path)), engine)
-            begun = self.begin(kind, inferred=True)
+            begun = self.begin(kind, inferred=inferred)
             assert begun is not None
             running = begun
             running.operation.label(tag=os.path.basename(path), engine=function)
@@ -239,8 +244,8 @@ class Session:
         finally:
             del self._of_thread.untraced
 
-    def end_inferred(self) -> None:
-        """End the inferred save or load of the training thread, if there is one: what follows is no part of it."""
+    def end_idle(self) -> None:
+        """End the save or load of the training thread that may go on, if any: what follows is no part of it."""
         if self._idle is not None:
             (running, since_ns), self._idle = self._idle, None
             running.operation.end(at_ns=since_ns)

@@ -40,7 +40,7 @@ class Steps:
         """The training thread begins to compute: the first call of an iteration counts."""
         if self._begun_ns or not self._session.is_training_thread() or self._session.running() is not None:
             return
-        self._session.end_inferred()
+        self._session.end_idle()
         starting = self._session.is_starting()
         requested, self._batches = self._batches, []
         skipped = max(len(requested) - self.gathered - self._ahead, 0) if starting else 0

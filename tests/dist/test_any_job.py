@@ -40,7 +40,7 @@ KINDS = {
     "FSDP2, `dcp.save` and `dcp.async_save`": "fsdp_checkpoint.py",
     "`mp.spawn`, started by a shell script": SPAWNING,
     "Hugging Face's Trainer alone": "hf_alone.py",
-    "Hugging Face's Trainer with DeepSpeed": "hf_trainer.py",
+    "Hugging Face's Trainer with DeepSpeed, ZeRO-1 and ZeRO-3": "hf_trainer.py",
     "Accelerate alone": "accelerate_alone.py",
     "Accelerate with DeepSpeed": "accelerate_loop.py",
     "Lightning with DDP": "lightning_ddp.py",

@@ -183,6 +183,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
                 probes,
                 oversubscribed_hosts(trace.ranks),
                 is_ours(trace.ranks),
+                any(process["layout"]["pp"] > 1 for process in trace.ranks),
             )
         ),
         steps=step_times(frames.iterations),

@@ -92,6 +92,42 @@ def _median(files: pl.DataFrame) -> int:
     return int(files.select(pl.col("bytes").median()).item())
 
 
+def files_written_twice(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """The newest complete save, if a rank wrote a file that it had written before in the same save.
+
+    Hooks write one span with bytes for each call that wrote a file, and count each file once; those of different
+    directories may have the same name. This project's own engines write a file in several spans.
+    """
+    save = newest(e.saves)
+    if save is None or e.is_ours:
+        return []
+    calls = e.frames.spans_of(
+        (pl.col("group") == save.group) & pl.col("num_files").is_not_null(),
+        pl.col("phase").is_in(["flush", "engine_call"]) & pl.col("file").is_not_null() & pl.col("bytes").is_not_null(),
+    )
+    counted = e.frames.operations.filter(pl.col("group") == save.group).select("rank", "num_files")
+    more = calls.group_by("rank").len("calls").join(counted, on="rank").filter(pl.col("calls") > pl.col("num_files"))
+    again = (
+        calls.join(more, on="rank", how="semi")
+        .sort("start_ns")
+        .filter(pl.col("start_ns") != pl.col("start_ns").min().over("rank", "file"))
+    )
+    num_bytes = int(again["bytes"].sum())
+    if num_bytes < limits["least_bytes"]:
+        return []
+    per_rank = again.group_by("rank").agg(pl.col("duration_ns").sum(), pl.col("file").unique(maintain_order=True))
+    rank, spent_ns, files = per_rank.sort("duration_ns", "rank", descending=[True, False]).row(0)
+    return [
+        Observation(
+            title=f"A save writes {size(num_bytes)} that it has written before",
+            evidence=f"{name_of('save', save)}: rank {rank} writes {', '.join(files)} more than once, which takes it "
+            f"{seconds(spent_ns / 1e9)} s; the bytes and GB/s of the save count each time",
+            cost_s=spent_ns / 1e9,
+            data={"rank": rank, "files": files, "bytes": num_bytes},
+        )
+    ]
+
+
 def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The newest start, if imports take a large part of the time to its first step."""
     for start in reversed(e.starts):

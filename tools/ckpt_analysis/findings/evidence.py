@@ -16,7 +16,7 @@ class Evidence:
     """`hosts` has the columns cycle, rank, host; `probes` is the result of `probe_values.read_probes`.
 
     `oversubscribed` has cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`: the
-    run used this project's trainer, so advice may name its flags.
+    run used this project's trainer, so advice may name its flags. `is_pipeline`: its layout has pipeline stages.
     """
 
     saves: list[OperationStats]
@@ -28,6 +28,7 @@ class Evidence:
     probes: pl.DataFrame
     oversubscribed: pl.DataFrame
     is_ours: bool
+    is_pipeline: bool
 
     @property
     def operations(self) -> list[tuple[str, OperationStats | StartStats]]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from .comparisons import HOST_LIMITS, RANK_LIMITS
 from .copies import late_copies, missing_copies, read_from_storage, rejected_copies
-from .costs import cold_imports, fsync_dominates, serialization_bound, slow_name_lookup, small_files, wait_previous
+from .costs import (
+    cold_imports,
+    files_written_twice,
+    fsync_dominates,
+    serialization_bound,
+    slow_name_lookup,
+    small_files,
+    wait_previous,
+)
 from .errors import repeated_errors
 from .object_storage import store_one_connection, store_small_objects, store_throttled
 from .oversubscription import more_ranks_than_cores
@@ -38,8 +46,7 @@ RULES: tuple[Rule, ...] = (
         {"share": 0.5, "least_s": 0.1},
         "Speed up the rank that is waited for (see Barriers); an asynchronous engine (--checkpoint-engine "
         "lazy) moves the wait behind training.",
-        "Speed up the rank that is waited for (see Barriers). Data-parallel rank 0 writes the layers of a pipeline "
-        'alone, unless DeepSpeed\'s "checkpoint" section has {"parallel_write": {"pipeline_stage": true}}.',
+        None,
         barrier_skew,
     ),
     Rule(
@@ -68,9 +75,18 @@ RULES: tuple[Rule, ...] = (
         {"least_files": 100, "share": 0.5, "small_bytes": 1e6},
         "Use an engine with one file per rank: --checkpoint-engine lazy. `python -m tools.ckpt_plan` lists "
         "the files of a layout before there is one.",
-        'DeepSpeed writes a file per layer of a pipeline: {"parallel_write": {"pipeline_stage": true}} in "checkpoint" '
-        "spreads them over the data-parallel ranks. Save to a file system with fast metadata.",
+        "Save to a file system with fast metadata, or fewer and larger files.",
         small_files,
+    ),
+    Rule(
+        "file_written_twice",
+        "files",
+        {"least_bytes": 1e6},
+        'Write each file once. With ZeRO-3 and "stage3_gather_16bit_weights_on_model_save": false, Hugging Face\'s '
+        "Trainer has DeepSpeed write its whole checkpoint twice; with true it writes that once, and the gathered "
+        "weights.",
+        None,
+        files_written_twice,
     ),
     Rule(
         "cold_imports",

@@ -19,10 +19,13 @@ _UNEVEN = (
     "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
 )
 _UNEVEN_FOR_HOOKS = (
-    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks (DeepSpeed's "
-    '"checkpoint": {"parallel_write": {"pipeline_stage": true}} does so with the layers of a pipeline).'
+    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks."
 )
-
+_PIPELINE = (
+    ' Data-parallel rank 0 writes the layers of a pipeline alone, unless DeepSpeed\'s "checkpoint" section has '
+    '{"parallel_write": {"pipeline_stage": true}}.'
+)
+_LATE = "Speed up the rank that is waited for (see Barriers)."
 _LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
 
 
@@ -56,7 +59,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
                 advice=_UNEVEN if uneven else None,
-                advice_for_hooks=_UNEVEN_FOR_HOOKS if uneven else None,
+                advice_for_hooks=_UNEVEN_FOR_HOOKS + _PIPELINE * e.is_pipeline if uneven else None,
             )
         )
     return found
@@ -112,7 +115,7 @@ def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Obser
         cost_s=waited,
         data={"operation": kind, "cycle": stats.cycle, "median_wait_s": waited, "waited_for": last},
         advice=_LATE_LOAD if kind == "load" else None,
-        advice_for_hooks=_LATE_LOAD if kind == "load" else None,
+        advice_for_hooks=_LATE_LOAD if kind == "load" else _LATE + _PIPELINE * e.is_pipeline,
     )
 
 

@@ -1,7 +1,7 @@
 # type: ignore  (as users write it: DeepSpeed and Transformers are not annotated throughout)
 """Hugging Face's Trainer with DeepSpeed, as its documentation shows it; it knows nothing of being traced.
 
-    torchrun ... hf_trainer.py STEPS
+    torchrun ... hf_trainer.py STEPS ZERO_STAGE
 
 It saves at each second step, and then goes on from its checkpoint.
 """
@@ -14,11 +14,11 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-steps = int(sys.argv[1])
+steps, stage = int(sys.argv[1]), int(sys.argv[2])
 width = int(os.environ.get("WIDTH", "1024"))
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for half a minute
 config = {
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1},
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage},
     "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}, "bf16": {"enabled": True},
 }  # fmt: skip
 tokens = torch.arange(16).repeat(8, 1)

@@ -9,11 +9,7 @@ import polars as pl
 
 from ....common.formatting import NOT_RECORDED, plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
-from ...findings.costs import small_files
-from ...findings.evidence import Evidence
-from ...findings.rules import RULES
 from ...metrics.results import OperationStats
-from ...model.run_info import oversubscribed_hosts
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import columns, layout
 from .run_data import RunData, title_of
@@ -75,11 +71,6 @@ def _content(run: RunData, stats: OperationStats, files: pl.DataFrame) -> Conten
 def _warnings(run: RunData, stats: OperationStats, files: pl.DataFrame) -> list[str]:
     total = int(files["bytes"].sum())
     notes = [f"{title_of(stats)}: {plural(files.height, 'file')}, {size(total)}."]
-    rule = next(rule for rule in RULES if rule.check is small_files)
-    if stats.operation == "save":
-        oversubscribed = oversubscribed_hosts([])
-        evidence = Evidence([stats], [], [], run.frames, run.tables, run.hosts, run.probes, oversubscribed, True)
-        notes += [f"Many small files: {seen.title}. {rule.advice}" for seen in small_files(evidence, rule.thresholds)]
     per_rank = files.group_by("rank").agg(pl.col("bytes").sum()).sort("bytes", "rank", descending=[True, False])
     most_rank, most = per_rank.row(0)
     mean = total / stats.ranks

@@ -197,6 +197,33 @@ def test_small_files(tmp_path: Path, files: int, small: int, met: bool) -> None:
         assert found[0].cost_s == pytest.approx(0.13)  # 13 small files on the first two ranks
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "num_files", "instrument", "met"),
+    [
+        (1_000_000, 2, "hooks", True),
+        (499_999, 2, "hooks", False),
+        (1_000_000, 3, "hooks", False),  # another file of the same name
+        (1_000_000, 2, "trainer", False),  # whose engines write a file in parts
+    ],
+)
+def test_a_file_that_is_written_twice(
+    tmp_path: Path, num_bytes: int, num_files: int, instrument: str, met: bool
+) -> None:
+    def make(log: RankLog) -> None:
+        log.records[0]["instrument"] = instrument
+        op = log.begin("save", tag="global_step5", step=5)
+        for name in ("a.pt", "b.pt", "a.pt"):
+            op.span("serialize", None, 10, file=name)
+            op.span("flush", "write", 10, file=name, bytes=num_bytes)
+        op.end(bytes=3 * num_bytes, num_files=num_files)
+
+    found = findings(tmp_path, "file_written_twice", make, ranks=2)
+    assert len(found) == met
+    if met:
+        assert found[0].data == {"rank": 0, "files": ["a.pt"], "bytes": 2 * num_bytes}
+        assert found[0].cost_s == pytest.approx(0.01)
+
+
 def stored(log: RankLog, objects: list[tuple[int, float]], requests: int, throttled: int, request_s: float) -> None:
     """A save to object storage: (bytes, ms) of each object, and what the client counted."""
     op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
