@@ -194,6 +194,7 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     """
     path = config.parallel.deepspeed_config
     merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
+    _check_precisions(merged, config)
     for leaf in _leaves(config):
         asked = leaf
         if leaf.key == "zero_optimization.stage":
@@ -232,6 +233,22 @@ def _check_agrees(tree: dict[str, Any], leaf: _Leaf, path: str | None) -> None:
             f"--deepspeed_config {path}: {leaf.key} is {found!r}, but {leaf.flags} makes it "
             f"{leaf.value!r}; make them agree or drop one of them"
         )
+
+
+def _check_precisions(tree: dict[str, Any], config: Config) -> None:
+    """Raises: ConfigError for settings of a precision that the run does not have, in a section without `enabled`.
+
+    Where that is false or "auto" the file itself says that they may have no effect.
+    """
+    run, path = config.model.params_dtype, config.parallel.deepspeed_config
+    for precision in ("bf16", "fp16"):
+        section = tree.get(precision, {})
+        if precision != run and section and "enabled" not in section:
+            names = ", ".join(f"{precision}.{name}" for name in section)
+            raise ConfigError(
+                f'--deepspeed_config {path}: {names}: no effect in {run}; give --{precision}, or "enabled": "auto" in '
+                "that section, which is then for runs of that precision, or drop it"
+            )
 
 
 def _check_optimizer(merged: dict[str, Any], config: Config) -> None:

@@ -157,13 +157,16 @@ class Agent:
         select.select([connection, self._signals], [], [], self._until_next())
         for signum in self._signals.received() - {signal.SIGCHLD}:
             self._pass_on(signum)
-        for message in connection.messages():
-            code = self._obey(message)
-            if code is not None:
-                return code
+        code = self._hear(connection)
+        if code is not None:
+            return code
         self._look_after_ranks()
         self._look_after_copies()
         self._look_after_health()
+        if connection.ended:  # perhaps by a message that could not be sent: the other end had its last word before
+            code = self._hear(connection)
+            if code is not None:
+                return code
         now = time.monotonic()
         if connection.ended or now > self._lease_until:
             return self._rejoin("the coordinator has ended" if connection.ended else "its coordinator is not heard")
@@ -330,6 +333,14 @@ class Agent:
         return FAILED
 
     # What the coordinator says
+
+    def _hear(self, connection: LaunchConnection) -> int | None:
+        """Obey what has arrived; an exit status if that is the end."""
+        for message in connection.messages():
+            code = self._obey(message)
+            if code is not None:
+                return code
+        return None
 
     def _obey(self, message: dict[str, Any]) -> int | None:
         kind = message["type"]

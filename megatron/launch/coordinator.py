@@ -29,7 +29,7 @@ from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunchError, command_digest
 from megatron.launch.messages import SUSPECTED, LaunchConnection
 from megatron.launch.ranks import Refusals
-from megatron.launch.shrink import Layout, shrunk
+from megatron.launch.shrink import Shrunk, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals, why_not_again
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import COORDINATOR
@@ -108,7 +108,7 @@ class Coordinator:
         self._began = time.monotonic()
         self._generation = -1
         self._members: list[Agent] = []
-        self._layout: Layout | None = None  # of this generation, if it is not that of the command
+        self._shrunk: Shrunk | None = None  # this generation, if it is not on all nodes
         self._port: int | None = None  # of the rendezvous of this generation
         self._state = "gathering"
         self._since = self._began  # of the state
@@ -184,15 +184,14 @@ class Coordinator:
         """Read what every agent says, then see who is silent, then what follows; an exit status at the end."""
         # All is read before anybody counts as silent: this process may itself have been held up.
         for agent in list(self._agents):
-            for message in agent.connection.messages():
-                agent.heard = time.monotonic()
-                self._obey(agent, message)
-                if agent not in self._agents:  # it was lost by what it said, and says nothing more
-                    break
-            else:
-                agent.connection.flush()
+            self._hear(agent)
+            agent.connection.flush()
         for agent in list(self._agents):
+            if agent.connection.ended:  # perhaps by what could not be sent to it: it had its last word before
+                self._hear(agent)
             silent = time.monotonic() - agent.heard > self._launch.heartbeat_timeout_s
+            if agent not in self._agents:
+                continue
             if agent.connection.ended:
                 self._lose(agent, "its agent has ended")
             elif silent:
@@ -212,6 +211,13 @@ class Coordinator:
             agent = Agent(LaunchConnection(connected), time.monotonic())
             self._agents.append(agent)
             self._selector.register(agent.connection, selectors.EVENT_READ)
+
+    def _hear(self, agent: Agent) -> None:
+        """Obey what has arrived of an agent, as long as it is not lost by what it says."""
+        for message in agent.connection.messages():
+            if agent in self._agents:
+                agent.heard = time.monotonic()
+                self._obey(agent, message)
 
     def _obey(self, agent: Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -323,7 +329,7 @@ class Coordinator:
 
     def _prepare_spares(self) -> None:
         """Tell each spare, once, whose place it takes if the nodes that are silent are lost: it fetches their saves."""
-        if self._port is None or self._layout is not None:
+        if self._port is None or self._shrunk is not None:
             return
         silence = SUSPECTED * self._launch.heartbeat_timeout_s
         heard = [agent for agent in self._agents if agent.number >= 0 and time.monotonic() - agent.heard <= silence]
@@ -385,9 +391,9 @@ class Coordinator:
         if waited <= limit:
             return None
         if launch.allow_shrink and self._generation >= 0:
-            chosen, layout = self._shrink()
-            if layout is not None:
-                return self._begin_recorded(chosen, layout, waited)
+            chosen, job = self._shrink()
+            if job is not None:
+                return self._begin_recorded(chosen, job, waited)
         present = {agent.place for agent in self._agents if agent.place is not None}
         missing = [place for place in range(launch.nodes) if place not in present]
         say(
@@ -415,12 +421,12 @@ class Coordinator:
             return "start the job again on nodes that live, give more hosts than it needs, or --allow-shrink"
         return "no layout of model and batch fits what is left (--allow-shrink); start the job again on more nodes"
 
-    def _shrink(self) -> tuple[list[Agent], Layout | None]:
-        """The members of a generation on a layout for the nodes that are left, and this layout; None if none fits."""
+    def _shrink(self) -> tuple[list[Agent], Shrunk | None]:
+        """The members of a generation on the nodes that are left, and its layout; None if none fits."""
         launch = self._launch
         known = sorted((agent for agent in self._agents if agent.number >= 0), key=_by_place)
-        layout = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known)) if known else None
-        return ([], None) if layout is None else (known[: layout.nodes], layout)
+        job = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known)) if known else None
+        return ([], None) if job is None else (known[: job.nodes], job)
 
     def _awaits_first(self) -> bool:
         """Whether nodes that were to be there have never been."""
@@ -445,12 +451,12 @@ class Coordinator:
                 placed[place] = free.pop(0)
         return [placed[place] for place in range(nodes)] if len(placed) == nodes else None
 
-    def _begin_recorded(self, members: list[Agent], layout: Layout | None, waited: float) -> int | None:
+    def _begin_recorded(self, members: list[Agent], job: Shrunk | None, waited: float) -> int | None:
         """Begin the next generation once etcd has its number; an exit status if that takes too long."""
         launch = self._launch
         if self._leadership is None or self._leadership.record(self._generation + 1, launch.launch_id):
             self._waits_for_etcd = False
-            self._begin(members, layout)
+            self._begin(members, job)
             return None
         if self._leadership.unreachable and not self._waits_for_etcd:
             self._waits_for_etcd = True
@@ -463,15 +469,18 @@ class Coordinator:
         )
         return FAILED if self._generation >= 0 else COULD_NOT_RUN
 
-    def _begin(self, members: list[Agent], layout: Layout | None) -> None:
+    def _begin(self, members: list[Agent], job: Shrunk | None) -> None:
         """Have node 0 of the next generation serve its rendezvous; all start when its port is known."""
         self._took_over = False
-        if layout is not None:
+        if job is not None:
             nodes, launched = len([agent for agent in self._agents if agent.number >= 0]), self._launch.nodes
-            say(f"{nodes} of {launched} nodes are left, and no spare: going on with {layout} (--allow-shrink)")
+            say(
+                f"{nodes} of {launched} nodes are left, and no spare: going on with {job.layout} on {job.nodes} nodes "
+                "(--allow-shrink)"
+            )
         self._hooks = [hook for hook in self._hooks if hook.poll() is None]  # of others their host has come, or is late
         self._generation += 1
-        self._members, self._layout = members, layout
+        self._members, self._shrunk = members, job
         self._state, self._since, self._port = "running", time.monotonic(), None
         if self._generation > 0:
             say(f"starting all ranks again: restart {self._generation} of {self._launch.max_restarts}")
@@ -500,7 +509,7 @@ class Coordinator:
                 master_addr=self._members[0].address,
                 master_port=self._port,
                 max_restarts=self._launch.max_restarts,
-                arguments=[] if self._layout is None else self._layout.arguments,
+                arguments=[] if self._shrunk is None else self._shrunk.arguments,
                 waiting=waiting,
                 copies=copies,
             )
@@ -572,6 +581,7 @@ class Coordinator:
         while any(not agent.connection.ended for agent in self._agents) and time.monotonic() < deadline:
             self._selector.select(_POLL_S)
             for agent in self._agents:
+                agent.connection.flush()
                 agent.connection.messages()
         sys.stderr.flush()
 

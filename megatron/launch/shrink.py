@@ -10,20 +10,15 @@ from megatron.config.arguments import config_from_args, parse_args
 
 
 @dataclass(frozen=True)
-class Layout:
-    """TP x PP x DP on the first `nodes` nodes; `arguments` are put behind those of the training."""
+class Shrunk:
+    """A job on the first `nodes` nodes alone; `arguments` are put behind those of the training. `layout`: to be shown."""
 
     nodes: int
-    tp: int
-    pp: int
-    dp: int
+    layout: str
     arguments: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return f"TP {self.tp} x PP {self.pp} x DP {self.dp} on {self.nodes} nodes"
 
-
-def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Layout | None:
+def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Shrunk | None:
     """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch.
 
     As many replicas as fit at the same TP and PP; where not even one does, the most nodes at a smaller PP, and at last
@@ -43,7 +38,8 @@ def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int)
             _config([*arguments, *flags], ranks)
         except ConfigError:
             continue
-        return Layout(remaining, fewer_tp, fewer_pp, ranks // (fewer_tp * fewer_pp), flags)
+        layout = f"TP{fewer_tp} PP{fewer_pp} DP{ranks // (fewer_tp * fewer_pp)}"
+        return Shrunk(remaining, layout, flags)
     return None
 
 

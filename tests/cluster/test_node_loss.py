@@ -107,7 +107,7 @@ def test_without_a_spare_the_job_shrinks(cluster: Cluster, preset: Preset) -> No
     (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"
     log = (out / "logs" / "cycle_000.log").read_text(errors="replace")
-    assert "1 of 2 nodes are left, and no spare: going on with TP 2 x PP 1 x DP 1 on 1 nodes (--allow-shrink)" in log
+    assert "1 of 2 nodes are left, and no spare: going on with TP2 PP1 DP1 on 1 nodes (--allow-shrink)" in log
     assert hosts_of(out / "trace", 1) == [kept.name, kept.name]
 
 

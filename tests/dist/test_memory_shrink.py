@@ -128,7 +128,7 @@ def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambd
         job.lose(3)
         assert job.coordinator.wait(HANGS_S) == 0, job.output[-6000:]
         wait_for(lambda: marked(directory) == [], "the end of all processes")
-        assert "going on with TP 1 x PP 1 x DP 2 on 2 nodes (--allow-shrink)" in job.output
+        assert "going on with TP1 PP1 DP2 on 2 nodes (--allow-shrink)" in job.output
         return job
     finally:
         job.end()

@@ -35,7 +35,8 @@ class SaveTimes:
 class SavePieces:
     """What the ranks did in a save that committed.
 
-    own          rank -> all that it did before the commit began, waiting at the end left out
+    own          rank -> all that it did before the commit began, waiting at the end left out; without ranks that
+                 began later, which the commit has not waited for
     agreement_s  from the end of the last of these to the begin of the commit
     commit       from there to the moment that the checkpoint counts; `prune`: from there to the end of the commit
     blocking     rank -> what held training up, waits for the others too
@@ -88,7 +89,8 @@ def _own(frames: Frames, save: OperationStats, spans: pl.DataFrame, until_ns: in
     """Rank -> what it did from its start of the save until `until_ns`, up to the wait for the commit."""
     working = spans.filter((pl.col("start_ns") < until_ns) & (pl.col("phase") != AGREEMENT))
     ends = dict(working.group_by("rank").agg(pl.col("end_ns").max().clip(upper_bound=until_ns)).iter_rows())
-    starts = frames.operations.filter(pl.col("group") == save.group).select("rank", "start_ns")
+    began = (pl.col("group") == save.group) & (pl.col("start_ns") <= until_ns)
+    starts = frames.operations.filter(began).select("rank", "start_ns")
     own = stretches_until(windows_of(spans), ends)
     for rank, start_ns in starts.iter_rows():
         stretches = own.setdefault(rank, [])

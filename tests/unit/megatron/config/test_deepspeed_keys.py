@@ -220,6 +220,8 @@ def test_what_has_no_effect_is_refused_by_name(tmp_path: Path, key: str) -> None
         ({"dump_state": True}, 'writes to DeepSpeed\'s log at level info; give "log_level": "info", too'),
         ({"comms_logger": {"enabled": True}, "log_level": "info"}, 'nothing without "verbose": true'),
         ({"bf16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5}}, "BF16_Optimizer"),
+        ({"bf16": {"immediate_grad_update": False}}, 'bf16.immediate_grad_update: no effect in fp32; give --bf16'),
+        ({"bf16": {"enabled": True}, "fp16": {"hysteresis": 4}}, "fp16.hysteresis: no effect in bf16; give --fp16, or"),
         ({"curriculum_learning": {"enabled": False, "foo": 1}}, "unknown key curriculum_learning.foo"),
         (
             {"curriculum_learning": {"enabled": False, "schedule_config": {"difficulty_step": {"x": 1}}}},

@@ -24,11 +24,12 @@ import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from megatron.launch.messages import LaunchConnection
-from megatron.net.handshake import COORDINATOR, connect
+from megatron.net.handshake import COORDINATOR, ServerSide, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.source import what_runs
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import end_all
+from tests.unit.megatron.launch import test_nodes
 from tests.unit.megatron.launch.test_launch import HEAD, marked, pending, until
 from tests.unit.trace_helpers import ROOT, SECRET
 
@@ -615,6 +616,42 @@ def test_an_agent_that_is_hung_up_on_comes_again(nodes: Nodes) -> None:
             nodes.ranks(0, 2)
             nodes.finish()
             assert [process.wait(300) for process in (coordinator, agent)] == [0, 0], nodes.said("agent0")
+
+
+LAST_WORD = """
+import select, time
+from pathlib import Path
+class Late(Agent):
+    def _look_after_health(self):
+        \"\"\"In the turn in which the coordinator has its last word, once that turn has looked for messages.\"\"\"
+        if self._was_let_in:
+            Path("let_in").touch()
+            while not Path("said").exists():
+                time.sleep(0.01)
+            while self._connection.ended is None:
+                self._connection.send("beat", number=0)
+Agent = Late
+"""
+
+
+def test_an_exit_status_counts_that_came_before_the_connection_broke(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between an agent's look for messages and a message of its own, which is then reset."""
+    monkeypatch.setattr(test_nodes, "AGENT", AGENT.replace("plan =", f"{LAST_WORD}\nplan ="))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        agent = nodes.agent(0, where=f"127.0.0.1:{listening.getsockname()[1]}")
+        server = ServerSide(listening.accept()[0], SECRET.encode(), COORDINATOR)
+        until(lambda: server.go_on() is True, "the agent's handshake")
+    connection = LaunchConnection(server.connected)
+    until(lambda: connection.messages() != [], "the agent's hello")
+    connection.send("welcome", heartbeat_timeout_s=1000.0, launch_id="launch0")
+    until((nodes.directory / "let_in").exists, "the agent's turn")
+    connection.send("exit", code=7)
+    server.connected.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    (nodes.directory / "said").touch()
+    assert agent.wait(300) == 7, nodes.said("agent0")
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:

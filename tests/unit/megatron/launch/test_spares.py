@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -97,3 +99,42 @@ def test_a_spare_without_memory_for_copies_is_told_nothing(running: Running) -> 
 def test_nothing_is_told_before_ranks_were_started(running: Running) -> None:
     running.coordinator._port = None
     assert running.told(2) == {}
+
+
+def test_an_agent_that_is_slow_to_read_gets_its_exit_status(running: Running) -> None:
+    """Its connection is full when the launch ends."""
+    slow, end = running.agents[0].connection, running.ends[0]
+    number = 0
+    while not slow.unsent:
+        number += 1
+        slow.send("stop", generation=number, kill=False, why="x" * 100_000)
+    for other in running.ends[1:]:
+        other.close()
+    with ThreadPoolExecutor(1) as pool:
+        dismissed = pool.submit(running.coordinator._dismiss, 3)
+        told: list[dict[str, Any]] = []
+        while not dismissed.done() and not any(message["type"] == "exit" for message in told):
+            told += end.messages()
+        end.close()
+    assert told[-1] == {"type": "exit", "code": 3}
+
+
+def test_what_an_agent_said_before_its_end_counts(running: Running) -> None:
+    """A message to it breaks its connection, in the turn in which it tells that its ranks have ended well."""
+    coordinator, first, second = running.coordinator, *running.agents[:2]
+    coordinator._generation, coordinator._state, coordinator._members = 0, "running", [first, second]
+    for agent in running.agents:
+        agent.heard = time.monotonic()
+        coordinator._selector.register(agent.connection, selectors.EVENT_READ)
+    first.in_generation = second.in_generation = True
+    running.ends[1].send("failed", generation=0, why="rank 2: exit code 1")
+
+    def then_the_first_ends(receive: Callable[[], list[dict[str, Any]]] = second.connection.messages) -> Any:
+        first.connection.send("ack", number=1)  # unread, so that the kernel resets the connection
+        running.ends[0].send("ended", generation=0, failures=[], refused=0)
+        running.ends[0].close()
+        return receive()
+
+    second.connection.messages = then_the_first_ends  # type: ignore[method-assign]
+    coordinator._turn()
+    assert first not in coordinator._agents and first.failures == [], first.failures

@@ -153,6 +153,8 @@ def test_without_factors_it_is_the_measured_save(tmp_path: Path) -> None:
             assert blocked.new_s == blocked.measured_s == pytest.approx(save.blocked_s, abs=1e-9)
             assert counts.new_s == counts.measured_s == pytest.approx(save.committed_s, abs=1e-9)
             assert counts.quantity == ("durable_s" if save.durable_s is not None else "committed_s")
+            parts = [*blocked.path.values(), *counts.path.values()]
+            assert min(parts) >= 0, "one rank of GOLDEN begins its save after the commit"
 
 
 def write_save(directory: Path, background: bool, slow: int) -> Path:
