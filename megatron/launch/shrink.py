@@ -11,7 +11,7 @@ from megatron.config.arguments import config_from_args, parse_args
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A job on the first `nodes` nodes alone; `arguments` are put behind those of the training. `layout`: to be shown."""
+    """A job on the first `nodes` nodes; `arguments` are put behind those of the training. `layout`: for messages."""
 
     nodes: int
     layout: str
