@@ -1,19 +1,28 @@
-"""A save that the reader of a log collects, line by line."""
+"""Saves and loads that the reader of a log collects, line by line."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from ..model.imported_run import ImportedSave, Printed, Range
+from ..model.imported_run import ImportedLoad, ImportedSave, Printed, Range
 from .fastpersist import FileStatistics
+
+_STEP_OF_TAG = re.compile(r"global_step(\d+)$")
+
+
+def step_of(tag: str) -> int | None:
+    """The step in a tag of DeepSpeed's form."""
+    found = _STEP_OF_TAG.search(tag)
+    return int(found[1]) if found else None
 
 
 @dataclass
 class SaveDraft:
     """What the log has said about one save so far."""
 
-    step: int
+    step: int | None
     begun: bool = False  # the log has the line of its begin; else only its files were printed
     tag: str | None = None
     completed: bool = False
@@ -26,6 +35,10 @@ class SaveDraft:
     printed: Printed | None = None
     first: datetime | None = None
     last: datetime | None = None
+    is_asked: bool = False  # DeepSpeed's engine has said that it is about to save
+    asked: datetime | None = None  # when
+    is_ready: bool = False  # it has said that the save is ready
+    ready: datetime | None = None  # when it last did, on any rank
 
     def seen_at(self, time: datetime | None) -> None:
         """A dated line of this save."""
@@ -41,17 +54,19 @@ class SaveDraft:
         """
         shards = {entry.shard for entry in self.written.values()} - {None}
         counted = self.written and len(shards) == world_size
-        completed: bool | None = self.completed or (not self.begun and bool(counted))
+        completed: bool | None = self.completed or self.is_ready or (not self.begun and bool(counted))
         if not completed and self.begun and not ends_are_known:
             completed = True if self.call is not None and not self.scheduled else None
         times = self.calls_s or {path: entry.write_s for path, entry in self.written.items()}
+        by_dates = _between(self.asked, self.ready) if self.call is None else None
         slowest = max(times, key=lambda name: times[name], default=None)
         return ImportedSave(
             step=self.step,
             tag=self.tag,
             completed=completed,
             scheduled=self.scheduled,
-            call=self.call,
+            call=self.call or by_dates,
+            dated=by_dates is not None,
             wait=_range(self.waits_s),
             drain=_range(self.drains_s),
             num_files=len(self.calls_s) or (len(self.written) if counted else None) or None,
@@ -60,6 +75,35 @@ class SaveDraft:
             slowest_file_s=times[slowest] if slowest else None,
             printed=self.printed,
         )
+
+
+@dataclass
+class LoadDraft:
+    """The files of a load that DeepSpeed's engine names, when it begins and ends to read each."""
+
+    step: int | None = None
+    named: bool = False
+    first: datetime | None = None
+    last: datetime | None = None
+
+    def seen(self, path: str, time: datetime | None) -> None:
+        parts = path.split("/")
+        self.named, self.step = True, step_of(parts[-2]) if len(parts) > 1 else None
+        self.first, self.last = self.first or time, time or self.last
+
+    def finish(self) -> list[ImportedLoad]:
+        """The load, if a file was named."""
+        if not self.named:
+            return []
+        call = _between(self.first, self.last)
+        return [ImportedLoad(self.step, True, call, dated=call is not None)]
+
+
+def _between(first: datetime | None, last: datetime | None) -> Range | None:
+    """The time between two dated lines, if the log has them in this order."""
+    if first is None or last is None or last < first:
+        return None
+    return Range((last - first).total_seconds(), None)
 
 
 def _range(seconds: list[float]) -> Range | None:

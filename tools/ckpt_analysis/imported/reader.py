@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ..common.errors import CouldNotRunError
 from ..model.imported_run import ImportedIteration, ImportedLoad, ImportedRun, Printed, Range
-from .drafts import SaveDraft
+from .drafts import LoadDraft, SaveDraft, step_of
 from .fastpersist import FileStatistics, parse_statistics
 from .layout import LayoutDraft
 from .listing import ListingDraft
@@ -26,7 +26,6 @@ _NUMBER = r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 # What launchers of several nodes put before every line: "node7: " (pdsh, srun), "[1,0]<stdout>:" (mpirun).
 _PREFIX = r"^(?:\[\d+,\d+\]<std\w+>:|\S+: )?"
 _MOMENT = re.compile(rf"{_PREFIX}\[(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}})\]")
-_STEP_OF_TAG = re.compile(r"global_step(\d+)$")
 # Arguments that tell the model and what was asked for; names are upstream's.
 _KEPT_ARGUMENTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length"),
@@ -65,6 +64,7 @@ class LogReader:
     iterations: dict[int, ImportedIteration] = field(default_factory=dict)
     setup: dict[str, Range] = field(default_factory=dict)
     timers: dict[str, list[float]] = field(default_factory=dict)
+    unused_timers: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     parameters: set[int] = field(default_factory=set)
@@ -75,6 +75,7 @@ class LogReader:
     _spawned: datetime | None = None
     _first_step: datetime | None = None
     _loaded: int | None = None
+    _files_loaded: LoadDraft = field(default_factory=LoadDraft)
     _launched_at: int | None = None
     _trained: bool = False
     _ends_are_known: bool = False
@@ -102,7 +103,11 @@ class LogReader:
     def finish(self, source: str, run_id: str, world_size: int | None) -> ImportedRun:
         """The run. Raises CouldNotRunError if the layout contradicts itself or the number of ranks is unknown."""
         launched = self.layout.finish(world_size)
-        dated = [(save.step, save.first, save.last) for save in self.saves if save.first and save.last]
+        dated = [
+            (save.step, save.first, save.last)
+            for save in self.saves
+            if save.step is not None and save.first and save.last
+        ]
         to_first_step_s = None
         if self._spawned and self._first_step and self._first_step >= self._spawned:
             to_first_step_s = (self._first_step - self._spawned).total_seconds()
@@ -115,10 +120,11 @@ class LogReader:
             arguments=self.arguments,
             versions=self.versions,
             saves=[save.finish(launched.world_size, self._ends_are_known) for save in self.saves],
-            loads=self.loads,
+            loads=self.loads or self._files_loaded.finish(),
             iterations=[self.iterations[step] for step in sorted(self.iterations)],
             setup=self.setup,
             timers=self.timers,
+            unused_timers=dict(sorted(self.unused_timers.items())),
             to_first_step_s=to_first_step_s,
             listing=self.listing.finish(dated),
         )
@@ -128,14 +134,13 @@ class LogReader:
         for save in reversed(self.saves):
             if save.tag in (None, tag) and tag == (save.tag or f"global_step{save.step}"):
                 return save
-        step = _STEP_OF_TAG.search(tag)
-        self.saves.append(SaveDraft(step=int(step[1]) if step else 0, tag=tag))
+        self.saves.append(SaveDraft(step=step_of(tag), tag=tag))
         return self.saves[-1]
 
     def _statistics(self, statistics: FileStatistics) -> None:
         parts = statistics.path.split("/")
         tag = parts[-2] if len(parts) > 1 else ""
-        if _STEP_OF_TAG.search(tag):
+        if step_of(tag) is not None:
             self._save_of(tag).written[statistics.path] = statistics
 
     def _launch_line(self) -> None:
@@ -204,13 +209,20 @@ class LogReader:
     )
     def _timer(self, name: str, low: str, high: str) -> None:
         took = Range(max_s=float(high) / 1e3, min_s=float(low) / 1e3 if low else None)
-        if name in ("save-checkpoint", "save-checkpoint-non-persistent"):
-            if self.saves:
-                self.saves[-1].call = took
+        if name in ("save-checkpoint", "save-checkpoint-non-persistent") and self.saves and not self.saves[-1].call:
+            self.saves[-1].call = took
         elif name == "load-checkpoint":
             self.loads.append(ImportedLoad(self._loaded, self._loaded is not None, took))
         elif name in _SETUP_TIMERS:
             self.setup.setdefault(name, took)
+        else:
+            self.unused_timers[name] = self.unused_timers.get(name, 0) + 1
+
+    # Megatron-LM 2.x, BigScience, and DeepSpeed's wall_clock_breakdown: what one rank measured.
+    @_reads(r"time \(ms\) \|(.*)$")
+    def _timers_of_a_rank(self, line: str) -> None:
+        for name, ms in re.findall(rf"([\w/-]+): {_NUMBER}(?= |$)", line):
+            self._timer(name, "", ms)
 
     @_reads(r"saving checkpoint at iteration\s+(\d+) to ")
     def _begin_save(self, step: str) -> None:
@@ -234,8 +246,24 @@ class LogReader:
     @_reads(r"\[(\w+)\] Checkpoint (\S+) is about to be saved")
     def _about_to_save(self, engine: str, tag: str) -> None:
         self.engine = self.engine or engine
-        if self.saves and not self.saves[-1].completed:
-            self.saves[-1].tag = tag
+        newest = self.saves[-1] if self.saves else None
+        if newest is None or newest.completed or newest.is_asked:  # no line of Megatron's has begun this one
+            newest = SaveDraft(step=step_of(tag), begun=True)
+            self.saves.append(newest)
+        newest.tag, newest.is_asked, newest.asked = tag, True, self._moment
+
+    @_reads(r"\[\w+\] Checkpoint (\S+) is ready now!")
+    def _ready(self, tag: str) -> None:
+        """DeepSpeed's engine says so on each rank. Newer versions print nothing there."""
+        self._ends_are_known = True
+        save = self._save_of(tag)
+        save.is_ready, save.ready = True, self._moment or save.ready
+
+    @_reads(r"\[\w+\] (?:Loading|Begin Load|Loaded|End Load) checkpoint from (\S+?)\.*$")
+    def _loaded_file(self, path: str) -> None:
+        """DeepSpeed's engine reads a file, before the first step: a job may load others later."""
+        if not self.iterations and self._first_step is None:
+            self._files_loaded.seen(path, self._moment)
 
     @_reads(rf"\[(\w+)\] CkptTime (\S+) {_NUMBER}")
     def _file_call(self, engine: str, file: str, seconds: str) -> None:

@@ -76,7 +76,7 @@ def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
     outcome = _OUTCOMES[save.completed]
     return OperationStats(
         operation="save",
-        tag=save.tag or f"global_step{save.step}",
+        tag=save.tag or (None if save.step is None else f"global_step{save.step}"),
         step=save.step,
         cycle=0,
         engine=run.engine,
@@ -120,7 +120,7 @@ def _starts(run: ImportedRun) -> list[StartStats]:
 
 def _steps(run: ImportedRun) -> list[StepTime]:
     """Training steps. A mean over a log interval counts only if no save lies in the interval."""
-    saved = {save.step for save in run.saves}
+    saved = {save.step for save in run.saves if save.step is not None}
     steps: list[StepTime] = []
     before = 0
     for iteration in run.iterations:
@@ -171,6 +171,14 @@ def _notes(run: ImportedRun) -> list[Problem]:
             "saves were asynchronous: their times are those of the call that blocked training, not until their files "
             "were there"
         )
+    if any(one.dated for one in (*run.saves, *run.loads)):
+        notes.append(
+            "times without a timer are from DeepSpeed's line that a checkpoint is about to be saved, or a file to be "
+            "read, to its last line that it is ready, by the dates in the log"
+        )
+    if run.unused_timers:
+        names = ", ".join(f"{name} ({number})" for name, number in run.unused_timers.items())
+        notes.append(f"timers that are not of a save, a load or the set-up, and how often each was printed: {names}")
     if any(save.printed for save in run.saves):
         notes.append(_printed(run))
     if run.to_first_step_s is not None:

@@ -10,7 +10,7 @@ class Range:
     """A duration over ranks in seconds, as a timer prints it. Which rank took which time is not in the log."""
 
     max_s: float
-    min_s: float | None  # None: the timer prints the slowest rank alone
+    min_s: float | None  # None: the log has the time of one rank, the slowest where ranks are compared
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Printed:
 class ImportedSave:
     """One save. `call`: the save-checkpoint timer; `wait`: training waiting for its files later; `drain`: its end."""
 
-    step: int
+    step: int | None
     tag: str | None
     completed: bool | None  # None: the log is of a program whose words for it are not known
     call: Range | None
@@ -37,6 +37,7 @@ class ImportedSave:
     slowest_file: str | None
     slowest_file_s: float | None
     printed: Printed | None
+    dated: bool = False  # `call` is the time between dated lines of the log, and no timer
     scheduled: bool = False  # the call left the writing to others: it says nothing of when the files were there
 
 
@@ -47,6 +48,7 @@ class ImportedLoad:
     step: int | None
     found: bool
     call: Range | None
+    dated: bool = False  # as for a save
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ class Launched:
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """One log. `run_id`: first digits of the SHA-256 of its bytes. `setup` and `timers` have the log's own names."""
+    """One log. `run_id`: first digits of the SHA-256 of its bytes. `setup` and `timers` have the log's own names.
+
+    `unused_timers`: name of a timer that is not of a save, a load or the set-up -> number of its lines.
+    """
 
     source: str
     run_id: str
@@ -100,5 +105,6 @@ class ImportedRun:
     iterations: list[ImportedIteration]
     setup: dict[str, Range] = field(default_factory=dict)
     timers: dict[str, list[float]] = field(default_factory=dict)
+    unused_timers: dict[str, int] = field(default_factory=dict)
     to_first_step_s: float | None = None
     listing: Listing | None = None

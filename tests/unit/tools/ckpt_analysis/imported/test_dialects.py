@@ -116,9 +116,68 @@ def test_no_save_is_judged_in_words_that_are_not_known(
     assert ("saves completed is not known" in str([p.message for p in report.problems])) == (not timers)
 
 
+LM_2 = """using world size: 4, data-parallel-size: 1, tensor-model-parallel size: 2, pipeline-model-parallel size: 2
+ loading checkpoint from /scratch/run at iteration 40
+  successfully loaded checkpoint from /scratch/run at iteration 40
+time (ms) | load-checkpoint: 812.31
+done with setup ...time (ms) | model-and-optimizer-setup: 3111.39 | train/valid/test-data-iterators-setup: 415.50
+ iteration       41/     300 | consumed samples:   656 | elapsed time per iteration (ms): 1996.1 | lm loss: 6.07E+00 |
+time (ms) | forward-compute: 51.73 | backward-compute: 136.70 | optimizer: 7.01
+ iteration       42/     300 | consumed samples:   672 | elapsed time per iteration (ms): 1990.2 | lm loss: 6.05E+00 |
+time (ms) | forward-compute: 50.73 | backward-compute: 135.70 | optimizer: 7.02
+saving checkpoint at iteration      42 to /scratch/run
+[2021-08-08 01:00:44,221] [INFO] [logging.py:68:log_dist] [Rank 0] Saving model checkpoint: /scratch/run/global_step42/mp_rank_00_model_states.pt
+  successfully saved checkpoint at iteration      42 to /scratch/run
+time (ms) | save-checkpoint: 57514.53
+time (ms) | save-checkpoint: 4.00
+"""  # noqa: E501
+DEEPSPEED = """[2024-05-01 10:00:00,100] [INFO] [torch_checkpoint_engine.py:27:load] [Torch] Loading checkpoint from /run/global_step3/a.pt...
+[2024-05-01 10:00:01,350] [INFO] [torch_checkpoint_engine.py:29:load] [Torch] Loaded checkpoint from /run/global_step3/a.pt.
+[2024-05-01 10:00:09,000] [INFO] [logging.py:96:log_dist] [Rank 0] step=4, skipped=0, lr=[0.001], mom=[[0.9, 0.99]]
+[2024-05-01 10:00:10,000] [INFO] [logging.py:96:log_dist] [Rank 0] [Torch] Checkpoint global_step4 is about to be saved!
+[2024-05-01 10:00:12,000] [INFO] [torch_checkpoint_engine.py:33:commit] [Torch] Checkpoint global_step4 is ready now!
+[2024-05-01 10:00:12,250] [INFO] [torch_checkpoint_engine.py:33:commit] [Torch] Checkpoint global_step4 is ready now!
+[2024-05-01 10:00:20,000] [INFO] [logging.py:96:log_dist] [Rank 0] [Torch] Checkpoint best is about to be saved!
+[2024-05-01 10:00:20,500] [INFO] [torch_checkpoint_engine.py:33:commit] [Torch] Checkpoint best is ready now!
+[2024-05-01 10:00:30,000] [INFO] [logging.py:96:log_dist] [Rank 0] [Torch] Checkpoint best is about to be saved!
+"""  # noqa: E501
+
+
+def test_timers_that_one_rank_prints_in_one_line(tmp_path: Path) -> None:
+    """As Megatron-LM 2.x and BigScience do. A timer of no save, and one that is none of these, are named."""
+    run = imported(LM_2, tmp_path)
+    report = to_dict(to_report(run, tmp_path))
+    (save,), (load,) = report["saves"], report["loads"]
+    assert (save["step"], save["outcome"], save["wall"]["max_s"], save["wall"]["min_s"]) == (42, "ok", 57.51453, None)
+    assert (load["step"], load["wall"]["max_s"]) == (40, 0.81231)
+    setup = {name: took.max_s for name, took in run.setup.items()}
+    assert setup == pytest.approx(
+        {"model-and-optimizer-setup": 3.11139, "train/valid/test-data-iterators-setup": 0.4155}
+    )
+    assert run.unused_timers == {"backward-compute": 2, "forward-compute": 2, "optimizer": 2, "save-checkpoint": 1}
+    assert "forward-compute (2), optimizer (2), save-checkpoint (1)" in str(report["problems"])
+
+
+def test_dated_lines_of_deepspeed_are_times(tmp_path: Path) -> None:
+    """Of a job that prints nothing else of its saves: from the first line to the last rank's."""
+    run = imported(DEEPSPEED, tmp_path, world_size=2)
+    report = to_dict(to_report(run, tmp_path))
+    assert [(s["tag"], s["step"], s["outcome"], s["wall"] and s["wall"]["max_s"]) for s in report["saves"]] == [
+        ("global_step4", 4, "ok", 2.25), ("best", None, "ok", 0.5), ("best", None, "unfinished", None),
+    ]  # fmt: skip
+    assert [(load["step"], load["wall"]["max_s"]) for load in report["loads"]] == [(3, 1.25)]
+    assert run.engine == "Torch" and "by the dates in the log" in str(report["problems"])
+
+
+def test_a_timer_counts_before_dates(tmp_path: Path) -> None:
+    timed = DEEPSPEED + "    save-checkpoint ................................: (2300.00, 2301.00)\n"
+    newest = imported(timed, tmp_path, world_size=2).saves[-1]
+    assert (newest.call and newest.call.max_s, newest.dated) == (2.301, False)
+
+
 def altered_imports() -> list[tuple[str, object]]:
     places = ("run_id", "launched", "engine", "parameters", "arguments", "versions", "saves", "loads", "iterations",
-              "setup", "timers", "to_first_step_s", "listing")  # fmt: skip
+              "setup", "timers", "unused_timers", "to_first_step_s", "listing")  # fmt: skip
     return [(place, value) for place in places for value in (True, "x", 1 << 70, [1], {"a": []}, -0.5)]
 
 
