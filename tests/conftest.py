@@ -1,6 +1,8 @@
 """In continuous integration (CI=true) nothing is skipped but what needs a GPU, what takes minutes, and what needs a
 cluster of namespaces (tests/cluster), which not every machine allows.
 
+Tests marked `nightly` are the cases of a large set that the suite leaves to .ci/nightly: they run with NIGHTLY=1 only.
+
 No property fails because a machine is slow: hypothesis has a deadline of its own for each example otherwise.
 """
 
@@ -23,6 +25,7 @@ from tests.dist.harness import Zygote
 from tools.common.machine import filesystem_of
 
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes \d+ minutes|no cluster here")
+NIGHTLY = "NIGHTLY"  # environment variable
 # Variables that deepspeed, torch and polars set as they are imported.
 SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF"}
 STOP_SIGNALS = (
@@ -65,7 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after pytest's own, which goes by the parameters of fixtures
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files of FIRST first, the others and the tests of each as they are."""
+    """The files of FIRST first, the others and the tests of each as they are; those marked `nightly` are skipped."""
+    for item in items:
+        if (mark := item.get_closest_marker("nightly")) and NIGHTLY not in os.environ:
+            reason = f"takes {mark.kwargs['minutes']} minutes with the others of its set; set {NIGHTLY} to run them"
+            item.add_marker(pytest.mark.skip(reason=reason))
     place = {ROOT / "tests" / name: number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))
 

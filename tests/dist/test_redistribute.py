@@ -3,13 +3,12 @@
 By default two walks, one with each style of the model, over all layouts with at most 8 ranks: each is loaded from and
 onto once, with one of them. Every layout from every other with both, which takes ten minutes:
 
-    REDISTRIBUTE_ALL=1 python -m pytest tests/dist/test_redistribute.py
+    NIGHTLY=1 python -m pytest -m nightly tests/dist/test_redistribute.py
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old:
     assert_same(assembled(model.moved(old, new, engine)), expected)
 
 
-@pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it")
+@pytest.mark.nightly(minutes=10)
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
     expected = assembled(model.launcher.directory / model.saved(old))

@@ -23,6 +23,9 @@ def test_gpu(): pass
 @pytest.mark.skipif(True, reason="takes 10 minutes; set ALL to run it")
 def test_walk(): pass
 
+@pytest.mark.nightly(minutes=7)
+def test_of_a_large_set(): pass
+
 @pytest.mark.skipif(True, reason="no browser here")
 def test_marked(): pass
 
@@ -42,14 +45,14 @@ def test_passes(): pass
 '''  # fmt: skip
 
 
-def outcome(tmp_path: Path, ci: str | None) -> str:
+def outcome(tmp_path: Path, **variables: str) -> str:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_module.py").write_text('import pytest\npytest.importorskip("no_such_module")\n')
-    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "NIGHTLY", "PYTEST_ADDOPTS")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "tests.conftest", "-c", os.devnull, "--rootdir",
-         str(tmp_path), str(tmp_path), "--continue-on-collection-errors"],
-        cwd=ROOT, env=kept | ({} if ci is None else {"CI": ci}), capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "pytest", "-q", "-rsfEp", "-p", "tests.conftest", "-c", os.devnull,
+         "-o", "markers=nightly", "--rootdir", str(tmp_path), str(tmp_path), "--continue-on-collection-errors"],
+        cwd=ROOT, env=kept | variables, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stderr == "", done.stderr
     return done.stdout
@@ -57,13 +60,17 @@ def outcome(tmp_path: Path, ci: str | None) -> str:
 
 @pytest.mark.slow
 def test_elsewhere_skips_are_skips(tmp_path: Path) -> None:
-    assert "1 passed, 6 skipped, 1 xfailed" in outcome(tmp_path, None)
+    told = outcome(tmp_path)
+    assert "1 passed, 7 skipped, 1 xfailed" in told
+    assert "takes 7 minutes with the others of its set; set NIGHTLY to run them" in told
 
 
 @pytest.mark.slow
 def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
-    told = outcome(tmp_path, "true")
-    assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 3 errors" in told, told
+    """The nightly run of CI has the tests that are marked for it, besides."""
+    told = outcome(tmp_path, CI="true", NIGHTLY="1")
+    assert "1 failed, 2 passed, 2 skipped, 1 xfailed, 3 errors" in told, told
+    assert "/test_some.py::test_of_a_large_set\n" in told
     for reason in ("no browser here", "no strace here", "no tool here", "could not import 'no_such_module'"):
         assert f"Skipped: {reason}" in told, told
     assert "tests/install_system_packages.sh" in told
