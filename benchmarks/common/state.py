@@ -68,7 +68,7 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
     from megatron.checkpointing.context import RunContext
     from megatron.checkpointing.engines.base import EngineOptions
     from megatron.checkpointing.engines.registry import create_engine
-    from megatron.checkpointing.state.collect import start_over
+    from megatron.checkpointing.state.restore import start_over
     from megatron.checkpointing.store.naming import RankPlace
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.startup.engine_setup import build_engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,20 +27,25 @@ class CheckpointRejectedError(CheckpointDamagedError):
 
 
 def run_on_all_ranks(
-    control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = list
+    control: ControlPlane,
+    op: Operation,
+    work: Callable[[], Any],
+    conclude: Callable[[list[Any]], Any] = list,
+    *,
+    phase: str | None = None,
 ) -> Any:
     """Run `work()` on every rank, then `conclude(results by rank)` on rank 0; all ranks return its result.
 
     If any rank raises, all ranks raise the same: CheckpointRejectedError for CheckpointDamagedError or OSError, any
     other CheckpointError as it is, and a CheckpointError that names rank and exception for anything else. Waits for the
-    slowest rank.
+    slowest rank. `phase`: of `op`, which the time of `work` belongs to; None: `work` records its phases itself.
     """
-    return _taken(control, op, work, conclude, lambda verdict: verdict, control.broadcast)
+    return _agreed(control, op, work, phase, conclude, control.broadcast)
 
 
-def run_on_rank_0(control: ControlPlane, op: Operation, work: Callable[[], T]) -> T:
+def run_on_rank_0(control: ControlPlane, op: Operation, work: Callable[[], T], *, phase: str | None = None) -> T:
     """The result of `work()`, which rank 0 alone runs, on all ranks; all raise as `run_on_all_ranks`."""
-    mine, cause = _attempt(work, 0) if control.rank == 0 else (None, None)
+    mine, cause = _attempt(work, 0, op, phase) if control.rank == 0 else (None, None)
     with op.span("barrier"):
         verdict = control.broadcast(mine)
     if isinstance(verdict, CheckpointError):
@@ -51,23 +57,39 @@ def run_and_scatter(
     control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Sequence[Any]]
 ) -> Any:
     """As `run_on_all_ranks`, but `conclude` returns a result for each rank, and each rank gets its own only."""
-    for_all = lambda verdict: [verdict] * control.world_size if isinstance(verdict, CheckpointError) else verdict  # noqa: E731
-    return _taken(control, op, work, conclude, for_all, control.scatter)
+
+    def scatter(verdict: Any) -> Any:
+        error = isinstance(verdict, CheckpointError)
+        return control.scatter([verdict] * control.world_size if error else verdict)
+
+    return _agreed(control, op, work, None, conclude, scatter)
 
 
-def _taken(
+def _agreed(
     control: ControlPlane,
     op: Operation,
     work: Callable[[], Any],
+    phase: str | None,
     conclude: Callable[[list[Any]], Any],
-    prepare: Callable[[Any], Any],
     distribute: Callable[[Any], Any],
 ) -> Any:
-    """As `run_on_all_ranks`; `distribute` sends the result or error, prepared by `prepare` on rank 0, to the ranks."""
-    mine, cause = _attempt(work, control.rank)
+    """As `run_on_all_ranks`; `distribute` sends rank 0's result, or the error, to the ranks.
+
+    An error that ends the run precedes a damaged checkpoint.
+    """
+    mine, cause = _attempt(work, control.rank, op, phase)
     with op.span("barrier"):
         gathered = control.gather(mine)
-    verdict = None if gathered is None else prepare(_verdict(gathered, conclude))
+    verdict = None
+    if gathered is not None:
+        errors = [item for item in gathered if isinstance(item, CheckpointError)]
+        refusals = [error for error in errors if not isinstance(error, CheckpointRejectedError)]
+        if refusals:
+            verdict = refusals[0]
+        elif errors:
+            verdict = CheckpointRejectedError(*(why for error in errors for why in error.args))
+        else:
+            verdict, _ = _attempt(lambda: conclude(list(gathered)), 0, op, None)
     with op.span("barrier"):
         verdict = distribute(verdict)
     if isinstance(verdict, CheckpointError):
@@ -75,10 +97,11 @@ def _taken(
     return verdict
 
 
-def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, Exception | None]:
+def _attempt(work: Callable[[], Any], rank: int, op: Operation, phase: str | None) -> tuple[Any, Exception | None]:
     """The result of `work`, or the CheckpointError to raise on all ranks; and the exception that caused it."""
     try:
-        return work(), None
+        with op.span(phase) if phase is not None else contextlib.nullcontext():
+            return work(), None
     except CheckpointRejectedError as exc:
         return exc, exc
     except (CheckpointDamagedError, OSError) as exc:
@@ -88,12 +111,3 @@ def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, Exception | None]
     except Exception as exc:  # any error: the other ranks wait for an answer
         logger.exception("rank %d: a step of the load failed", rank)
         return CheckpointError(f"rank {rank}: {type(exc).__name__}: {exc}"), exc
-
-
-def _verdict(found: Sequence[Any], conclude: Callable[[list[Any]], Any]) -> Any:
-    """On rank 0: the result, or the error to raise. An error that ends the run precedes a damaged checkpoint."""
-    errors = [item for item in found if isinstance(item, CheckpointError)]
-    if not errors:
-        return _attempt(lambda: conclude(list(found)), 0)[0]
-    refusals = [error for error in errors if not isinstance(error, CheckpointRejectedError)]
-    return refusals[0] if refusals else CheckpointRejectedError(*(why for error in errors for why in error.args))

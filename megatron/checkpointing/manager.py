@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.load.newest import load_from_memory, load_newest
+from megatron.checkpointing.load.newest import load_newest
 from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
 from megatron.checkpointing.save.background import BackgroundSave
 from megatron.checkpointing.save.writer import (
@@ -119,7 +119,7 @@ class Checkpointer:
         `from_memory`: of its saves in host memory alone. Returns and raises as load_newest does.
         """
         self.background.drain()  # a load changes the state that a pending save may still read
-        progress = (load_from_memory if from_memory else load_newest)(self.context, engine)
+        progress = load_newest(self.context, engine, from_memory=from_memory)
         options = self.context.config.checkpoint
         if progress is not None and not (options.finetune or options.reset_iteration):
             # A save in memory may not be on storage yet, and a universal checkpoint is none of the run's: the end of

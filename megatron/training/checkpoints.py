@@ -16,7 +16,8 @@ from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.preflight.first_start import FirstStart, has_first_start, later_start, passed_over
 from megatron.checkpointing.preflight.prefetch import Prefetch
 from megatron.checkpointing.save.background import BackgroundSave, release_before_steps
-from megatron.checkpointing.state.collect import Progress, start_over
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.state.restore import start_over
 from megatron.checkpointing.store.disk_space import rank_bytes
 from megatron.checkpointing.store.naming import RankPlace, attempt_of
 from megatron.checkpointing.store.ownership import Ownership

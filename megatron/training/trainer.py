@@ -382,8 +382,8 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.preflight.repeated_errors import StepErrors
+    from megatron.checkpointing.state.changed_flags import input_contents
     from megatron.checkpointing.state.collect import Progress
-    from megatron.checkpointing.state.input_files import input_contents
     from megatron.checkpointing.store.naming import layer_file
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron

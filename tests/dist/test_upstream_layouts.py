@@ -55,7 +55,7 @@ def test_goes_on_elsewhere_with_upstreams_losses(launcher: Launcher) -> None:
 
 def test_a_rank_that_alone_cannot_read_it_ends_all(launcher: Launcher) -> None:
     script = str(Path(__file__).parent / "scripts" / "failing_rank.py")
-    at = "megatron.checkpointing.load.candidate:check_candidate"
+    at = "megatron.checkpointing.load.newest:check_candidate"
     env = {"FAILS_AT": at, "FAILS_ON": "1", "FAILS_WITH": "CheckpointDamagedError"}
     argv = [*UPSTREAM_ARGUMENTS, "--load", UPSTREAM]
     run = launcher.run(Layout(2, 1, 1), *argv, script=script, env=env)

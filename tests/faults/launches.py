@@ -20,8 +20,9 @@ import pretrain_gpt
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.preflight.first_start import FirstStart
-from megatron.checkpointing.state.collect import Progress, start_over
+from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.state.hashes import tensor_hashes
+from megatron.checkpointing.state.restore import start_over
 from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership
 from megatron.checkpointing.store.bucket.generations import claim as claim_prefix

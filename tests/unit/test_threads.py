@@ -23,7 +23,7 @@ WITHOUT_A_DEVICE = {
     "megatron/checkpointing/engines/lazy/engine.py: LazyEngine.placed_tensors": "reads the headers of files",
     "megatron/checkpointing/store/bucket/checkpoints.py": NETWORK,
     "megatron/checkpointing/store/bucket/generations.py": NETWORK,
-    "megatron/checkpointing/state/input_files.py": FILES,
+    "megatron/checkpointing/state/changed_flags.py": FILES,
     "megatron/checkpointing/store/ownership.py": FILES,
     "megatron/checkpointing/preflight/prefetch.py": FILES,
     "megatron/checkpointing/store/removal.py": FILES,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies
-from megatron.checkpointing.load.source import OpenedCheckpoint
-from megatron.checkpointing.load.storage import Listing, StorageSource
+from megatron.checkpointing.load.storage import Listing, OpenedCheckpoint, StorageSource, check_wanted
 from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCandidate, open_checkpoints
 from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
@@ -53,6 +52,7 @@ class OpenedObjects(OpenedCheckpoint):
     control: ControlPlane
 
     def copies(self, reader: CheckpointEngine, states: Sequence[str], extra: Sequence[str], op: Operation) -> Copies:
+        check_wanted(self._in_directory, states)
         yield from self.files.copies(self.candidate, reader, states, extra, op)
 
     def shared_copies(self, reader: CheckpointEngine, op: Operation) -> Copies:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import MemorySave, SavedFile
 from megatron.checkpointing.load.memory_copies import MemoryCandidate, OpenedSave, OtherLayout, SameLayout, Source
-from megatron.checkpointing.load.source import OpenedCheckpoint
+from megatron.checkpointing.load.storage import OpenedCheckpoint
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import CheckpointConfig
 from megatron.parallel.topology import Layout
@@ -31,13 +32,13 @@ logger = logging.getLogger(__name__)
 _FILE = ("num_bytes", "checksum", "states", "header_bytes")  # of megatron.peers.wire.file_summary
 
 
+@dataclass
 class MemorySource:
     """Saves in memory that this launch made for its --save, as a CheckpointSource."""
 
-    def __init__(self, ctx: RunContext) -> None:
-        self._ctx = ctx
-        self._mine: dict[str, MemorySave] = {}
-        self._left: list[_Choice | _Other] = []
+    _ctx: RunContext
+    _mine: dict[str, MemorySave] = field(init=False, default_factory=dict)
+    _left: list[_Choice | _Other] = field(init=False, default_factory=list)
 
     def candidates(self, op: Operation) -> tuple[list[int], list[str]]:
         mine = _mine(self._ctx, op)
@@ -52,9 +53,6 @@ class MemorySource:
 
     def forget(self, opened: OpenedCheckpoint) -> None:
         forget(self._ctx, opened.memory_save)
-
-    def loaded(self, opened: OpenedCheckpoint) -> None:
-        return None
 
 
 class _Found(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, MemoryFiles, MemorySave
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.load.source import OpenedCheckpoint
+from megatron.checkpointing.load.storage import OpenedCheckpoint, check_wanted
 from megatron.checkpointing.store.search import Candidate
 from megatron.fileio.host_memory import available_memory
 from megatron.peers.client import Peer, fetch_parts, own_peer
@@ -80,6 +80,7 @@ class SameLayout(OpenedSave):
             try:
                 kept = self._save_of(source, op)
                 if kept is not None:
+                    check_wanted(kept.checkpoint, states)
                     self.used.append(kept)
                     yield kept.checkpoint
             except CheckpointDamagedError as damaged:

@@ -1,64 +1,80 @@
-"""The newest complete checkpoint, restored over all ranks: which places it is looked for in, and in which order.
+"""The newest complete checkpoint, restored over all ranks: find, check, open, read, apply.
 
-Rank 0 discovers, every rank reads and verifies its files, all agree, then the state is applied
-(megatron.checkpointing.load.candidate). A damaged checkpoint is reported, and the next one is tried.
+Rank 0 lists the checkpoints of --load, and the saves in host memory are merged with them by step. The first one is
+opened; every rank reads and verifies its files, all agree, then the state is applied. A damaged checkpoint is reported,
+and the next one is tried. The files are read by the engine that wrote them, whichever saves now.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_rank_0
-from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from megatron.checkpointing.load.candidate import NotAppliedError, load_candidate
+from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks, run_on_rank_0
+from megatron.checkpointing.context import Ahead, RunContext
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, first_undamaged
+from megatron.checkpointing.engines.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    EngineUnavailableError,
+    UnknownEngineError,
+    reading,
+)
+from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.load.memory import MemorySource
-from megatron.checkpointing.load.source import CheckpointSource, OpenedCheckpoint
-from megatron.checkpointing.load.storage import DirectorySource, StorageSource
-from megatron.checkpointing.preflight.universal_directory import UniversalCheckpoint, inspect
-from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.load.storage import CheckpointSource, DirectorySource, OpenedCheckpoint, StorageSource
+from megatron.checkpointing.preflight.compatibility import cannot_be_read, check_candidate, foreign_engine
+from megatron.checkpointing.preflight.universal_directory import inspect
+from megatron.checkpointing.reshard.resharding import load_on_other_layout, load_universal
+from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
+from megatron.checkpointing.state.collect import Progress, live_state
+from megatron.checkpointing.state.hashes import compare_hashes
+from megatron.checkpointing.state.restore import restore_progress, restore_state, restore_tied_weights
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.search import Candidate
 from megatron.config.uris import is_uri
+from megatron.parallel.random import get_rng_state, set_rng_state
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
+from restart_trace.under_way import RANKS, READING, UnderWay
 
 logger = logging.getLogger(__name__)
 
+# A rank that reads so many times longer than the median one, and so many seconds, is named in the log.
+_SLOW_READER = 2.0
+_SLOW_READER_S = 1.0
 
-def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
+
+def load_newest(ctx: RunContext, engine: Any, *, from_memory: bool = False) -> Progress | None:
     """Restore the newest complete checkpoint of --load into `engine`; collective.
 
-    A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
-    model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
-    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here;
-    CheckpointDamagedError if none is loadable and one was found out only when some of it had been applied.
+    A damaged one is reported and the next older one is used. `from_memory`: only the saves in host memory are tried.
+    Returns None if there is no checkpoint at all (then the model keeps the values it has). Raises
+    CheckpointNotFoundError if none is loadable, CheckpointMismatchError if it is of another shape or layout, or of an
+    engine that is not here; CheckpointDamagedError if none is loadable and one was found out only when some of it had
+    been applied.
     """
     options = ctx.config.checkpoint
-    if options.universal_checkpoint:
+    if options.universal_checkpoint and not from_memory:
         return _load_universal(ctx, engine)
-    with ctx.recorder.operation("load", contiguous=True) as op, contextlib.closing(_storage(ctx)) as storage:
+    place = contextlib.nullcontext() if from_memory else contextlib.closing(_storage(ctx))
+    with ctx.recorder.operation("load", contiguous=True) as op, place as storage:
         while True:
             try:
                 return _load_first(ctx, engine, storage, op)
             except _NoneLeftError as none:
-                if not storage.has_more(op):
+                if storage is None or not storage.has_more(op):
                     raise none.error from None
             if ctx.control.rank == 0:
                 logger.warning("--load %s: other checkpoints were saved there meanwhile; trying these", options.load)
-
-
-def load_from_memory(ctx: RunContext, engine: Any) -> Progress | None:
-    """Restore the newest save in host memory into `engine`, whatever is on storage; collective.
-
-    Returns None if there is none. Raises as load_newest.
-    """
-    with ctx.recorder.operation("load", contiguous=True) as op:
-        try:
-            return _load_first(ctx, engine, None, op)
-        except _NoneLeftError as none:
-            raise none.error from None
 
 
 def _load_universal(ctx: RunContext, engine: Any) -> Progress:
@@ -67,13 +83,9 @@ def _load_universal(ctx: RunContext, engine: Any) -> Progress:
     Raises CheckpointDamagedError or CheckpointMismatchError.
     """
     with ctx.recorder.operation("load", contiguous=True) as op:
-
-        def find() -> UniversalCheckpoint:
-            with op.span("discover"):
-                return inspect(ctx.config.checkpoint, ctx.vocab_size)
-
+        find = functools.partial(inspect, ctx.config.checkpoint, ctx.vocab_size)
         try:
-            found = run_on_rank_0(ctx.control, op, find)
+            found = run_on_rank_0(ctx.control, op, find, phase="discover")
             progress = load_candidate(ctx, engine, OpenedCheckpoint(found.candidate, found.source), op)
         except CheckpointRejectedError as rejected:
             raise CheckpointDamagedError(
@@ -81,6 +93,10 @@ def _load_universal(ctx: RunContext, engine: Any) -> Progress:
             ) from rejected
         ctx.checkpoint_engine.keep(None)
         return progress
+
+
+class NotAppliedError(CheckpointRejectedError):
+    """What a rank read is not what a checkpoint holds, as it found when it applied it."""
 
 
 class _NoneLeftError(Exception):
@@ -107,8 +123,8 @@ def _load_first(ctx: RunContext, engine: Any, storage: StorageSource | None, op:
     """
     options, memory = ctx.config.checkpoint, MemorySource(ctx)
     stored, problems = storage.candidates(op) if storage is not None else ([], [])
-    _report_rejected(ctx, problems)
     kept, _ = memory.candidates(op)
+    _report_rejected(ctx, problems)
     half_applied = False
     for in_memory in merged(kept, stored):
         source: Any = memory if in_memory else storage
@@ -134,7 +150,6 @@ def _load_next(ctx: RunContext, engine: Any, source: CheckpointSource, op: Opera
         source.forget(opened)
         raise
     ctx.checkpoint_engine.keep(opened.memory_save)
-    source.loaded(opened)
     return progress
 
 
@@ -168,3 +183,192 @@ def _report_rejected(ctx: RunContext, problems: Sequence[str]) -> None:
         ctx.recorder.event("load", "checkpoint_rejected", problem)
         if ctx.control.rank == 0:
             logger.warning("checkpoint passed over: %s", problem)
+
+
+def load_candidate(ctx: RunContext, engine: Any, opened: OpenedCheckpoint, op: Operation) -> Progress:
+    """Restore `opened` into `engine`; collective.
+
+    Raises CheckpointRejectedError if any rank found a damaged file; the weights may then hold parts of it, which the
+    next candidate replaces. Raises CheckpointMismatchError if the checkpoint has another shape, or needs an engine
+    that is not here.
+    """
+    candidate = opened.candidate
+    op.label(tag=candidate.tag, step=candidate.step)
+    reader = _reader_of(ctx, candidate, op)
+    op.label(engine=type(reader).__name__)
+    if ctx.checkpoint_engine.keeps_in_memory:
+        op.label(tier=opened.tier)
+    try:
+        return _CandidateLoad(ctx, reader, engine, opened, op).load()
+    except CheckpointRejectedError as rejected:
+        logger.debug("%s cannot be used", candidate.place, exc_info=rejected)
+        rejected.args = tuple(why.replace(str(candidate.directory), candidate.place) for why in rejected.args)
+        raise
+    finally:
+        if reader is not ctx.checkpoint_engine:
+            reader.close()
+        reader.end_loads()
+
+
+def _reader_of(ctx: RunContext, candidate: Candidate, op: Operation) -> CheckpointEngine:
+    """The engine that can read `candidate`: collective if that is not the one of --checkpoint-engine.
+
+    Raises CheckpointMismatchError on all ranks if one of them has no such engine.
+    """
+    manifest = candidate.manifest
+    name = manifest.engine if manifest else foreign_engine(ctx.config)
+    if name == ctx.checkpoint_engine.name:
+        return ctx.checkpoint_engine
+    readers: list[CheckpointEngine] = []
+
+    def create() -> None:
+        try:
+            readers.append(create_engine(name, ctx.checkpoint_engine.options))
+        except (UnknownEngineError, EngineUnavailableError) as exc:
+            raise cannot_be_read(candidate.place, name, f"rank {ctx.control.rank}: {exc}") from exc
+
+    run_on_all_ranks(ctx.control, op, create, phase="discover")
+    return readers[0]
+
+
+@dataclass
+class _CandidateLoad:
+    """One load of one candidate."""
+
+    ctx: RunContext
+    reader: CheckpointEngine
+    engine: Any
+    opened: OpenedCheckpoint
+    op: Operation
+
+    def load(self) -> Progress:
+        """Raises as load_candidate."""
+        ctx, candidate, op = self.ctx, self.opened.candidate, self.op
+        if ctx.ahead is not None:
+            if ctx.ahead.candidate == candidate:
+                return _take_loaded_ahead(ctx, ctx.ahead, self.engine, op)
+            ctx.ahead.forget()
+        if ctx.prefetch is not None and self.opened.memory_save is None:
+            ctx.prefetch.hand_over(op, candidate.directory)
+        if self._is_other_layout():
+            return first_undamaged(self.opened.shared_copies(self.reader, op), self._reshard)
+        states: dict[str, Any] = {}
+        run_on_all_ranks(ctx.control, op, functools.partial(self._read, states), _name_slow_readers)
+        common = states[names.model_states_file(ctx.place.layout, ctx.place.at)]
+        progress = self._apply(states, common)
+        options = ctx.config.checkpoint
+        if options.verify_restored_state and not options.finetune:
+            self._verify()
+        if candidate.manifest is None:
+            logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+        elif ctx.ahead is not None:
+            ctx.ahead.candidate, ctx.ahead.common, ctx.ahead.random_state = candidate, common, get_rng_state()
+        return progress
+
+    @property
+    def _with_optimizer(self) -> bool:
+        options = self.ctx.config.checkpoint
+        return not (options.no_load_optim or options.finetune)
+
+    def _is_other_layout(self) -> bool:
+        """Whether the candidate was saved on another layout, which `reader` can load it from."""
+        ctx, candidate = self.ctx, self.opened.candidate
+        check = functools.partial(
+            check_candidate, candidate, ctx.config, ctx.place.layout, ctx.padded_vocab_size, self.reader.redistributable
+        )
+        if candidate.manifest is None:  # each rank judges it by what it reads itself, and one alone may fail
+            return run_on_all_ranks(ctx.control, self.op, check, all, phase="discover")
+        with self.op.span("discover"):
+            return check()
+
+    def _reshard(self, files: SavedCheckpoint) -> Progress:
+        candidate, universal = self.opened.candidate, self.opened.universal
+        if universal is not None:
+            return load_universal(self.ctx, self.reader, self.engine, candidate, universal, files, self.op)
+        return load_on_other_layout(self.ctx, self.reader, self.engine, candidate, files, self.op)
+
+    def _read(self, states: dict[str, Any]) -> tuple[float, str]:
+        """This rank's files into `states`, by name; returns the seconds that they took and this host's name."""
+        ctx, candidate, op = self.ctx, self.opened.candidate, self.op
+        with op.span("discover"):
+            live = live_state(self.engine, ctx.place, self._with_optimizer, self.reader.loads_in_place)
+        extra = [names.tensor_hashes_file(ctx.control.rank)] if ctx.config.checkpoint.verify_restored_state else []
+        copies = self.opened.copies(self.reader, [file.name for file in live], extra, op)
+        with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
+            begun = now_ns()
+            found = first_undamaged(copies, lambda files: self.reader.load_into(live, files, op))
+            with op.span("load", "deserialize", joined=True):  # what is left to do for the last file
+                states.update(found)
+                del found
+            return (now_ns() - begun) / 1e9, os.uname().nodename
+
+    def _apply(self, states: dict[str, Any], common: Mapping[str, Any]) -> Progress:
+        """Put the states that were read into the live engine; collective, since their content may still be anything.
+
+        `common`: of these the mp_rank file.
+
+        Raises NotAppliedError on all ranks if one rank could not apply its own. Then the next candidate replaces
+        whatever was applied.
+        """
+        ctx, directory, op = self.ctx, self.opened.candidate.directory, self.op
+
+        def apply() -> Progress:
+            with op.span("load", "host_to_device"):
+                try:
+                    with reading(directory):
+                        check_training(common, ctx.config, directory)
+                        warn_of_changes(common["args"], ctx.config)
+                        return restore_state(self.engine, ctx.place, states, ctx.config)
+                finally:
+                    states.clear()  # giving gigabytes back to the system takes time, which is accounted for here
+
+        try:
+            progress = run_on_all_ranks(ctx.control, op, apply)[ctx.control.rank]
+        except CheckpointRejectedError as rejected:
+            raise NotAppliedError(*rejected.args) from rejected
+        shared = "all_gather" if self._with_optimizer else "broadcast"
+        with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
+            restore_tied_weights(self.engine, self._with_optimizer)
+        return progress
+
+    def _verify(self) -> None:
+        """Compare the live state bit for bit with the saved one. Raises CheckpointDamagedError on all ranks."""
+        ctx, op = self.ctx, self.op
+        name = names.tensor_hashes_file(ctx.control.rank)
+
+        def compare() -> None:
+            with op.span("load", "verify", file=name):
+                where, saved = f"{self.opened.candidate.directory}/{name}", self.opened.tensor_hashes(name)
+                compare_hashes(self.engine, saved, where, weights_alone=ctx.config.checkpoint.no_load_optim)
+
+        try:
+            run_on_all_ranks(ctx.control, op, compare)
+        except CheckpointRejectedError as differs:
+            raise CheckpointDamagedError(str(differs)) from differs
+
+
+def _name_slow_readers(by_rank: list[tuple[float, str]]) -> None:
+    """On rank 0: log the ranks for which the others have waited; `by_rank`: seconds and host of each."""
+    median = statistics.median(seconds for seconds, _ in by_rank)
+    for rank, (seconds, host) in enumerate(by_rank):
+        if seconds > max(_SLOW_READER * median, median + _SLOW_READER_S):
+            logger.warning(
+                "rank %d on %s took %.1f s to read its files, and the median rank %.1f s: look at that host's storage "
+                "and load",
+                rank,
+                host,
+                seconds,
+                median,
+            )
+
+
+def _take_loaded_ahead(ctx: RunContext, ahead: Ahead, engine: Any, op: Operation) -> Progress:
+    """Begin from the state that was restored ahead; every rank has found that this is the checkpoint to load."""
+    assert ahead.candidate is not None and ahead.common is not None and ahead.random_state is not None
+    with op.span("load", "host_to_device"):
+        check_training(ahead.common, ctx.config, ahead.candidate.directory)
+        progress = restore_progress(engine, ahead.common, ctx.config)
+        set_rng_state(dict(ahead.random_state))
+    warn_of_changes(ahead.common["args"], ctx.config)
+    ctx.recorder.event("load", "loaded_ahead", ahead.candidate.tag)
+    return progress

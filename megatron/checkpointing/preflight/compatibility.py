@@ -106,8 +106,8 @@ def check_candidate(
         )
     _check_length(candidate, config)
     if candidate.manifest is not None:
-        _check_training(candidate.manifest.training, candidate.place, config)
         _check_saved(candidate.manifest.training, candidate.place, config, other_layout)
+        _check_training(candidate.manifest.training, candidate.place, config)
     if other_layout and redistributable is False:
         *others, last = redistributable_engines()
         raise CheckpointMismatchError(

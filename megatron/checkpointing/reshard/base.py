@@ -7,12 +7,10 @@ from typing import Any
 
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
-from megatron.checkpointing.state.changed_flags import check_optimizer, check_schedule_is_there
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
-from megatron.config.arguments import namespace_from_config
 from restart_trace.recorder import Operation
 
 
@@ -40,11 +38,6 @@ class LayoutLoad(ABC):
         self._foreign = foreign
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
-
-    def _check_training(self) -> None:
-        """Raises CheckpointMismatchError if the checkpoint's run had another optimizer, or its schedule is missing."""
-        check_optimizer(self._common["args"], namespace_from_config(self._ctx.config), self._directory)
-        check_schedule_is_there(self._common, self._ctx.config.checkpoint)
 
     @abstractmethod
     def run(self) -> Progress:

@@ -27,7 +27,9 @@ from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex, kind_of
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
 from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shares_of_each
-from megatron.checkpointing.state.collect import Progress, restore_optimizer, restore_progress, restore_tied_weights
+from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.state.restore import restore_optimizer, restore_progress, restore_tied_weights
 from megatron.checkpointing.state.shard_metadata import (
     flat_partitions,
     fragments,
@@ -212,7 +214,7 @@ class DirectLoad(LayoutLoad):
             index = SourceIndex(placed)
         kinds = surveyed.kinds or index.kinds()
         self._common = values[0]
-        self._check_training()
+        check_training(self._common, self._ctx.config, self._directory)
         if self._from_masters:
             with reading(self._directory):
                 saved = values[1]["optimizer_state_dict"]
@@ -268,6 +270,7 @@ class DirectLoad(LayoutLoad):
             elif not self._from_masters:
                 engine.optimizer._restore_from_bit16_weights()
             progress = restore_progress(engine, self._common, self._ctx.config)
+        warn_of_changes(self._common["args"], self._ctx.config)
         if self._from_masters:
             update_weights(engine.optimizer, self._op)
         else:

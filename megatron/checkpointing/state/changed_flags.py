@@ -2,6 +2,9 @@
 
 Checkpoints hold the settings of that run, as `args` in their mp_rank files, upstream's too. DECISIONS has every setting
 of megatron.config, and a test fails for one that is not here; docs/resuming.md has the same table for users.
+
+The content of the files that a run trains on is kept, too, since a path says nothing of it: a corpus that is made again
+under its old path is another one, and a moved one is the same.
 """
 
 from __future__ import annotations
@@ -9,15 +12,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.config import CheckpointConfig
-from megatron.config.arguments import GROUPS
+from megatron.config import CheckpointConfig, Config, DataConfig
+from megatron.config.arguments import GROUPS, namespace_from_config
 from megatron.config.data import parse_blend, parse_split
 from megatron.config.errors import ConfigError
 from megatron.config.flags import FlagSpec, flag_name, spec_of
+from megatron.fileio.content_identity import content_identity
+
+logger = logging.getLogger(__name__)
+
+
+_DATASETS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_OTHER_FILES = (
+    "train_doc_idx_path", "train_sample_idx_path", "train_shuffle_idx_path", "tokenizer_model", "vocab_file",
+    "merge_file",
+)  # fmt: skip
+_AT_ONCE = 16  # files: a blend has hundreds, of each of which a remote file system takes milliseconds a block
 
 
 class Kind(enum.Enum):
@@ -214,6 +232,24 @@ def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: 
         )
 
 
+def check_training(common: Mapping[str, Any], config: Config, place: object) -> None:
+    """Raises CheckpointMismatchError if the run that saved `place` had another optimizer, or its schedule is missing.
+
+    `common`: the mp_rank state.
+    """
+    check_optimizer(common["args"], namespace_from_config(config), place)
+    check_schedule_is_there(common, config.checkpoint)
+
+
+def warn_of_changes(saved: argparse.Namespace, config: Config) -> None:
+    """On rank 0: log each flag with another value than in the run that `saved` the checkpoint."""
+    if config.parallel.rank == 0:
+        mine = namespace_from_config(config)
+        mine.input_contents = input_contents(config.data)
+        for line in changes(saved, mine):
+            logger.warning("changed on resume: %s", line)
+
+
 def check_schedule_is_there(common: Mapping[str, Any], options: CheckpointConfig) -> None:
     """Raises CheckpointMismatchError if the mp_rank state `common` has no schedule, and one is to be restored."""
     if common.get("lr_scheduler") is None and not (options.no_load_lr_state or options.finetune):
@@ -231,7 +267,7 @@ def _matters(name: str, args: argparse.Namespace) -> bool:
 
 
 def _contents(name: str, saved: argparse.Namespace, mine: argparse.Namespace) -> tuple[list[str], list[str]] | None:
-    """The identities of the files that the setting names, then and now (megatron.checkpointing.state.input_files).
+    """The identities of the files that the setting names, then and now.
 
     None unless both are known. Those of a checkpoint may be of any type, and as many as it likes.
     """
@@ -289,3 +325,49 @@ def _shown(value: Any) -> str:
     if value is None or value == ():
         return "(none)"
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+@functools.cache
+def input_contents(data: DataConfig) -> dict[str, list[str]]:
+    """Setting -> the identity of each file that it names, in order, read once in a process.
+
+    Of a dataset, that of its index and tokens. A setting with a file that cannot be read is left out: the checks of a
+    start refuse it, and a plan may be made without the files.
+    """
+    named = list(_files_by_setting(data))
+    files = [(name, file) for name, paths in named for path in paths for file in _files_of(name, path)]
+    found: dict[str, list[str]] = {name: [] for name, _ in named}
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="input-files") as pool:
+        for (name, _), identity in zip(files, pool.map(_identity, files), strict=True):
+            if identity is None:
+                found.pop(name, None)
+            elif name in found:
+                found[name].append(identity)
+    return {name: _by_path(name, identities) for name, identities in found.items()}
+
+
+def _files_by_setting(data: DataConfig) -> Iterator[tuple[str, list[str]]]:
+    for name in _DATASETS:
+        if getattr(data, name):
+            yield name, [prefix for _, prefix in data.blend(name)]
+    for name in _OTHER_FILES:
+        path = getattr(data, name)
+        if path is not None and not os.path.isdir(path):
+            yield name, [path]
+
+
+def _files_of(name: str, path: str) -> list[str]:
+    return [path + ".idx", path + ".bin"] if name in _DATASETS else [path]
+
+
+def _identity(file: tuple[str, str]) -> str | None:
+    try:
+        return content_identity(file[1])
+    except OSError:
+        return None
+
+
+def _by_path(name: str, identities: list[str]) -> list[str]:
+    """One for each path: that of a dataset has those of its two files."""
+    each = 2 if name in _DATASETS else 1
+    return ["".join(identities[start : start + each]) for start in range(0, len(identities), each)]

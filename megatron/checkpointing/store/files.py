@@ -57,6 +57,11 @@ def wrong_in(share: Share) -> list[str]:
         return [str(exc)]
 
 
+def wrong_in_share(directory: Path, files: Mapping[str, SavedFile], rank: int, world_size: int) -> list[str]:
+    """What is wrong with the share of `rank`, as `shares` and `wrong_in`."""
+    return wrong_in(shares(directory, files, [rank], world_size)[0])
+
+
 def describe_damage(directory: Path, wrong: Sequence[str]) -> str | None:
     """A message on a checkpoint with what is `wrong` with its files; None if nothing is."""
     return f"{directory.name}: " + "; ".join(wrong) if wrong else None

@@ -217,7 +217,7 @@ class NodeFiles:
     def copies(
         self, candidate: Candidate, reader: CheckpointEngine, states: Sequence[str], extra: Sequence[str], op: Operation
     ) -> Copies:
-        """As OpenedCheckpoint.copies of megatron.checkpointing.load.source.
+        """As OpenedCheckpoint.copies of megatron.checkpointing.load.storage.
 
         The files are read in ranges, if the engine verifies what it reads so. What comes damaged is fetched once more,
         as files, and as all others are: the way may be to blame. Raises CheckpointDamagedError as

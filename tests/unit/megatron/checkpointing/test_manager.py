@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from megatron.checkpointing import manager as checkpointing
+from megatron.checkpointing.agreement import CheckpointRejectedError
 from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.load import storage
-from megatron.checkpointing.load.candidate import check_wanted
-from megatron.checkpointing.state.collect import preserving_settings
+from megatron.checkpointing.load.storage import check_wanted
+from megatron.checkpointing.state.restore import preserving_settings
+from megatron.checkpointing.store import commit
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.recorder import untraced_operation
+
+LAYOUT = {"tp": 1, "pp": 1, "dp": 1}
 
 
 def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +29,37 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monk
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(storage, "Search", refused)
-    search = storage.search_directory(tmp_path, None)
+    search = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None).search()
     assert search.steps == []
     assert search.problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
+
+
+def test_latest_of_a_damaged_newest_checkpoint_was_not_set_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names a checkpoint that was committed later than the one that is loaded in its place."""
+    for step in (2, 4):
+        temporary = tmp_path / f".incomplete_global_step{step}_g1_{step}"
+        temporary.mkdir()
+        (temporary / "a").write_bytes(b"state")
+        files = {"a": SavedFile("a", 5, "none")}
+        number = commit.next_sequence(tmp_path)
+        manifest = Manifest(
+            f"global_step{step}", step, "torch", {"tp": 1, "pp": 1, "dp": 1}, {}, files, sequence=number
+        )
+        commit.write_manifest(temporary, manifest, False)
+        commit.publish(tmp_path, temporary, manifest, False)
+    (tmp_path / "global_step4" / "a").write_bytes(b"cut")
+    source, op = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None), untraced_operation()
+    assert source.candidates(op) == ([4, 2], [])
+    with pytest.raises(CheckpointRejectedError, match="has 3 bytes, 5 were saved"):
+        source.open(op)
+    assert source.open(op).candidate.step == 2 and caplog.messages == []
+    (tmp_path / "global_step4" / "a").write_bytes(b"state")
+    (tmp_path / "latest").write_text("global_step2")
+    source = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None)
+    source.candidates(op)
+    assert source.open(op).candidate.step == 4 and "--load-tag global_step2 goes back to it" in caplog.text
 
 
 def saved(*names: str) -> SavedCheckpoint:

@@ -27,7 +27,7 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.load.memory import MemorySource
 from megatron.checkpointing.load.memory_copies import MemoryCandidate, OtherLayout, SameLayout, Source
 from megatron.checkpointing.load.newest import merged
-from megatron.checkpointing.load.source import OpenedCheckpoint
+from megatron.checkpointing.load.storage import OpenedCheckpoint
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.checkpointing.store.search import Candidate

@@ -13,8 +13,7 @@ import pytest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.state.changed_flags import DECISIONS, changes, check_optimizer
-from megatron.checkpointing.state.input_files import input_contents
+from megatron.checkpointing.state.changed_flags import DECISIONS, changes, check_optimizer, input_contents
 from megatron.config import DataConfig
 from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
 from megatron.config.flags import spec_of

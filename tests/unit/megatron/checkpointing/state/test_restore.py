@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.state.adam import convert_adam_state
+from megatron.checkpointing.state.restore import convert_adam_state
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
