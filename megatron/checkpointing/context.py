@@ -15,7 +15,7 @@ from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
+    from megatron.checkpointing.engines.memory.early_copy import EarlyCopy
     from megatron.checkpointing.preflight.prefetch import Prefetch
 
 

@@ -29,7 +29,7 @@ from megatron.startup.initialize import Runtime
 from restart_trace.recorder import Operation, Recorder
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
+    from megatron.checkpointing.engines.memory.early_copy import EarlyCopy
     from megatron.checkpointing.store.bucket.generations import ObjectOwnership
     from megatron.training.standby import LoadsAhead
 

@@ -58,8 +58,8 @@ def import_for_forks(*, compiler: bool = False) -> None:
         from megatron.startup.compilation import import_compiler
 
         import_compiler()
-    import megatron.checkpointing.engines.lazy.early_copy
-    import megatron.checkpointing.engines.lazy.memory_engine
+    import megatron.checkpointing.engines.memory.early_copy
+    import megatron.checkpointing.engines.memory.engine
     import megatron.checkpointing.engines.torch.engine
     import megatron.checkpointing.preflight.prefetch
     import megatron.startup.once_per_host

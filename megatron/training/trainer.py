@@ -26,7 +26,7 @@ from restart_trace.startup import Startup, preload_of
 from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
+    from megatron.checkpointing.engines.memory.early_copy import EarlyCopy
     from megatron.checkpointing.manager import Checkpointer
     from megatron.checkpointing.preflight.first_start import FirstStart
     from megatron.checkpointing.preflight.prefetch import Prefetch
@@ -218,7 +218,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     if MEMBERS_VARIABLE not in os.environ:
         return None
     # This imports torch, which the launcher that set MEMBERS_VARIABLE has already imported for its ranks.
-    from megatron.checkpointing.engines.lazy.early_copy import start_early_copy
+    from megatron.checkpointing.engines.memory.early_copy import start_early_copy
 
     parallel = config.parallel
     layout = Layout(*parallel.sizes)

@@ -15,7 +15,7 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
-from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine
+from megatron.checkpointing.engines.memory.engine import MemoryEngine
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory

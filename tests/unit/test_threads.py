@@ -19,7 +19,7 @@ NO_TORCH = "runs in a process that does not compute: a launcher, its agent or a 
 # By function, or by file where nothing of the file ever touches a device.
 WITHOUT_A_DEVICE = {
     "megatron/checkpointing/engines/fastpersist/process.py": NO_TORCH,
-    "megatron/checkpointing/engines/lazy/early_copy.py": NETWORK,
+    "megatron/checkpointing/engines/memory/early_copy.py": NETWORK,
     "megatron/checkpointing/engines/lazy/engine.py: LazyEngine.placed_tensors": "reads the headers of files",
     "megatron/checkpointing/store/bucket/checkpoints.py": NETWORK,
     "megatron/checkpointing/store/bucket/generations.py": NETWORK,

@@ -33,7 +33,7 @@ ENGINES = {
         redistributable=True,
     ),
     "memory": EngineEntry(
-        f"{_PACKAGE}.lazy.memory_engine",
+        f"{_PACKAGE}.memory.engine",
         "MemoryEngine",
         "as lazy, and each save is kept in host memory that outlives the rank; needs megatron.launch",
         redistributable=True,

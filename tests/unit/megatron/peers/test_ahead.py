@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
+from megatron.checkpointing.engines.memory.early_copy import EarlyCopy, start_early_copy
 from megatron.net.free_port import free_port
 from megatron.peers import ahead
 from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer

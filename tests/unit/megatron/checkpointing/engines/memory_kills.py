@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState
-from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine
+from megatron.checkpointing.engines.memory.engine import MemoryEngine
 from megatron.peers.memory_slots import Slot, held_slots, hold_slots
 from megatron.processes.parent_process import end_with_parent
 from restart_trace.recorder import untraced_operation

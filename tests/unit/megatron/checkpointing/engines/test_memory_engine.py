@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
-from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine, SlotCheckpoint
+from megatron.checkpointing.engines.memory.engine import MemoryEngine, SlotCheckpoint
 from megatron.peers.memory_slots import VARIABLE, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK
@@ -154,7 +154,7 @@ def test_memory_that_is_not_free_is_not_taken(launcher: None, monkeypatch: pytes
     mine = engine()
     save(mine, 1)
     mine.settle()
-    monkeypatch.setattr("megatron.checkpointing.engines.lazy.slot_save.available_memory", lambda: 4096)
+    monkeypatch.setattr("megatron.checkpointing.engines.memory.slot_save.available_memory", lambda: 4096)
     with pytest.raises(CheckpointSaveError, match=r"host memory for a save could not be allocated: .* GiB are free"):
         save(mine, 2)
     with pytest.raises(OSError, match="more are needed"):

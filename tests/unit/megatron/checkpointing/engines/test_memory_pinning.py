@@ -16,11 +16,12 @@ import torch
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import engine as lazy_engine
-from megatron.checkpointing.engines.lazy import memory_engine, writer
+from megatron.checkpointing.engines.lazy import writer
 from megatron.checkpointing.engines.lazy.format import capture, with_data_start
-from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine
-from megatron.checkpointing.engines.lazy.slot_save import SlotMemory
 from megatron.checkpointing.engines.lazy.writer import cut_into_blocks
+from megatron.checkpointing.engines.memory import engine as memory_engine
+from megatron.checkpointing.engines.memory.engine import MemoryEngine
+from megatron.checkpointing.engines.memory.slot_save import SlotMemory
 from megatron.config import ConfigError
 from megatron.fileio import device_copies
 from megatron.fileio.host_buffers import Buffer

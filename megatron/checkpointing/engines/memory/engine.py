@@ -29,7 +29,7 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
-from megatron.checkpointing.engines.lazy.slot_save import SlotMemory, SlotSave, captured_for_storage
+from megatron.checkpointing.engines.memory.slot_save import SlotMemory, SlotSave, captured_for_storage
 from megatron.config.errors import ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError
-from megatron.checkpointing.engines.lazy.slot_save import SlotMemory
+from megatron.checkpointing.engines.memory.slot_save import SlotMemory
 from megatron.peers.client import Peer, ask, fetch, own_peer, take_members
 from megatron.peers.memory_slots import Slot, held_slots
 from megatron.peers.wire import Channel, Key, PeerError, key_of
