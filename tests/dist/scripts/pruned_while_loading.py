@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.load import storage
+from megatron.checkpointing.load.storage import DirectorySource
 
-SEARCH = storage.search_directory
+SEARCH = DirectorySource.search
 
 
-def search_and_go_on(load_dir: Path, load_tag: str | None) -> Any:
-    found = SEARCH(load_dir, load_tag)
+def search_and_go_on(self: DirectorySource) -> Any:
+    found, load_dir = SEARCH(self), self.load_dir
     waiting = sorted(Path(os.environ["OTHERS"]).iterdir())
     if waiting:
         listed = list(load_dir.glob("global_step*"))
@@ -28,6 +28,6 @@ def search_and_go_on(load_dir: Path, load_tag: str | None) -> Any:
     return found
 
 
-storage.search_directory = search_and_go_on
+DirectorySource.search = search_and_go_on
 
 runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")
