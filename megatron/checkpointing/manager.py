@@ -31,7 +31,6 @@ from megatron.parallel.control_plane import ControlPlane
 
 if TYPE_CHECKING:
     from megatron.checkpointing.store.bucket.generations import ObjectOwnership
-    from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 
 
 class Checkpointer:
@@ -49,8 +48,7 @@ class Checkpointer:
         commit_control: ControlPlane | None = None,
     ) -> None:
         self.context = context
-        self._ownership = ownership
-        self._object_directory = open_object_directory(context, ownership)
+        self._store = _open_store(context, ownership)
         # Iteration of the newest checkpoint in --save that belongs to this training; None if unknown.
         self.last_saved_step: int | None = None
         identity = CheckpointIdentity(
@@ -74,7 +72,7 @@ class Checkpointer:
         Returns and raises as CheckpointWriter.save does. Raises ValueError without --save.
         """
         context, options = self.context, self.context.config.checkpoint
-        if options.save is None:
+        if self._store is None:
             raise ValueError("--save is not given: there is no directory to save to")
         vocab_sizes = (context.vocab_size, context.padded_vocab_size)
         saver = context.checkpoint_engine
@@ -86,24 +84,16 @@ class Checkpointer:
         if options.verify_restored_state:
             name = names.tensor_hashes_file(context.control.rank)
             hashes.append(ExtraFile(name, lambda: json.dumps(tensor_hashes(engine)).encode()))
-        directory = self._save_directory(options.save)
-        self.writer.save(directory, progress.iteration, collect, hashes, on_storage=on_storage)
+        self.writer.save(self._store, progress.iteration, collect, hashes, on_storage=on_storage)
         if not saver.asynchronous:
             self.last_saved_step = progress.iteration
-
-    def _save_directory(self, save: str) -> CheckpointStore:
-        if self._object_directory is not None:
-            return self._object_directory
-        ownership = self._ownership
-        assert ownership is None or isinstance(ownership, Ownership)
-        return SaveDirectory(Path(save), ownership, self.context.config.checkpoint.keep_last)
 
     def close(self) -> None:
         """Release the resources of saves. No save may be pending."""
         self.writer.close()
         self.context.checkpoint_engine.close()
-        if self._object_directory is not None:
-            self._object_directory.close()
+        if self._store is not None:
+            self._store.close()
 
     def finished(self) -> list[BackgroundSave]:
         """The asynchronous saves that have ended since the last call, oldest first. Does not wait."""
@@ -130,11 +120,14 @@ class Checkpointer:
         return progress
 
 
-def open_object_directory(context: RunContext, ownership: Ownership | ObjectOwnership | None) -> ObjectDirectory | None:
-    """The prefix of a bucket, for this rank, if --save is a URI; otherwise None."""
+def _open_store(context: RunContext, ownership: Ownership | ObjectOwnership | None) -> CheckpointStore | None:
+    """--save, for this rank: a directory, or the prefix of a bucket; None without the flag."""
     options = context.config.checkpoint
-    if options.save is None or not is_uri(options.save):
+    if options.save is None:
         return None
+    if not is_uri(options.save):
+        assert ownership is None or isinstance(ownership, Ownership)
+        return SaveDirectory(Path(options.save), ownership, options.keep_last)
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
     from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 

@@ -17,9 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_and_scatter, run_on_all_ranks
-from megatron.checkpointing.engines.base import FileCopies, FileState, MemoryFiles, PlacedTensor, note_loaded
+from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    FileCopies,
+    FileState,
+    MemoryFiles,
+    PlacedTensor,
+    SavedCheckpoint,
+    note_loaded,
+)
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
-from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import parts_of
@@ -39,9 +47,13 @@ from megatron.checkpointing.state.shard_metadata import (
     shard_placement,
 )
 from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.search import Candidate
+from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.checksums import RangeChecksum
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
+from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 
 _MASTER = "master"
@@ -88,12 +100,31 @@ def surveys_of_each(found: list[Survey]) -> list[Survey]:
     return surveys
 
 
-class DirectLoad(LayoutLoad):
-    """Each rank reads its own share of the old files."""
+class DirectLoad:
+    """One load onto another layout, with the checkpoint engine `reader`: each rank reads its share of the old files."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        options = self._ctx.config.checkpoint
+    def __init__(
+        self,
+        ctx: RunContext,
+        reader: CheckpointEngine,
+        engine: Any,
+        candidate: Candidate,
+        foreign: ForeignCheckpoint | None,
+        files: SavedCheckpoint,
+        op: Operation,
+    ) -> None:
+        """`candidate` has a manifest, made for it if it is `foreign`; its files are read from `files`."""
+        self._ctx = ctx
+        self._place = ctx.place
+        self._reader = reader
+        self._engine = engine
+        self._directory = candidate.directory
+        self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._checkpoint = files
+        self._foreign = foreign
+        self._op = op
+        self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
+        options = ctx.config.checkpoint
         self._with_optimizer = not (options.no_load_optim or options.finetune)
         self._from_masters = self._with_optimizer  # else the weights are read, and masters are made of them
         self._shard: dict[str, Any] = {}

@@ -56,7 +56,7 @@ class CheckpointStore(Protocol):
     """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.store.bucket.saving).
 
     `attempt` is unique to one save; `temporary` is the directory that this rank's engine writes to in that save. All
-    methods except `temporary`, `streams`, `store` and `clear` are called on rank 0 only, where `run_id` is the id of
+    methods except `temporary`, `streams`, `store`, `clear` and `close` are called on rank 0 only, where `run_id` is the id of
     the run that saves there; "" where nobody owns it.
     """
 
@@ -96,6 +96,10 @@ class CheckpointStore(Protocol):
     def discard(self, tag: str, attempt: str, temporary: Path) -> None: ...
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned: ...
+
+    def close(self) -> None:
+        """Release the resources of this rank."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,9 @@ class SaveDirectory:
         for name in pruned.removed:
             known.complete.pop(self.path / name, None)
         return pruned
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
