@@ -56,8 +56,8 @@ class CheckpointStore(Protocol):
     """Destination of checkpoints: a directory, or a prefix of a bucket (megatron.checkpointing.store.bucket.saving).
 
     `attempt` is unique to one save; `temporary` is the directory that this rank's engine writes to in that save. All
-    methods except `temporary`, `streams`, `store`, `clear` and `close` are called on rank 0 only, where `run_id` is the id of
-    the run that saves there; "" where nobody owns it.
+    ranks call `temporary`, `streams`, `store`, `clear` and `close`; the other methods are called on rank 0 only, where
+    `run_id` is the id of the run that saves there; "" where nobody owns it.
     """
 
     @property
