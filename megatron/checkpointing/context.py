@@ -1,4 +1,4 @@
-"""What the saves and loads of one run have in common, and what stays the same during the run."""
+"""What saves and loads need to know of the run. It does not change during the run."""
 
 from __future__ import annotations
 

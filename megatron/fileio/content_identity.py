@@ -1,4 +1,4 @@
-"""Which content a file has, whatever its path: a few reads, however large it is."""
+"""Identifies the content of a file, whatever its path, by a few reads, however large the file is."""
 
 from __future__ import annotations
 

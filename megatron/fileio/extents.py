@@ -1,8 +1,8 @@
-"""What to read of a file at once: byte ranges that are to be copied or verified, cut and joined into extents.
+"""Divides the byte ranges of a file that are to be copied or verified into extents, which are read at once.
 
-A file is divided into cells of BLOCK bytes. An extent lies within one cell and holds what is wanted of it, with what
-lies between where that is short. So no byte is read twice, and what was read is verified and copied while it is in
-the processor's cache.
+A file is divided into cells of BLOCK bytes. An extent lies within one cell and has all wanted bytes of it, with the
+short gaps between them. So no byte is read twice, and bytes are verified and copied while they are in the processor's
+cache.
 """
 
 from __future__ import annotations

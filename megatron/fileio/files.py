@@ -1,4 +1,4 @@
-"""What holds for files of every kind: errors that name them, and directories whose entries are durable."""
+"""Functions for files of every kind: errors that name the file, existence, synchronisation, one write."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Makes and removes what is in a directory without following a link.
+"""Makes and removes files and directories without following a link.
 
-A path is looked up anew at every call, and any part of it may be a link to somebody else's files. So directories are
-opened with O_NOFOLLOW, and what they hold is named relative to their descriptors (openat(2), unlinkat(2)), as
-shutil.rmtree does. Only the last part of a directory's own path is checked: --save may itself lie behind a link.
+A path is resolved anew at every call, and any part of it may be a link to other files. So directories are opened with
+O_NOFOLLOW, and their entries are named relative to the descriptors (openat(2), unlinkat(2)), as in shutil.rmtree. Only
+the last part of a directory's own path is checked: --save may itself lie behind a link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are read in blocks: around the page cache, or in it where the bytes lie there already."""
+"""Files that are read in blocks: bypassing the page cache, or from it if the bytes lie there already."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads byte ranges of files into tensors, in parallel, with the CRC-32s of what is to be verified.
+"""Reads byte ranges of files into tensors, in parallel, and computes the CRC-32s of what is to be verified.
 
-Each thread reads an extent to a buffer of its own and copies from there, so that beside the targets a few megabytes
-are needed, none of them touched for the first time but once. With `--direct-io auto` what lies in the page cache is
-copied from there. An extent that is one aligned range of a target is read straight to it.
+Each thread reads an extent into its own buffer and copies from there, so that a load needs only a few megabytes beside
+the targets, and touches them for the first time only once. With `--direct-io auto`, bytes in the page cache are copied
+from there. An extent that is one aligned range of a target is read directly into it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""File objects for libraries that do their own reading and writing: each call is timed, each byte may be checked."""
+"""File objects for libraries that read and write by themselves: every call is timed, and bytes can be verified."""
 
 from __future__ import annotations
 

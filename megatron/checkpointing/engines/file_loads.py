@@ -1,4 +1,4 @@
-"""Files that a library loads: what of them is verified, and the phases of the load for the trace."""
+"""Loads by a library: which bytes of a file are verified, and how its time is divided into phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state of one file as torch.save should see it: on the CPU, without what it is a view of, and loadable."""
+"""Copies the state of one file to the CPU for torch.save, without the storage that tensors are views of.
+
+Refuses values that a load could not unpickle.
+"""
 
 from __future__ import annotations
 

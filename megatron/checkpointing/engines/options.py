@@ -1,4 +1,4 @@
-"""From flags to the options of an engine: the trainer and tools.ckpt_replay give engines the same ones."""
+"""Makes the options of an engine from flags, for the trainer and tools.ckpt_replay alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For engines that keep each state in a directory of its own: loading it, and one tensor for what is no tensor."""
+"""For engines that keep each state in a directory of its own: loads it, and packs what is no tensor into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing and reading files of torch.save: errors by their own name, contents verified, known classes only."""
+"""Writes and reads files of torch.save: errors name the file, contents are verified, only known classes are loaded."""
 
 from __future__ import annotations
 

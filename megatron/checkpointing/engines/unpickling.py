@@ -1,7 +1,7 @@
-"""Unpickling what a checkpoint holds: classes of an allow-list, and no change to anything but the objects made of them.
+"""Unpickles what a checkpoint holds: only classes of an allow-list, and only new objects of them are changed.
 
-find_class alone is not enough: the opcode BUILD sets attributes of whatever lies on the stack, a class of the
-allow-list, a function or a member of an enumeration as well, which would stay so after the file was refused.
+`find_class` alone is not enough. The opcode BUILD sets attributes of any object on the stack, such as a class of the
+allow-list, a function or a member of an enumeration, and the change would stay after the file was refused.
 (Opcodes: Lib/pickletools.py. torch's weights_only unpickler has the same rule, by type(instance).)
 """
 

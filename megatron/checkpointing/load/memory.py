@@ -1,9 +1,9 @@
-"""Saves that an engine keeps in memory, as candidates of a load beside those on storage.
+"""Saves in host memory, as candidates of a load beside those on storage.
 
-A save counts if the rank of every (tp, pp, dp) coordinate finds it complete on its host, or a copy of it on another
-host of this launch, and this launch made it for this --save. A load tries it before the checkpoints on storage of the
-same step and of earlier ones. A rank that finds its own damaged, or has none, takes a copy; if none can be used,
-that is reported as for any other checkpoint, and the next candidate is tried.
+A save counts if this launch made it for this --save, and every rank (tp, pp, dp) has it complete on its host or has a
+copy of it on another host of this launch. A load tries it before the checkpoints on storage of the same step and of
+earlier ones. A rank whose own save is damaged or missing takes a copy; if no copy can be used, that is reported as for
+any other checkpoint, and the next candidate is tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves in memory that a load has opened: on this rank's host, as copies on other hosts, or of another layout."""
+"""Saves in host memory that a load has opened: on the rank's host, copied from other hosts, or of another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint of this model and this layout? Asked before torch is imported, and before any tensor is read."""
+"""Checks that a checkpoint fits the model and the layout, before torch is imported and before any tensor is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""--save and --load as directories that hold checkpoints: whose they are, before anything heavy is imported.
+"""Checks, before torch is imported, that --save holds no checkpoints of another run.
 
-Saves into a directory are one course of training: the newest is the one that a load takes, --keep-last removes the
-oldest, and a tag that is saved again replaces the one before. So a run that begins elsewhere does not save among the
-checkpoints of another: those would be passed over from then on, replaced, and removed.
+The checkpoints in a directory belong to one training: a load takes the newest, --keep-last removes the oldest, and a
+tag that is saved again replaces the older checkpoint. So a run that begins elsewhere must not save among those of
+another run: it would hide, replace and remove them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The first start of a run and the later ones, which the same command makes; before anything heavy is imported.
+"""Tells the first start of a run from the later starts that the same command makes, before torch is imported.
 
-Launchers restart a job with the command that began it. Flags such as --load PRETRAINED --finetune say how the run
-begins: once --save holds a checkpoint of this run, a start goes on from there. A checkpoint belongs to the run whose
-first start had the flags that its manifest keeps. A start that resumes --save with such flags, as --load-tag, goes on
-with that run; the manifest keeps these flags beside the first.
+Launchers restart a job with the command that began it. Flags such as --load PRETRAINED --finetune describe how the run
+begins: once --save holds a checkpoint of this run, a start resumes from there. A checkpoint belongs to the run whose
+first start had the flags that its manifest keeps. A start that resumes --save with such a flag, as --load-tag,
+continues that run; the manifest keeps this flag beside those of the first start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""--prefetch-on-start: what this rank is about to load is read into the page cache while its process still starts.
+"""--prefetch-on-start: reads the files that this rank will load into the page cache while its process starts.
 
-A thread finds the checkpoint that a load will most likely take by its manifest, and reads through one buffer, until it
-is done, a limit is reached, or the load begins: what is left is then the load's to read, which finds the rest in the
-page cache. A wrong guess costs what was read. Standard library only: it runs while torch is being imported.
+A thread finds the checkpoint that the load will probably take, by its manifest, and reads its files until it has read
+them all, a limit is reached, or the load begins. The load reads the rest, and finds in the page cache what was read. A
+wrong guess costs the time of these reads. The module does not import torch: it runs while torch is being imported.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Errors that end start after start at the same step; known from --save alone, before anything heavy is imported.
+"""Detects an error that ends one start after another at the same step, before torch is imported.
 
-A rank that an error of its own ends in training leaves a record in SAVE/.generations, named after the generation of its
-start, where the next start finds it, whoever made that. Three records of the same error at the same step, of starts of
-one run, mean that a restart does not help: the checkpoint that these starts went on from is suspected, or the data of
-that step. A run is known by the flags of its first start (see first_start.py), so this holds before its first
-checkpoint, too.
+A rank that ends by an error of its own in training leaves a record in SAVE/.generations, named after the generation of
+its start; every later start reads these records. If three starts of one run in a row ended with the same error at the
+same step, another restart does not help: the checkpoint that they resumed from, or the data of that step, is suspected.
+A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
-What ends a rank from outside (a signal, a lost rank or node) leaves no record, and a start that gets past the step
-removes the records.
+A signal, or the loss of another rank or node, leaves no record. A start that passes the step removes the records.
 """
 
 from __future__ import annotations

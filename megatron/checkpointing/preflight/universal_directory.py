@@ -1,4 +1,4 @@
-"""What DeepSpeed's ds_to_universal writes: where it is, of which model, and whether it is complete; without torch.
+"""Finds the universal checkpoint of DeepSpeed's ds_to_universal, describes its model and checks its files; no torch.
 
     DIR/latest_universal                        tag of the conversion that ended last
     DIR/TAG/mp_rank_XX_model_states.pt          copies of the checkpoint's files: arguments, schedule, counters

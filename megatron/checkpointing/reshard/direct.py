@@ -1,10 +1,10 @@
-"""Every rank reads just its share of a checkpoint of another layout, and nothing is converted.
+"""Loads a checkpoint onto another layout: every rank reads only its share of the files, and nothing is converted.
 
-Masters and moments are read out of the files of all ranks that saved them, wherever the bytes lie that belong to this
-rank's ZeRO-1 partition. So no two DP replicas read the same bytes. The weights are the masters, rounded and gathered
-over the replicas, as after a step of the optimizer (gathering.py). Weights alone (--no-load-optim) all DP replicas
-hold: each reads some of them, and they share these over the network. The ranks verify between them what they read
-(verifying.py).
+Masters and moments are read from the files of all ranks that saved them, at the bytes that belong to this rank's ZeRO-1
+partition, so no two DP replicas read the same bytes. The weights are the masters, rounded and gathered over the
+replicas, as after a step of the optimizer (gathering.py). With --no-load-optim only weights are read, which all DP
+replicas need: each replica reads some of them and broadcasts them to the others. verifying.py says which rank verifies
+which bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The weights out of the masters: each DP replica rounds the part that it holds, and gets the others' from them.
+"""Makes the weights from the masters: each DP replica rounds its part, and receives the parts of the others.
 
-What DeepSpeed's `update_lp_params` does after every step, and the same bits; where that is slow, by another way.
+The result has the bits of DeepSpeed's `update_lp_params`, which runs after every step; where that is slow, the parts
+are transferred differently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint's files to load it onto another layout: planned, told to the others, read."""
+"""The reads of one rank in a load onto another layout: plans them, tells the other ranks of them, carries them out."""
 
 from __future__ import annotations
 

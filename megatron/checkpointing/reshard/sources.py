@@ -1,4 +1,4 @@
-"""Which file has which elements of which parameter: the index of a checkpoint, whatever layout it was saved on."""
+"""The index of a checkpoint of any layout: which file holds which elements of which parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of the new layout needs: its tensors, and which elements of which parameter belong where in them."""
+"""The tensors that a rank of the new layout needs, and which elements of which parameter belong where in them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Placements for files of torch.save, which hold none: worked out of DeepSpeed's own metadata.
+"""Computes the placements of tensors in files of torch.save, which store none, from DeepSpeed's metadata.
 
-A ZeRO-1 shard says where in its flat partitions each parameter's fragment lies (`param_slice_mappings`), not which part
-of the parameter that is; it follows from the fragments of the DP ranks before. How TP split a parameter follows from
-the live parameter, which is split the same way, but for the number of ranks.
+A ZeRO-1 shard says where in its flat partitions the fragment of each parameter lies (`param_slice_mappings`), but not
+which elements of the parameter these are; that follows from the fragments of the preceding DP ranks. How TP split a
+parameter follows from the live parameter, which is split along the same dimension over another number of ranks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""--universal-checkpoint: what DeepSpeed's ds_to_universal has written, loaded onto any layout.
+"""--universal-checkpoint: loads the output of DeepSpeed's ds_to_universal onto any layout.
 
-Each file of a universal checkpoint holds a full parameter, as the master weight or a moment. As of any checkpoint of
-another layout each rank reads just its share (direct.py). There are no weights in the files: also without the optimizer
-(--no-load-optim, --finetune) the masters are read, and the weights are made of them.
+Each file of a universal checkpoint holds a full parameter, as the master weight or a moment. As with any checkpoint of
+another layout, each rank reads only its share (direct.py). The files hold no weights: also without the optimizer
+(--no-load-optim, --finetune) the masters are read, and the weights are made from them.
 
-Fused matrices: with a key `sub_param_shape` or `param_n_sub_params` DeepSpeed has put the parts of the TP ranks
-together matrix by matrix, [Q; K; V]. With `cat_dim` alone the parts of the TP ranks follow each other, [Q; K; V] of
-rank 0 first: so it is with upstream's fused QKV, and each row is looked for where it lies.
+Fused matrices: if a file has the key `sub_param_shape` or `param_n_sub_params`, DeepSpeed has joined the parts of the
+TP ranks matrix by matrix, [Q; K; V]. With `cat_dim` alone the parts of the TP ranks follow each other, [Q; K; V] of
+rank 0 first, as for upstream's fused QKV; each row is then read from its place in that order.
 """
 
 from __future__ import annotations

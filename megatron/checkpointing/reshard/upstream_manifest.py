@@ -1,9 +1,9 @@
-"""An upstream checkpoint as one with a manifest: which files it has, found out before any tensor of it is read.
+"""Makes the manifest that an upstream checkpoint lacks, before any tensor of it is read.
 
-Upstream writes no manifest, and names a checkpoint in `latest` without waiting for all ranks. So every file that its
-layout asks for must be there, with the table of its zip archive, which torch.save writes last: a file that was cut
-off has none. The table's own checksum is taken here, and is what the reader compares with. What lies in the records was
-summed when it was saved, and is verified as they are read; whether the tables are what was saved nobody can tell.
+Upstream writes no manifest, and names a checkpoint in `latest` without waiting for all ranks. So every file of its
+layout must be there and have the directory of its zip archive, which torch.save writes last: a truncated file has none.
+The checksum of that directory is computed here, and the reader compares with it. The records have checksums of the
+time when they were saved, and are verified as they are read; a change of the directory itself cannot be detected.
 """
 
 from __future__ import annotations

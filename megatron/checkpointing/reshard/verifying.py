@@ -1,9 +1,10 @@
-"""Who verifies what: between them, the ranks read every tensor that any of them needs a part of, and verify it whole.
+"""Divides the verification of a load onto another layout over its ranks.
 
-A checksum is of a whole tensor (engine lazy) or of a whole zip record (torch), and a rank reads parts of some. So the
-ranks tell each other what they are going to read. Of bytes that several ranks read, the lowest takes the CRC-32; the
-lowest that needs a part of a tensor also reads what no rank needs of it (padding, and what is there twice).
-The CRC-32s of the parts are combined on rank 0 and compared with those that were saved.
+Together the ranks read and verify completely every tensor of which any rank needs a part. A checksum covers a whole
+tensor (engine lazy) or a whole zip record (torch), and a rank reads parts of some. So the ranks tell each other what
+they will read. Of bytes that several ranks read, the lowest rank computes the CRC-32; the lowest rank that needs a part
+of a tensor also reads the bytes that no rank needs (padding, and what is stored twice). Rank 0 combines the CRC-32s of
+the parts and compares them with those that were saved.
 """
 
 from __future__ import annotations

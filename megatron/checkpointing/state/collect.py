@@ -1,4 +1,4 @@
-"""The content of a checkpoint: collects one state per file from the live DeepSpeed engine, and restores it.
+"""Collects the content of a checkpoint from the live DeepSpeed engine: one state per file.
 
 The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its collectives
 and without writing anything, so that engines are free in how they write. All arguments called `engine` are DeepSpeed

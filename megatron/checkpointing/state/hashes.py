@@ -1,4 +1,4 @@
-"""Bit-for-bit identity of live state: one hash per tensor."""
+"""Hashes of the live tensors, by which a restored state is compared with the saved one bit for bit."""
 
 from __future__ import annotations
 

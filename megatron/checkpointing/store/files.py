@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are there with their sizes, and within it."""
+"""Checks that the files of a checkpoint are in its directory and have their sizes."""
 
 from __future__ import annotations
 

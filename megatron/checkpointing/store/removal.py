@@ -1,15 +1,14 @@
-"""Removing what no load can use any more, over all ranks and outside of the time that a save takes.
+"""Removes what no load can use any more, on all ranks, while training goes on.
 
-Rank 0 decides (`prune`). What is to go is set aside at once: renamed to `.incomplete_removed_*`. Only then do the ranks
-hear of it, together with the commit, and train on while a thread of each removes the files that are called as those
-that it saves itself (`Removals`): of the same layout and engine these are all. Rank 0 removes the others that the
-manifest records, then the manifest, and the directory. Whoever is killed in the midst of this leaves a directory that
-no load looks at and that the next launch removes in the same way. No such directory has a name that another had, so a
-rank that comes late, or whose launch was superseded, removes nothing else.
+Rank 0 decides (`prune`) and at once renames each directory to `.incomplete_removed_*`. The ranks hear of it together
+with the commit. A thread of each rank then removes the files whose names are those of its own save (`Removals`); with
+the same layout and engine these are all files. Rank 0 removes the others that the manifest records, then the manifest
+and the directory. A removal that is killed leaves a directory that no load looks at, and the next launch removes it in
+the same way. No two such directories ever have the same name, so a late rank, or one whose launch was superseded,
+removes nothing else.
 
-Only what this run has made goes: a checkpoint whose manifest says that this run saved it under the name that it has, of
-it the files that the manifest records, and an unfinished save of a generation that this directory has given out. No
-link is followed.
+Only what this run has made is removed: the recorded files of a checkpoint that, by its manifest, this run saved under
+the name that it has, and unfinished saves of generations that this directory has given out. No link is followed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a checkpoint without a manifest says of itself: one of upstream Megatron-DeepSpeed, or of another script.
+"""Describes a checkpoint without a manifest, of upstream Megatron-DeepSpeed or another script; no torch.
 
-The file mp_rank_00 holds the arguments of the run, and what DeepSpeed keeps beside the tensors. From these alone it is
-known whether this program can read the checkpoint, and which files must be there. No torch.
+The file mp_rank_00 holds the arguments of the run, and what DeepSpeed keeps beside the tensors. It says whether this
+program can read the checkpoint, and which files must be there.
 """
 
 from __future__ import annotations

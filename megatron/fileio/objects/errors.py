@@ -1,4 +1,4 @@
-"""What requests to an object store raise, without the client and the checksums that sending them takes."""
+"""Errors of requests to an object store, in a module that imports neither the client nor checksums."""
 
 from __future__ import annotations
 

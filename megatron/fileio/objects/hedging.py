@@ -1,6 +1,6 @@
-"""A second request for what takes longer than nearly all requests like it; the answer that is there first counts.
+"""Sends a second request if the first takes longer than nearly all requests like it; the first answer counts.
 
-A request in a hundred may take a store ten times as long as the others, and a load waits for the slowest of its
+One request in a hundred may take a store ten times as long as the others, and a load waits for the slowest of its
 thousands. (Jeffrey Dean and Luiz André Barroso, "The Tail at Scale", CACM 2013: hedged requests.)
 """
 

@@ -1,8 +1,8 @@
-"""Directories on the node's own disk for what is on its way, which nobody finds again once its processes have ended.
+"""Directories on the node's own disk for files in transfer, removed when the processes that use them have ended.
 
-Each process that uses one holds a shared lock in it, which the kernel gives back however the process ends. So whoever
-gets the lock alone may remove the directory: the last to leave it, or a later launch after a kill. They may lie in a
-directory of the user's (--storage-cache): only those with a name of `new_name` are touched.
+Each process that uses a directory holds a shared lock in it, which the kernel releases however the process ends. A
+process that gets the lock exclusively may remove the directory: the last one to leave it, or a later launch after a
+kill. The directories may lie in one of the user's (--storage-cache): only those with a name of `new_name` are touched.
 """
 
 from __future__ import annotations

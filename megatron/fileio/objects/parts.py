@@ -1,4 +1,4 @@
-"""How objects go to a store and come back: the parts of one, and the requests that they take. Standard library only."""
+"""Sizes of the parts and ranges of an object in requests, and how many requests these are. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object that is read in ranges, where a file is read in blocks otherwise."""
+"""Reads an object in ranges, behind the interface by which files are read in blocks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Objects in a bucket of an S3-compatible store: every request has a deadline, every byte a checksum.
+"""A client of one bucket of an S3-compatible store: every request has a deadline, every byte a checksum.
 
-botocore signs, sends and finds credentials (environment, profiles, web identity, instance metadata) and the endpoint
-(AWS_ENDPOINT_URL); for Google's store s3_google.py signs. Around it: retries with backoff and jitter
-until the deadline of the request, multipart uploads of files, ranged reads to files, both in parallel, and errors that
-name the object and the fix.
-What an error says of credentials is left out.
+botocore signs and sends the requests and finds credentials (environment, profiles, web identity, instance metadata) and
+the endpoint (AWS_ENDPOINT_URL); for Google's store s3_google.py signs. This module retries with backoff and jitter
+until the deadline of the request, uploads files in parts and reads ranges, both in parallel. Its errors name the object
+and the fix, and leave out what the store's error says of credentials.
 """
 
 from __future__ import annotations

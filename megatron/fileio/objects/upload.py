@@ -1,4 +1,4 @@
-"""An object that is uploaded while it is being made, without a file in between."""
+"""Uploads an object while its content is being made, without a file in between."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint: a checkpoint of its own, a directory, per file of DeepSpeed's layout and rank.
+"""Engines on torch.distributed.checkpoint: each state becomes a checkpoint directory of that library, of one rank.
 
-The library knows of no other ranks (`no_dist`), so it takes no tensor of one rank for that of another. It is given
-tensors only, the rest of the state as JSON in one of bytes: it would pickle other values, and make str of int keys.
-Copies from a device are part of `serialize` with `dcp`: the library makes them between its writes.
+With `no_dist` the library does not merge tensors of different ranks that have the same name. It gets only tensors; the
+rest of the state is JSON in a tensor of bytes, since the library pickles other values and turns int keys into str. With
+`dcp`, copies from a device are part of `serialize`: the library makes them between its writes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""DeepSpeed's checkpoint writer (FastPersist) in the training process, with its files and meaning those of `torch`.
+"""Engine `fastpersist`: DeepSpeed's checkpoint writer in the training process; its files are those of engine `torch`.
 
-What DeepSpeed's FastCheckpointEngine does, torch.save into a writer of deepspeed.io, with the same writer; around it:
-every phase timed, checksums in the manifest, fsync by flag, verified and allow-listed loading (FastCheckpointEngine's
-own load, torch.load without an allow-list, cannot read what DeepSpeed saves). writer.py says what else.
+As DeepSpeed's FastCheckpointEngine, it gives torch.save a writer of deepspeed.io. It also times every phase, records
+checksums in the manifest, calls fsync as the flag says, and verifies what it loads against an allow-list
+(FastCheckpointEngine's own load, torch.load without an allow-list, cannot read what DeepSpeed saves). writer.py says
+what else differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process that writes for engine `fastpersist-decoupled`: started by the engine, ended by the end of the engine.
+"""The process that writes for engine `fastpersist-decoupled`. The engine starts it.
 
-It is told of a snapshot in shared memory, writes its states one after another, and tells what came of it. It ends at
-once when the engine closes its end of the connection or ceases to exist, whatever it is doing then.
+It receives the description of a snapshot in shared memory, writes the states one after another, and answers with the
+files or the error. It ends at once when the engine closes its end of the connection or has ended itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""States in memory that two processes share: written down by the one that trains, made out by the one that writes.
+"""States in memory that two processes share: the training process writes them, the writing process restores them.
 
-The memory is an anonymous file (memfd_create(2)): it has no name in /dev/shm, and the system takes it back when the
-last of the two processes is gone, however that comes about. Tensors lie in it one after another; everything else is
-pickled, with a place in that memory wherever a tensor was.
+The memory is an anonymous file (memfd_create(2)): it has no name in /dev/shm, and the kernel frees it when the last of
+the two processes has ended, whatever ended it. Tensors lie in it one after another; everything else is pickled, with
+the place of the tensor in that memory instead of each tensor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""TorchSnapshot's asynchronous take: one snapshot, a directory, per file of DeepSpeed's layout and rank.
+"""TorchSnapshot's asynchronous take: each state becomes a snapshot directory of one rank.
 
-What the library loses is kept out of its sight: it is given tensors of one dimension only, of types that it writes
-byte by byte (bf16 as int16, what else it does not know as bytes), none of them empty; the rest of the state is JSON in
-a tensor of bytes. So nothing is pickled. Training waits while buffers are filled, and for storage if they do not all
-fit into the memory budget.
+The library loses some tensors, so it only gets tensors of one dimension that are not empty, of types that it writes
+byte by byte (bf16 as int16, types unknown to it as bytes); the rest of the state is JSON in a tensor of bytes. Nothing
+is pickled. Training waits while buffers are filled, and for storage if they do not all fit into the memory budget.
 """
 
 from __future__ import annotations

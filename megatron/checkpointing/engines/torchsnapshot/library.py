@@ -1,15 +1,15 @@
-"""TorchSnapshot 0.1.0 made rank-local, measurable and bounded, without a change to its files.
+"""Makes TorchSnapshot 0.1.0 rank-local, timed and bounded in memory, without changing its files.
 
-While a snapshot is taken or restored, these names of the module torchsnapshot.snapshot stand for something else:
+While a snapshot is taken or restored, these names of the module torchsnapshot.snapshot are replaced:
 
-    PGWrapper                     one that never sees the process group: with it every call would be a collective
-    get_or_create_store           a store within the process: the default one may be another host's
-    url_to_storage_plugin_in_event_loop     our storage
-    sync_execute_write_reqs       the same, with its buffers timed and counted, and CPU tensors copied: the library
-                                  compares a string with an enum member where it decides to, so it never does
-    sync_execute_read_reqs        the same, with errors kept that asyncio.wait drops
+    PGWrapper                     by one without the process group, with which every call would be a collective
+    get_or_create_store           by a store within the process: the default one may be another host's
+    url_to_storage_plugin_in_event_loop     by our storage
+    sync_execute_write_reqs       by the same with buffers timed and counted, and CPU tensors copied: the library never
+                                  copies them, since it compares a string with an enum member
+    sync_execute_read_reqs        by the same with the errors kept that asyncio.wait drops
 
-and its settings of memory are given through the environment variables that it reads.
+The library reads its memory settings from environment variables, which are set meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Storage for TorchSnapshot on its own file system plug-in: timed, checked, synchronised, a bounded number at once."""
+"""Storage of TorchSnapshot, derived from the library's file system plug-in.
+
+It times every call, verifies checksums, synchronises files, and limits the number of concurrent calls.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints in object storage: who saves there, what is committed there, and the way of files there and back."""
+"""Checkpoints in object storage: ownership of the prefix, saving, finding and fetching."""

@@ -1,4 +1,4 @@
-"""The checkpoints below a prefix of a bucket: which there are, and their files on the node's own disk.
+"""The checkpoints below a prefix of a bucket: finds them, and fetches their files to the node's own disk.
 
 SAVE/global_step5/g3_1/ has the files of the first save of generation 3. Its manifest is written last, on the condition
 that there is none, and names each object by its ETag. With the manifest the checkpoint is complete; objects without one

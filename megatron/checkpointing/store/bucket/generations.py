@@ -1,8 +1,9 @@
-"""Who saves to a prefix of a bucket: as store/ownership.py, with conditional writes instead of a lock.
+"""Ownership of a prefix of a bucket: as store/ownership.py, with conditional writes instead of a lock.
 
-SAVE/.generations/00000003 is written on the condition that there is none, so of two launches one gets a generation. Its
-owner writes it anew from time to time, on the condition that it is as he wrote it last. Keys of checkpoints have the
-generation in them: what a launch still writes that does not know yet that it was superseded overwrites nothing.
+A launch claims a generation by writing SAVE/.generations/00000003 on the condition that the object does not exist, so
+of two launches one succeeds. The owner's heartbeat is to write the object again, on the condition that nobody else has
+written it since. Keys of checkpoints contain the generation: a launch that does not know yet that it was superseded
+overwrites nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A save to object storage: the engine's files go to the bucket, then the manifest.
+"""Saves a checkpoint to object storage: uploads the engine's files, then the manifest.
 
-Engine `lazy` sends them while it makes them. Those of others go over the node's own disk, so that these write as they
-do otherwise.
+Engine `lazy` sends its blocks while it makes them. Other engines write to the node's own disk as they do otherwise, and
+each rank uploads its files from there.
 """
 
 from __future__ import annotations
