@@ -48,7 +48,7 @@ class RunContext:
     recorder: Recorder
     checkpoint_engine: CheckpointEngine
     prefetch: Prefetch | None = None  # of --prefetch-on-start
-    # The owner of --save before this start of the ranks was an earlier start of this launch: nobody saved in between.
+    # An earlier start of this launch owned --save just before this start: no other launch has saved in between.
     follows_itself: bool = False
     generation: int = 0  # of the hold on --save of this start
     early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none

@@ -41,13 +41,13 @@ class RangeChecksum(NamedTuple):  # made for each block of a file: a frozen data
         return self.start + self.length
 
     def followed_by(self, after: RangeChecksum) -> RangeChecksum:
-        """Of both ranges as one; `after` begins where this one ends."""
+        """The checksum of both ranges as one; `after` begins where this one ends."""
         crc = isal_zlib.crc32_combine(self.crc32, after.crc32, after.length)
         return RangeChecksum(self.file, self.start, self.length + after.length, crc)
 
 
 def range_checksum(file: str, start: int, content: Any) -> RangeChecksum:
-    """Of `content`, which lies in the file from byte `start` on."""
+    """The checksum of `content`, which lies in the file from byte `start` on."""
     return RangeChecksum(file, start, len(content), isal_zlib.crc32(content))
 
 

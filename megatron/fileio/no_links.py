@@ -23,7 +23,7 @@ def make_directory(path: Path) -> None:
     """Make the directory and those above it, where they are not there yet.
 
     Raises NotADirectoryError if a link, or anything but a directory, has its name: what is written into `path` would
-    go elsewhere. Raises OSError if it cannot be made.
+    go to another directory. Raises OSError if it cannot be made.
     """
     with UnderWay(STORAGE, "making of", str(path)):
         try:

@@ -119,7 +119,7 @@ class TimedWriter(io.BufferedWriter):
 
     @property
     def error(self) -> OSError | None:
-        """Of a write: callers may hide it behind an error of their own."""
+        """The error of a write: callers may hide it behind an error of their own."""
         return self._file.error
 
 
@@ -193,7 +193,7 @@ class TimedReader(io.FileIO):
                 raise DamagedFileError(f"{self.path}: {record.name} does not have the checksum it was saved with")
 
     def _take_checksums(self, position: int, view: memoryview) -> None:
-        """Of the parts of `checked` that `view`, read at `position`, has something of."""
+        """Compute the checksums of the parts of `checked` that overlap `view`, which was read at `position`."""
         for index in range(max(bisect.bisect_right(self._starts, position) - 1, 0), len(self._checked)):
             record = self._checked[index]
             start, stop = max(record.start, position), min(record.stop, position + len(view))
@@ -203,7 +203,7 @@ class TimedReader(io.FileIO):
                 self._take_checksum(record, start, view[start - position : stop - position])
 
     def _take_checksum(self, record: CheckedBytes, start: int, content: memoryview) -> None:
-        """Of `content`, a part of `record`. What follows the part before it makes one with that."""
+        """Compute the checksum of `content`, a part of `record`, joined with the part directly before it."""
         before = self._last
         if before is not None and before.stop == start and before.start >= record.start:
             crc = crc32(content, before.crc32)

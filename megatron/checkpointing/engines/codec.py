@@ -214,7 +214,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
 
 
 def _encode_float(value: float) -> Any:
-    """Of one that is not finite the IEEE 754 bits, 16 hexadecimal digits: they keep the payload of a NaN."""
+    """A float that is not finite as its IEEE 754 bits, 16 hexadecimal digits, which keep the payload of a NaN."""
     return value if math.isfinite(value) else {"float": _DOUBLE.pack(value).hex()}
 
 

@@ -46,7 +46,7 @@ class BucketSource(StorageSource):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedObjects(OpenedCheckpoint):
-    """A checkpoint in a bucket. What comes damaged is fetched once more, since the way may be to blame."""
+    """A checkpoint in a bucket. What arrives damaged is fetched once more, since the transfer may have damaged it."""
 
     files: NodeFiles
     control: ControlPlane

@@ -244,7 +244,7 @@ def _tell_missing(ctx: RunContext, step: int, without: Sequence[int]) -> None:
 
 
 def _same_layout(ctx: RunContext, choice: _Choice, own: MemorySave | None) -> SameLayout:
-    """Of this rank: first what its own host has in its slots, then copies."""
+    """The save as this rank finds it: first in slots of its own host, then as copies."""
     layout = ctx.place.layout.as_dict()
     manifest = Manifest(tag=choice.tag, step=choice.step, engine="memory", layout=layout, model=choice.model, files={})
     sources = []

@@ -80,7 +80,7 @@ class _Read(NamedTuple):
 
 
 def _joined(found: list[Survey]) -> Survey:
-    """Of all ranks. The tensors are in the order of the ranks that saved them, as each takes a stretch of these."""
+    """The surveys of all ranks as one, with the tensors in the order of the ranks that saved them."""
     return Survey([tensor for mine in found for tensor in mine.tensors])
 
 
@@ -170,7 +170,7 @@ class DirectLoad:
 
     @property
     def _copies(self) -> FileCopies:
-        """Of a save in memory."""
+        """The access to the files of a save in memory."""
         assert isinstance(self._checkpoint, MemoryFiles)
         return self._checkpoint.copies
 
@@ -194,7 +194,7 @@ class DirectLoad:
         return others
 
     def _values(self) -> list[Any]:
-        """On rank 0, of the first rank that saved the checkpoint: its mp_rank state and, if wanted, its optimizer's.
+        """On rank 0: the mp_rank state of the first rank that saved the checkpoint and, if wanted, its optimizer state.
 
         Tensors with dimensions may be without data.
         """
@@ -213,7 +213,7 @@ class DirectLoad:
             return [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
 
     def _survey(self) -> Survey:
-        """What the old files hold: each is looked into by one rank."""
+        """What the old files hold. Each file is surveyed by one rank."""
         rank, world_size = self._ctx.control.rank, self._ctx.control.world_size
         old = Layout(**self._manifest.layout)
         found = Survey()
@@ -266,7 +266,7 @@ class DirectLoad:
             )  # fmt: skip
 
     def _file_sizes(self, placed: Sequence[PlacedTensor]) -> dict[Path, tuple[str, int]]:
-        """Of the files that may be read: the name in the directory of the checkpoint, and the size in bytes."""
+        """The files that may be read: path -> (name in the directory of the checkpoint, size in bytes)."""
         return {self._directory / name: (name, file.num_bytes) for name, file in self._manifest.files.items()}
 
     def _read(self, reading: Reading, shares: Shares) -> _Read:
@@ -276,7 +276,7 @@ class DirectLoad:
         return _Read(checksums, self._copies.used() if isinstance(self._checkpoint, MemoryFiles) else {})
 
     def _readers(self) -> list[int]:
-        """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""
+        """The DP rank that reads each of `_weights`: the same list on all replicas."""
         return spread([target.tensor.nbytes for target in self._weights], self._place.layout.dp)
 
     def _share_weights(self) -> None:

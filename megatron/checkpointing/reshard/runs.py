@@ -61,7 +61,7 @@ def slice_runs(shape: Sequence[int], dim: int | None, ranges: Sequence[Sequence[
 
 
 def clip(runs: Runs, start: int, numel: int, offset: int) -> Runs:
-    """Of `runs` what is held in [start, start + numel), which lies at `offset` of something else."""
+    """The part of `runs` that is held in [start, start + numel), which lies at `offset` of another tensor."""
     first = np.maximum(runs.held, start)
     last = np.minimum(runs.held + runs.length, start + numel)
     kept = last > first
@@ -111,7 +111,7 @@ def intersect(source: Runs, target: Runs) -> Copies:
 
 
 def subtract(runs: Runs, covered: Runs) -> Runs:
-    """Of `runs` what `covered` has not, by place in the parameter."""
+    """The elements of `runs` that are not in `covered`, by their place in the parameter."""
     # Between one covered stretch and the next, and before the first and after the last, nothing is covered.
     ends = int(max((runs.full + runs.length).max(initial=0), (covered.full + covered.length).max(initial=0)))
     starts = np.concatenate(([0], covered.full + covered.length))

@@ -84,7 +84,7 @@ class SourceIndex:
         return {kind for kind, _ in self._parts}
 
     def _not_yet_held(self, parts: Sequence[Part]) -> list[Runs]:
-        """Of each part what none before it has."""
+        """The elements of each part that no part before it has."""
         found: list[Runs] = []
         seen: set[_Key] = set()
         covered = nothing = make_runs([], [], [])

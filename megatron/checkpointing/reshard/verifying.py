@@ -87,7 +87,7 @@ def joined(parts: Iterable[RangeChecksum], shares: Shares) -> list[RangeChecksum
 
 
 def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> dict[str, list[str]]:
-    """What does not have the checksum it was saved with: file name -> messages that name file and tensor.
+    """The tensors without the checksum that they were saved with: file name -> messages that name file and tensor.
 
     Raises RuntimeError if the parts of all ranks are not the whole of what is to be verified: an error of this
     program, and a load that was not verified must not look like one that was.
@@ -106,7 +106,7 @@ def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> d
 
 
 def _lowest_that_needs(shares: Shares, files: Collection[str] | None) -> dict[str, dict[int, tuple[CheckedBytes, int]]]:
-    """Of `files` (None: of all): first byte -> (what is to be verified, the lowest rank that needs a part of it).
+    """File name -> first byte -> (bytes to verify, the lowest rank that needs a part of them), for `files` (None: all).
 
     In one pass over what the ranks read: a look at each file of each rank would be ranks times files.
     """

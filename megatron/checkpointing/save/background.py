@@ -117,7 +117,7 @@ class BackgroundSave:
             self._set_waiting(False)
 
     def join(self) -> None:
-        """Wait for the end on a thread that has nothing else to do: the state is released, nothing is blocked."""
+        """Wait for the end on a thread other than the training thread: records no wait."""
         self._over.wait()
 
     def wait_at_most(self, seconds: float) -> bool:
@@ -131,7 +131,7 @@ class BackgroundSave:
 
 
 class BackgroundSaves:
-    """The pending save, if there is one, and those that are over and of which nobody has been told yet."""
+    """The pending save, if there is one, and the ended ones that `finished` has not returned yet."""
 
     def __init__(self) -> None:
         self.pending: BackgroundSave | None = None

@@ -25,7 +25,7 @@ MANIFEST_VERSION = 1
 MAX_SEQUENCE = (1 << 63) - 1
 _MAX_MANIFEST = 1 << 30  # bytes: some millions of files
 _MAX_INTEGER = (1 << 63) - 1
-_MAX_RANKS = 1 << 24  # in a layout: whoever reads one counts through them
+_MAX_RANKS = 1 << 24  # in a layout: programs that read one loop over them
 _LAYOUT = ("tp", "pp", "dp")
 # How a manifest begins and ends, as this program writes it. No text in it has a line break, so nothing else is so.
 _HEADING_BYTES = 512

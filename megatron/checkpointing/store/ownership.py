@@ -146,7 +146,7 @@ def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False, rest
     """Become the owner of `save_dir`, which is there; for rank 0. Waits PATIENCE_S at most, and as a rule not at all.
 
     `restarted`: the launcher has started the ranks of this launch again. Then an owner with the same `launch_key` is
-    the start before, whose ranks it has ended, or which a node took with it that is lost: nobody looks for its heart.
+    the start before, whose ranks the launcher has ended or whose node is lost: its heartbeat is not waited for.
     Raises SaveDirectoryInUseError if the present owner is provably alive, unless `take_over`; OSError if the directory
     cannot be written.
     """

@@ -341,7 +341,7 @@ class _Doomed:
 
 
 def _record(op: Operation, begin_ns: int) -> None:
-    """The span of a removal from `begin_ns` until now. The save may be over: nobody waits for it."""
+    """Record the span of a removal from `begin_ns` until now. The save may have ended: nothing waits for it."""
     op.add("remove", None, begin_ns, now_ns(), blocking=False)
 
 

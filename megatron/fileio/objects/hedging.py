@@ -20,11 +20,11 @@ _TIMES_MEDIAN = 2.0  # where all take about as long, nothing is slow
 
 
 class GivenUpError(Exception):
-    """Somebody else has what was wanted."""
+    """Another attempt has already received the answer."""
 
 
 class Destination:
-    """Memory that takes an answer piece by piece, until nobody wants it any more."""
+    """Memory that receives an answer piece by piece, until the answer is given up."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view

@@ -87,7 +87,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Under another name first, so that nobody enters it meanwhile."""
+    """Rename the directory, so that no process enters it meanwhile, and remove it."""
     doomed = path.with_name(new_name("removed"))
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

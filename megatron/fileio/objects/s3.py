@@ -137,7 +137,7 @@ class Bucket:
         return hurried
 
     def check_reachable(self, prefix: str) -> None:
-        """Raises ObjectStoreError if the prefix cannot be listed, soon also where nobody answers."""
+        """Raises ObjectStoreError if the prefix cannot be listed; without an answer after a short deadline."""
         deadline_s = min(_CHECK_S, self._deadline_s)
         self._call("listing", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=1, deadline_s=deadline_s)
 
@@ -524,7 +524,7 @@ class _TruncatedError(RuntimeError):
 
 
 def _errors_in_answers() -> tuple[type[Exception], ...]:
-    """Of an answer that was cut or altered, and of a connection that is lost in the midst of one."""
+    """The errors of an answer that was truncated or altered, and of a connection lost while it arrives."""
     from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError  # a body is read from urllib3's stream: botocore wraps none of these there
 
@@ -583,7 +583,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Of the body of a request to remove objects: private stores ask for it, and not for the CRC-32 that AWS takes."""
+    """Add the MD5 of a request to remove objects: other stores ask for it instead of the CRC-32 that AWS takes."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 

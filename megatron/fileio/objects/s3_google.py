@@ -95,14 +95,14 @@ def sign(method: str, url: str, headers: dict[str, str], key: str, secret: str, 
 
 
 def _without_checksums(params: dict[str, Any], **_: Any) -> None:
-    """Of the parts of an upload that is finished: Google compares their ETags."""
+    """Remove the checksums of the parts when an upload is finished: Google compares their ETags."""
     parts = params.get("MultipartUpload", {}).get("Parts", ())
     kept = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in parts]
     params["MultipartUpload"] = {"Parts": kept}
 
 
 def _content_of(body: Any) -> bytes:
-    """Of a body that is read as a file is; it stays where it was."""
+    """The content of a body that is a file object, whose position stays the same."""
     at = body.tell()
     content = body.read()
     body.seek(at)

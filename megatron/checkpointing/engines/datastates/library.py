@@ -6,7 +6,7 @@
 What main does that an adapter must get around, all in datastates/llm/checkpointing.py and datastates/ckpt/src:
 
 - `save` hands the work to a thread and drops the future, so `wait` may find nothing to wait for yet; an exception in
-  the thread ends in sys.exit(-1), which there ends nothing and is seen by nobody. Here the futures are kept.
+  the thread becomes sys.exit(-1), which ends neither process nor thread and is lost. Here the futures are kept.
 - Its threads number memory regions with an unguarded counter; two with one number end the process. Here it has one.
 - It opens the file with mode "wb" after its writer thread was started, and that one creates a file that is not there:
   either can cut off what the other has written. Here the file is there from the beginning and is not truncated.

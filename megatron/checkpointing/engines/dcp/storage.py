@@ -218,7 +218,7 @@ class Reader(filesystem.FileSystemReader):
         return self._metadata.state_dict_metadata  # pyright: ignore[reportReturnType]  # _check saw to it
 
     def _check(self) -> None:
-        """Refuse what this engine does not write: the library would unpickle it, or read elsewhere."""
+        """Refuse what this engine does not write: the library would unpickle it, or read other files."""
         places = {index.fqn: info for index, info in self._metadata.storage_data.items()}
         for name, item in self._metadata.state_dict_metadata.items():
             info = places.get(name)

@@ -202,7 +202,7 @@ def _from_library(content: dict[str, Any], root: Path) -> Any:
 
 
 def _check_entries(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse what this engine does not write: the library would unpickle it, or read elsewhere."""
+    """Refuse what this engine does not write: the library would unpickle it, or read other files."""
     for path, entry in manifest.items():
         parts = [shard.tensor for shard in entry.chunks] if isinstance(entry, ChunkedTensorEntry) else [entry]
         for part in parts:

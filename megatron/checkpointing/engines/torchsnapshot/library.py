@@ -91,7 +91,7 @@ class Buffers:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will be written, because of `error`: nobody need wait."""
+        """Record that nothing more will be written because of `error`, which ends all waits."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()

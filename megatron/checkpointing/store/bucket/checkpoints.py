@@ -89,7 +89,7 @@ class StoredCheckpoints:
         return ordered, [what for _, what in problems]
 
     def _judge(self, tag: str, attempt: str, found: dict[str, ObjectInfo]) -> Manifest | str | None:
-        """The manifest of a checkpoint that is whole, or what is wrong with it; None if it was removed meanwhile.
+        """The manifest of a complete checkpoint, or what is wrong with it; None if it was removed meanwhile.
 
         `found`: its objects, by name.
         """
@@ -116,7 +116,10 @@ class StoredCheckpoints:
         return found[0] if found else None
 
     def _manifest(self, key: str) -> Manifest:
-        """Read twice if it comes damaged: the way may be to blame. Raises ValueError, and ObjectMissingError."""
+        """The manifest; read again if it arrives damaged, as the transfer may have damaged it.
+
+        Raises ValueError, and ObjectMissingError.
+        """
         try:
             return Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
         except ValueError:
@@ -148,7 +151,7 @@ class StoredCheckpoints:
             return None
 
     def check_latest(self) -> None:
-        """Raises ObjectStoreError if `latest` is somebody else's, which a save would replace."""
+        """Raises ObjectStoreError if another program has written `latest`, which a save would replace."""
         tag, _, attempt = (self.read_latest() or "").partition("/")
         if tag and (names.step_of(tag) is None or names.attempt_generation(attempt) is None):
             raise ObjectStoreError(
@@ -175,7 +178,7 @@ class StoredCheckpoints:
                     span.bytes = num_bytes
 
     def _fetch(self, candidate: StoredCandidate, name: str, path: Path, num_bytes: int) -> None:
-        """Twice if it comes damaged: the way may be to blame."""
+        """Download a file; again if it arrives damaged, as the transfer may have damaged it."""
         assert candidate.manifest is not None
         stored = candidate.manifest.objects[name]
         partial = path.with_name(f".{path.name}.part")
@@ -219,9 +222,8 @@ class NodeFiles:
     ) -> Copies:
         """As OpenedCheckpoint.copies of megatron.checkpointing.load.storage.
 
-        The files are read in ranges, if the engine verifies what it reads so. What comes damaged is fetched once more,
-        as files, and as all others are: the way may be to blame. Raises CheckpointDamagedError as
-        StoredCheckpoints.fetch.
+        If the engine verifies ranges, it reads the files in ranges. Otherwise, and if a range arrives damaged, the
+        files are fetched to the node's disk. Raises CheckpointDamagedError as StoredCheckpoints.fetch.
         """
         assert candidate.manifest is not None
         files = candidate.manifest.files

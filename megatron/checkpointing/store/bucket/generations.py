@@ -75,7 +75,7 @@ class ObjectOwnership:
         return self.owner.generation
 
     def check(self, deadline_s: float | None = None) -> None:
-        """Raises SaveDirectorySupersededError if a later launch owns the prefix, ObjectStoreError if nobody can say.
+        """Raises SaveDirectorySupersededError if a later launch owns the prefix, ObjectStoreError without an answer.
 
         `deadline_s`: for each request, if not the bucket's.
         """
@@ -102,7 +102,7 @@ class ObjectOwnership:
             self._write()
 
     def _write(self, released: bool = False) -> None:
-        """Not once another has written there: then a successor has taken it. The store may be away for a while."""
+        """Write the owner's object, unless a successor has written it. The store may be unreachable for a while."""
         if self._version is None:
             return
         self._beats += 1

@@ -249,7 +249,7 @@ def _is_before(attempt: str, generation: int) -> bool:
 
 
 def _superseded(found: Sequence[StoredCandidate]) -> list[StoredCandidate]:
-    """Of `found`, newest first, those of which the tag was saved again."""
+    """The checkpoints of `found`, which are newest first, whose tag was saved again."""
     seen: set[str] = set()
     to_remove = []
     for candidate in found:
