@@ -24,8 +24,7 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState, MemoryFiles, SavedFile, first_undamaged
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.load.memory import MemorySource
-from megatron.checkpointing.load.memory_copies import MemoryCandidate, OtherLayout, SameLayout, Source
+from megatron.checkpointing.load.memory import MemoryCandidate, MemorySource, OtherLayout, SameLayout, Source
 from megatron.checkpointing.load.newest import merged
 from megatron.checkpointing.load.storage import OpenedCheckpoint
 from megatron.checkpointing.store.manifest import Manifest
