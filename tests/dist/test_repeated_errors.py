@@ -93,3 +93,34 @@ def test_the_launcher_does_not_start_again_what_would_end_so_again(failed: tuple
     ended = subprocess.run(command, env=environment(tmp), capture_output=True, text=True, check=False)
     assert ended.returncode == REPEATED, ended.stderr[-3000:]
     assert ended.stderr.count("starting all ranks again") == 3 and "a repeated error is not retried" in ended.stderr
+
+
+# pretrain_gpt.py with a fault in the forward pass of iteration 3, on rank 1.
+CRASHES = """
+import ctypes, os, signal, sys
+sys.path.insert(0, {root!r})
+from megatron.training import pretrain, trainer
+from pretrain_gpt import ENTERED_NS, get_batch_pipe, model_provider, train_valid_test_datasets_provider
+begin = trainer._begin_iteration
+def fails_in_the_third(running):
+    if running.progress.iteration == 2 and os.environ["RANK"] == "1":
+        {fault}
+    return begin(running)
+trainer._begin_iteration = fails_in_the_third
+given = train_valid_test_datasets_provider, model_provider, get_batch_pipe
+raise SystemExit(pretrain(*given, entered_ns=ENTERED_NS))
+"""
+
+
+@pytest.mark.parametrize(("name", "fault"), [("SIGSEGV", "ctypes.string_at(0)"), ("SIGABRT", "os.abort()")])
+def test_a_crash_at_the_same_iteration_counts_by_its_signal(tmp_path: Path, name: str, fault: str) -> None:
+    """Two ranks in one process group: the other one ends since it has lost its peer, which is not the error."""
+    script = tmp_path / "crashes.py"
+    script.write_text(CRASHES.format(root=str(ROOT), fault=fault))
+    command = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2", "--max-restarts", "9"]
+    flags = ["--save", str(tmp_path / "save"), "--save-interval", "2", "--load", str(tmp_path / "save")]
+    command += [str(script), *write_corpus(tmp_path / "corpus", damaged=False), *RUN, *flags]
+    ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert ended.returncode == REPEATED, ended.stderr[-3000:]
+    assert f"iteration 3 has ended 3 starts in a row with the same error (rank 1: {name} in " in ended.stderr
+    assert f"ended by {name}" in ended.stderr and "/global_step2. That checkpoint, or the data of" in ended.stderr

@@ -32,6 +32,7 @@ FLAGS = (
     "no_load_rng",
     "no_load_lr_state",
 )
+_START_OVER = "--start-over"  # with its label the last of a run's flags
 # A later start keeps the first of each pair if the second is given: its own checkpoints lack that state, too.
 _OF_WHAT_IS_NOT_SAVED = {"no_load_optim": "no_save_optim", "no_load_rng": "no_save_rng"}
 # What only a --load in a file system takes: not of a start that goes on from object storage.
@@ -67,7 +68,7 @@ def first_start(options: CheckpointConfig) -> FirstStart:
         # A run that begins from iteration 0 among checkpoints of others: by this its own are told from theirs.
         words.append("--allow-other-checkpoints")
     if options.start_over is not None:
-        words.append(f"--start-over {options.start_over}")
+        words.append(f"{_START_OVER} {options.start_over}")
     return FirstStart(loaded_from, " ".join(words))
 
 
@@ -125,6 +126,7 @@ def kept_by(manifest: Manifest) -> FirstStart:
 def is_of(manifest: Manifest, mine: FirstStart) -> bool:
     """Whether the run that saved the checkpoint began with the flags `mine`, or was resumed with them last.
 
+    Without --start-over they are those of every label: a launcher may still have the command of the first start.
     An older program kept the place alone that a run was loaded from.
     """
     kept = kept_by(manifest)
@@ -132,7 +134,10 @@ def is_of(manifest: Manifest, mine: FirstStart) -> bool:
         return kept.loaded_from == mine.loaded_from
     if mine.flags and not mine.loaded_from and mine.flags == kept.resumed_with:
         return True
-    return (kept.loaded_from, kept.flags) == (mine.loaded_from, mine.flags)
+    flags = kept.flags
+    if _START_OVER not in mine.flags:
+        flags = flags.partition(_START_OVER)[0].rstrip()
+    return (kept.loaded_from, flags) == (mine.loaded_from, mine.flags)
 
 
 def began(options: CheckpointConfig) -> FirstStart:
@@ -147,7 +152,8 @@ def began(options: CheckpointConfig) -> FirstStart:
         return mine
     kept = kept_by(newest)
     if is_of(newest, mine):
-        return mine._replace(resumed_with=kept.resumed_with) if mine.loaded_from else kept
+        old = kept.loaded_from and not kept.flags
+        return mine._replace(resumed_with=kept.resumed_with) if old else kept
     return kept._replace(resumed_with=mine.flags or kept.resumed_with) if resumes(options) else mine
 
 

@@ -5,7 +5,8 @@ its start; every later start reads these records. If three starts of one run in 
 same step, another restart does not help: the checkpoint that they resumed from, or the data of that step, is suspected.
 A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
-A signal, or the loss of another rank or node, leaves no record. A start that passes the step removes the records.
+A crash, such as SIGSEGV, leaves a record of its own (crashes.py) if --save is in a file system. SIGKILL, or the loss of
+another rank or node, leaves no record. A start that passes the step removes the records.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointError
+from megatron.checkpointing.preflight.crashes import CrashFile, crash_in
 from megatron.checkpointing.preflight.first_start import FirstStart, began, kept_by, newest_manifest, resumes
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.search import Candidate, Search
@@ -35,7 +37,7 @@ from restart_trace.strict_json import parse_json, read_json
 logger = logging.getLogger(__name__)
 
 STARTS = 3  # in a row with the same error: then it is suspected
-_RECORD, _BACK = "error_", "back_"  # each with the generation of the start
+_RECORD, _CRASH, _BACK = "error_", "crash_", "back_"  # each with the generation of the start
 _MAX_BYTES = 1 << 14
 _MAX_TEXT = 300
 # Addresses, ranks and sizes with their units: they differ between starts.
@@ -95,6 +97,10 @@ class _Directory:
         """Raises ValueError if it is no JSON."""
         return read_json(self._path / name, _MAX_BYTES)
 
+    def crash(self, name: str) -> dict[str, Any] | None:
+        """As `crash_in`."""
+        return crash_in(str(self._path / name))
+
     def create(self, name: str, content: str) -> None:
         """One that is there already stays."""
         with contextlib.suppress(FileExistsError), open(self._path / name, "x") as file:
@@ -119,6 +125,10 @@ class _Prefix:
     def read(self, name: str) -> Any:
         return parse_json(self._bucket.get(self._prefix + name, _MAX_BYTES)[0].decode())
 
+    def crash(self, name: str) -> dict[str, Any] | None:
+        """A fault handler writes into no object."""
+        raise ValueError(name)
+
     def create(self, name: str, content: str) -> None:
         self._bucket.create(self._prefix + name, content.encode())
 
@@ -142,14 +152,26 @@ def _listed(place: _Directory | _Prefix, kind: str) -> list[str]:
 
 
 def recorded(options: CheckpointConfig) -> list[StepError]:
-    """The errors that are recorded in --save, oldest first; what no start has written is left out."""
-    place, errors = _place_of(options), []
-    for name in _listed(place, _RECORD):
-        with contextlib.suppress(*_AWAY, ValueError, TypeError):
-            error = StepError(**place.read(name))
-            if all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
-                errors.append(error)
-    return errors
+    """The errors that are recorded in --save, oldest first; what no start has written is left out.
+
+    Of a start that a crash has ended, this is its error: others are of ranks that have lost that one.
+    """
+    place, errors = _place_of(options), {}
+    for kind, read in ((_RECORD, place.read), (_CRASH, lambda name: _of_crash(place.crash(name)))):
+        for name in _listed(place, kind):
+            with contextlib.suppress(*_AWAY, ValueError, TypeError, KeyError):
+                error = StepError(**read(name))
+                if all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
+                    errors[error.generation] = error
+    return [errors[generation] for generation in sorted(errors)]
+
+
+def _of_crash(crash: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of StepError. Raises ValueError without a crash."""
+    if crash is None:
+        raise ValueError("no crash")
+    told = f"{crash.pop('signal')}{crash.pop('function')}"
+    return crash | {"error": told, "message": _one_line(told)[:_MAX_TEXT]}
 
 
 def _last_back(options: CheckpointConfig) -> _Back | None:
@@ -267,12 +289,33 @@ class StepErrors:
         self._generation, self._run, self._loaded, self._rank = generation, begins.all_flags, loaded, rank
         of_save = loaded > 0 and resumes(options)
         self._place = f"{save}/{names.tag_of(loaded)}" if of_save else f"iteration {loaded}"
+        self._crash: CrashFile | None = None
         known = [] if save is None or rank != 0 else recorded(options)
         self._until = max((error.step for error in known), default=None)  # once it is done, they are over
         if back_to is not None and rank == 0:
             newest = newest_manifest(options)
             back = _Back(generation, back_to, 0 if newest is None else newest.sequence)
             self._write(_BACK, back._asdict())
+        if save is not None and not is_uri(save):
+            self._expect_crash(Path(save) / names.GENERATIONS / self._name(_CRASH))
+
+    def _expect_crash(self, path: Path) -> None:
+        known = asdict(StepError(self._generation, self._run, 0, self._loaded, self._place, "", "", self._rank))
+        try:
+            self._crash = CrashFile(str(path), self._rank, known)
+        except OSError as refused:
+            logger.warning("%s: cannot be written, so a repeated crash goes unnoticed: %s", path, refused)
+        if self._rank == 0:
+            place = _place_of(self._options)
+            _remove(place, _listed(place, _CRASH)[: -STARTS - 1])
+
+    def begin(self, step: int) -> None:
+        """Iteration `step` is under way: a crash is of it."""
+        if self._crash is not None:
+            self._crash.begin(step)
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}{self._generation:08d}"
 
     def note(self, error: BaseException, step: int) -> str:
         """Record what ends this rank in iteration `step`; of several ranks the first counts. Returns its message."""
@@ -288,7 +331,7 @@ class StepErrors:
 
     def _write(self, kind: str, content: dict[str, object]) -> None:
         """A record that is there already stays. What storage refuses must not hide the error that ends this rank."""
-        name = f"{kind}{self._generation:08d}"
+        name = self._name(kind)
         try:
             place = _place_of(self._options)
             place.create(name, json.dumps(content))
@@ -304,8 +347,8 @@ class StepErrors:
             return
         self._until = None
         place = _place_of(self._options)
-        for kind in (_RECORD, _BACK):
-            _remove(place, _listed(place, kind))
+        for kind in (_RECORD, _CRASH, _BACK):
+            _remove(place, [name for name in _listed(place, kind) if name != self._name(_CRASH)])
 
 
 def _remove(place: _Directory | _Prefix, files: list[str]) -> None:

@@ -83,7 +83,7 @@ def test_a_run_that_begins_from_iteration_0_among_checkpoints_of_others(tmp_path
     again = options(tmp_path, allow_other_checkpoints=True, start_over="again")
     assert not goes_on(again, env)
     saved_by(again, 3, sequence=3)
-    assert goes_on(again, env) and not goes_on(mine, env)
+    assert goes_on(again, env) and goes_on(mine, env)
 
 
 def test_a_resume_of_its_own_directory_keeps_how_the_run_began(tmp_path: Path) -> None:
@@ -178,6 +178,9 @@ def test_a_label_begins_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     saved_by(second, 3, sequence=2)
     assert goes_on(second) and later_start(second) == options(save, save)
     assert not goes_on(options(save, pretrained, finetune=True, start_over="third"))
+    without = options(save, pretrained, finetune=True)
+    assert goes_on(without) and began(without) == began(second), "its own checkpoints keep the label"
+    assert not goes_on(options(save, pretrained)) and not goes_on(options(save, tmp_path, finetune=True))
 
 
 def test_a_label_where_there_is_nothing_to_begin_from_is_refused(tmp_path: Path) -> None:

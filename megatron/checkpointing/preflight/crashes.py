@@ -1,0 +1,84 @@
+"""Signals by which a rank ends itself, such as SIGSEGV: no Python runs any more, and a record is there all the same.
+
+The ranks of a start share SAVE/.generations/crash_GENERATION, sparse: a page for each, with what is known beforehand
+and the iteration that is under way, and from _TRACES on room for each, into which CPython's fault handler writes the
+name of the signal and the frames. So a file that ends before _TRACES tells of no crash.
+
+SIGKILL and SIGTERM are sent by others, and have no handler here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import re
+import struct
+from typing import Any
+
+from restart_trace.regular import open_regular
+from restart_trace.strict_json import parse_json
+
+logger = logging.getLogger(__name__)
+
+_PAGE = 1 << 16  # bytes of a rank; a multiple of every processor's pages
+_TRACES = 1 << 32  # bytes: pages of 65,536 ranks
+_STEP = struct.Struct("<Q")
+_MAX_KNOWN = 1 << 14  # bytes
+# What faulthandler calls them (Modules/faulthandler.c).
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating-point exception": "SIGFPE",
+    "Aborted": "SIGABRT",
+}
+_TOLD = re.compile(rf"Fatal Python error: ({'|'.join(_SIGNALS)})$", re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.+)", line \d+ in (.+)$', re.MULTILINE)
+
+
+class CrashFile:
+    """The file of a start, open in a rank. `known`: what `crash_in` returns, without the signal."""
+
+    def __init__(self, path: str, rank: int, known: dict[str, Any]) -> None:
+        """Raises OSError."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        head = _STEP.pack(0) + json.dumps(known).encode()
+        os.pwrite(self._fd, head.ljust(mmap.PAGESIZE, b"\0"), rank * _PAGE)
+        self._page = mmap.mmap(self._fd, mmap.PAGESIZE, offset=rank * _PAGE)
+        if faulthandler.is_enabled():  # PYTHONFAULTHANDLER: it writes where its user wants it
+            logger.info("Python's fault handler is in use, so crashes by a signal are not counted")
+            return
+        os.lseek(self._fd, _TRACES + rank * _PAGE, os.SEEK_SET)
+        faulthandler.enable(self._fd, all_threads=False)
+
+    def begin(self, step: int) -> None:
+        """Iteration `step` is under way. It is in the file however this process ends, and costs no system call."""
+        _STEP.pack_into(self._page, 0, step)
+
+
+def crash_in(path: str) -> dict[str, Any] | None:
+    """The crash that a file tells of: `known` with `step`, `signal` and `function`, which raised it; None without one.
+
+    Of several ranks the first counts that has not aborted, since a library aborts also when another rank is lost.
+    Raises OSError, and ValueError for what no rank has written.
+    """
+    with open(open_regular(path), "rb", buffering=0) as file:
+        crashes: list[tuple[bool, int, str]] = []  # whether it aborted, rank, what the fault handler wrote
+        size = os.fstat(file.fileno()).st_size
+        for rank in range(min((size - _TRACES + _PAGE - 1) // _PAGE, _TRACES // _PAGE)):
+            trace = os.pread(file.fileno(), _PAGE, _TRACES + rank * _PAGE).decode(errors="replace")
+            told = _TOLD.search(trace)
+            if told is not None:
+                crashes.append((told[1] == "Aborted", rank, trace))
+        if not crashes:
+            return None
+        _, rank, trace = min(crashes)
+        page = os.pread(file.fileno(), _STEP.size + _MAX_KNOWN, rank * _PAGE)
+    known = parse_json(page[_STEP.size :].rstrip(b"\0").decode())
+    told, frame = _TOLD.search(trace), _FRAME.search(trace)
+    assert told is not None
+    function = "" if frame is None else f" in {frame[1]}:{frame[2]}"
+    return known | {"step": _STEP.unpack_from(page)[0], "signal": _SIGNALS[told[1]], "function": function}
