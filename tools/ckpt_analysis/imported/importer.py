@@ -10,7 +10,8 @@ from typing import BinaryIO
 
 from ..common.errors import CouldNotRunError
 from ..model.imported_run import ImportedRun
-from .reader import LogReader
+from .draft import Draft
+from .reader import feed
 
 STANDARD_INPUT = "-"
 _LONGEST_LINE = 1 << 20  # bytes; no line that is known is longer, and garbage without a newline must not fill memory
@@ -25,19 +26,19 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
 
     Raises CouldNotRunError if the file cannot be read, is empty or something else, or contradicts itself.
     """
-    reader = LogReader()
+    run = Draft()
     digest = hashlib.sha256()
     try:
         with _open(path) as stream:
             while line := stream.readline(_LONGEST_LINE):
                 digest.update(line)
-                reader.feed(line.decode("utf-8", errors="replace"))
-        if reader.known_lines == 0:
+                feed(run, line.decode("utf-8", errors="replace"))
+        if run.known_lines == 0:
             empty = digest.digest() == hashlib.sha256().digest()
             raise CouldNotRunError(f"{'is empty' if empty else 'has no line that is known'}: {_EXPECTED}")
-        if not (reader.saves or reader.loads or reader.iterations):
+        if not (run.saves or run.loads or run.iterations):
             raise CouldNotRunError(f"has no save, no load and no iteration: {_EXPECTED}")
-        return reader.finish(path.name, digest.hexdigest()[:12], world_size)
+        return run.finish(path.name, digest.hexdigest()[:12], world_size)
     except OSError as exc:
         raise CouldNotRunError(f"{path}: cannot be read: {exc.strerror}") from exc
     except CouldNotRunError as exc:

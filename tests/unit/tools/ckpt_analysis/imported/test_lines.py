@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
-from tools.ckpt_analysis.imported.fastpersist import FileStatistics, parse_statistics
+from tools.ckpt_analysis.imported.draft import Draft
+from tools.ckpt_analysis.imported.formats.fastpersist import parse_statistics
 from tools.ckpt_analysis.imported.listing import size_range
-from tools.ckpt_analysis.imported.reader import LogReader
+from tools.ckpt_analysis.imported.reader import feed
+from tools.ckpt_analysis.imported.saves import FileStatistics
 from tools.ckpt_plan.listing import human_size
 
 
@@ -36,23 +38,23 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 10**15), st.floats(0, 1e6), st.text(alphabet="abc/_0.", min_size=1, max_size=30))
 def test_statistics_survive_their_print(num_bytes: int, seconds: float, path: str) -> None:
-    line = f"[rank3] stats = { {'bytes': num_bytes, 'write_secs': seconds, 'path': path, 'flush': 0} }"
-    assert parse_statistics(line) == FileStatistics(path, num_bytes, seconds)
+    printed = str({"bytes": num_bytes, "write_secs": seconds, "path": path, "flush": 0})
+    assert parse_statistics(printed) == FileStatistics(path, num_bytes, seconds)
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.text(max_size=200))
 @example("[]")  # a set cannot hold it
 def test_damaged_statistics_are_none(text: str) -> None:
-    found = parse_statistics("stats = {" + text + "}")
+    found = parse_statistics("{" + text + "}")
     assert found is None or (found.bytes >= 0 and found.write_s >= 0)
 
 
-def read_lines(lines: list[str]) -> LogReader:
-    reader = LogReader()
+def read_lines(lines: list[str]) -> Draft:
+    run = Draft()
     for line in lines:
-        reader.feed(line)
-    return reader
+        feed(run, line)
+    return run
 
 
 WORDS = st.sampled_from(

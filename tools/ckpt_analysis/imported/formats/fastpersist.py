@@ -7,35 +7,26 @@ The line is "stats = " and a Python dictionary with, among others, `path`, `byte
 from __future__ import annotations
 
 import ast
-import re
-from dataclasses import dataclass
 
-_STATS = re.compile(r"stats = (\{[^{}]*\})")
-_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+from ..draft import Draft, reads
+from ..saves import FileStatistics, step_of
 
 
-@dataclass(frozen=True)
-class FileStatistics:
-    """One file as its writer counted it; `write_s` is the time in write calls."""
-
-    path: str
-    bytes: int
-    write_s: float
-
-    @property
-    def shard(self) -> tuple[int, int] | None:
-        """(data-parallel rank, model-parallel rank) of an optimizer shard; None for other files."""
-        match = _SHARD.search(self.path)
-        return (int(match[1]), int(match[2])) if match else None
+@reads(r"stats = (\{[^{}]*\})")
+def _statistics(run: Draft, text: str) -> None:
+    statistics = parse_statistics(text)
+    if statistics is None:
+        return
+    parts = statistics.path.split("/")
+    tag = parts[-2] if len(parts) > 1 else ""
+    if step_of(tag) is not None:
+        run.save_of(tag).written[statistics.path] = statistics
 
 
-def parse_statistics(line: str) -> FileStatistics | None:
-    """The statistics in a line; None if it has none, or they are damaged."""
-    match = _STATS.search(line)
-    if match is None:
-        return None
+def parse_statistics(text: str) -> FileStatistics | None:
+    """The statistics in a printed dictionary; None if it is damaged."""
     try:
-        stats = ast.literal_eval(match[1])
+        stats = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     if not isinstance(stats, dict):

@@ -1,4 +1,4 @@
-"""Saves and loads that the reader of a log collects, line by line."""
+"""What the lines of a log have said of one save, or of one load, so far."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from ..model.imported_run import ImportedLoad, ImportedSave, Printed, Range
-from .fastpersist import FileStatistics
 
+_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STEP_OF_TAG = re.compile(r"global_step(\d+)$")
 
 
@@ -16,6 +16,21 @@ def step_of(tag: str) -> int | None:
     """The step in a tag of DeepSpeed's form."""
     found = _STEP_OF_TAG.search(tag)
     return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class FileStatistics:
+    """One file as its writer counted it; `write_s` is the time in write calls."""
+
+    path: str
+    bytes: int
+    write_s: float
+
+    @property
+    def shard(self) -> tuple[int, int] | None:
+        """(data-parallel rank, model-parallel rank) of an optimizer shard; None for other files."""
+        match = _SHARD.search(self.path)
+        return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass
