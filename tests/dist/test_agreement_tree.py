@@ -17,7 +17,7 @@ HOSTS = ["a", "a", "a", "b", "b", "b", "c", "c", "c"]  # the ranks 0, 3 and 6 le
 RANKS = len(HOSTS)
 HARM_AT = 2
 VICTIMS = pytest.mark.parametrize("victim", [0, 3, 8], ids=["root", "leader", "leaf"])
-WITHIN = pytest.mark.parametrize("within", ["", "1"], ids=["instead of", "within"])
+NIGHTLY = pytest.mark.nightly(minutes=1)
 
 
 def agree(zygote: Zygote, directory: Path, victim: int, harm: str, **settings: str) -> tuple[Run, list[dict[str, Any]]]:
@@ -45,8 +45,17 @@ def test_all_agree(zygote: Zygote, tmp_path: Path) -> None:
     assert run.ok and [said["at"] for said in last] == [5] * RANKS, run.output
 
 
-@WITHIN
-@VICTIMS
+@pytest.mark.parametrize(
+    ("victim", "within"),
+    [
+        pytest.param(0, "", id="root, instead of", marks=NIGHTLY),
+        pytest.param(0, "1", id="root, within"),
+        pytest.param(3, "", id="leader, instead of"),
+        pytest.param(3, "1", id="leader, within", marks=NIGHTLY),
+        pytest.param(8, "", id="leaf, instead of", marks=NIGHTLY),
+        pytest.param(8, "1", id="leaf, within"),
+    ],
+)
 def test_a_rank_that_is_killed(zygote: Zygote, tmp_path: Path, victim: int, within: str) -> None:
     """Every other rank hears of it, by name, in this agreement or the next."""
     run, last = agree(zygote, tmp_path, victim, "kill", WITHIN=within, LAST="7" if within else "-1")

@@ -114,7 +114,8 @@ def test_blocking_spans_account_for_the_time_that_training_waits(launcher: Launc
 # ---------------------------------------------------------------- what is saved
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])  # fp32 has the optimizer of fp16, without its loss scale
+# fp32 has the optimizer of fp16, without its loss scale.
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly(minutes=1))])
 def test_nothing_saved_changes_until_it_is_released(launcher: Launcher, precision: str) -> None:
     """Forward, backward, the reduction of tied gradients and evaluation in between: the engine compares bit by bit."""
     save = launcher.directory / "run"
@@ -129,7 +130,11 @@ def test_nothing_saved_changes_until_it_is_released(launcher: Launcher, precisio
         assert sum(s["blocking"] for s in released) == 8  # four that began and four that were released
 
 
-@pytest.mark.parametrize("layout", [SHARDED, REPLICAS], ids=lambda layout: str(layout).replace(" ", ""))
+@pytest.mark.parametrize(
+    "layout",
+    [SHARDED, pytest.param(REPLICAS, marks=pytest.mark.nightly(minutes=1))],
+    ids=lambda layout: str(layout).replace(" ", ""),
+)
 def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, layout: Layout) -> None:
     """With a flush longer than several iterations, which change every tensor that is being written."""
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"

@@ -44,8 +44,12 @@ STAGES_OF_TWO = Layout(tp=2, pp=2, dp=1)
 # Each layout and each precision, and both of DeepSpeed's optimizers, bf16's own and the one for all else, over TP, PP
 # and DP: what they do depends on one another no further.
 RESUMED = [
-    (ALL_THREE, "bf16"), (SINGLE, "fp32"), (Layout(tp=2, pp=1, dp=2), "fp16"), (FOUR_STAGES, "fp32"),
-]  # fmt: skip
+    (ALL_THREE, "bf16"),
+    (SINGLE, "fp32"),
+    # In the suite fp16 is resumed by test_fp16_loss_scale_goes_on, and stages by the tests of tied embeddings.
+    pytest.param(Layout(tp=2, pp=1, dp=2), "fp16", marks=pytest.mark.nightly(minutes=1)),
+    pytest.param(FOUR_STAGES, "fp32", marks=pytest.mark.nightly(minutes=1)),
+]
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE]
 CLASSIC = [*MODEL, *TRAINING, *DROPOUT, *RECOMPUTE]
 FIVE = ["--train-iters", "5"]
@@ -177,7 +181,7 @@ def test_resumed_twice(launcher: Launcher, whole: Whole) -> None:
     assert_same_checkpoint(whole(TENSOR_PARALLEL, *flags) / "global_step5", parts / "global_step5")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly(minutes=1))])
 def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, whole: Whole, precision: str) -> None:
     """Learned positions, LayerNorm, GELU, biases; first and last stage hold a copy each of the embedding."""
     resumed = launcher.directory / "resumed"

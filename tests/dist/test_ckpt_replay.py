@@ -239,6 +239,7 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     assert not list((tmp_path / "target").iterdir())
 
 
+@pytest.mark.nightly(minutes=1)
 def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path) -> None:
     argv = ["--small-tensors", "2", "--repeat", "1", "--warmup-saves", "0", "--no-storage"]
     found = figures(argv, tmp_path)
@@ -277,6 +278,7 @@ def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly(minutes=1)
 def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     argv = [*SMALL, "--engine", "torch", "--repeat", "1", "--no-storage", "--format", "json", "--dir", str(tmp_path)]
     done = subprocess.run(
@@ -295,6 +297,7 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_one_command_prints_every_target(tmp_path: Path) -> None:
     settings = {
         "PYTHON": sys.executable, "TARGET_DIR": str(tmp_path), "BYTES": "1MiB", "REPEAT": "1", "ENGINES": "torch,lazy",

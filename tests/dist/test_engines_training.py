@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 from megatron.checkpointing.engines.registry import engine_class
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.parallel.topology import Layout
-from tests.conformance.subjects import engines_under_test
+from tests.conformance.subjects import ENVIRONMENT, engines_under_test
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.hold import HELD_TRAINING
 from tests.dist.tiny_runs import (
@@ -36,6 +37,9 @@ TWO = Layout(tp=1, pp=1, dp=2)
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE, "--bf16"]
 ITERATIONS = ["--train-iters", "60"]
 LAST = 6
+# What differs between engines on four ranks is which files there are and who writes them: two kinds of it. Kills over
+# two ranks are with every engine below.
+NIGHTLY = () if ENVIRONMENT in os.environ else tuple(name for name in ENGINES if name not in ("torch", "lazy"))
 # Some 4 MB per rank and next to no arithmetic. Where a save must take longer than an iteration, it is held.
 LARGE = [
     *LLAMA_STYLE, *DROPOUT, "--num-layers", "2", "--hidden-size", "128", "--ffn-hidden-size", "256",
@@ -97,7 +101,9 @@ def kill_with_helpers(pids: list[int]) -> None:
     assert not shared, f"left behind in /dev/shm: {shared}"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.nightly(minutes=2) if name in NIGHTLY else ()) for name in ENGINES]
+)
 def test_killed_and_resumed_on_four_ranks(launcher: Launcher, reference: Path, engine: str) -> None:
     """PP2 DP2, SIGKILL at no chosen instant; every loss and every tensor of every rank is as without it.
 
@@ -217,7 +223,15 @@ def test_killed_in_every_part_of_a_save(job: Job, expected_losses: dict[int, flo
     job.check_losses(expected_losses)
 
 
-@pytest.mark.parametrize("job", [e for e in ENGINES if engine_class(e).asynchronous], indirect=True)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(name, marks=pytest.mark.nightly(minutes=1) if name in NIGHTLY and name != "memory" else ())
+        for name in ENGINES
+        if engine_class(name).asynchronous
+    ],
+    indirect=True,
+)
 def test_saves_that_take_longer_than_the_steps_between(job: Job, expected_losses: dict[int, float]) -> None:
     """Each save waits for the one before, or the step before it does; training on meanwhile shows in neither."""
     slow = {"SLOW_ENGINE": job.engine}

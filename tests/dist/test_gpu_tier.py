@@ -1,8 +1,9 @@
 """The rehearsal of the GPU tier, and the page that is made of it: no part may fail for a silly reason on a GPU.
 
-All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2, which .ci/nightly does. The parts left out here
+All of both ladders: bash tests/gpu/run.sh --rehearse --ladder 1, and 2, which .ci/nightly does, as it does this. The
+suite has the commands of all parts, each parsed by its program (tests/unit/test_gpu_tier.py). The parts left out here
 differ from these by the name of an engine, of a fault, of a launcher or by a number, and their commands are checked one
-by one (tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard`, `device-error` and the drills of each engine run what
+by one: `fork`, `memory`, `reshard`, `device-error` and the drills of each engine run what
 `shared-gpu` runs, `launch` and `sequence-parallel` what `machine` and `shared-gpu` run, `step-time-4` what `step-time`
 runs, `engines` what `engines-others` runs. `overhead` is tests/dist/test_overhead_benchmark.py.
 """
@@ -20,7 +21,7 @@ import pytest
 
 from tests.dist.harness import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=5)]
 PARTS = ("facts", "grow", "machine", "step-time", "engines-others", "copies", "tests", "shared-gpu")
 PARTS += ("resume-datastates",)
 SMALL_BYTES = 2 << 20

@@ -69,7 +69,14 @@ def run_client(zygote: Zygote, name: str, directory: Path, trace_dir: Path | Non
     return zygote.run(words, RANKS, directory.parent / "logs", env=environment, script=str(SCRIPTS / "hooked.py"))
 
 
-@pytest.fixture(scope="module", params=CLIENTS)
+# Accelerate's loop is in the suite under its own launcher, below.
+NIGHTLY = ("accelerate",)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.nightly(minutes=1) if name in NIGHTLY else ()) for name in CLIENTS],
+)
 def pair(request: pytest.FixtureRequest, clients: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp(request.param)
     plain = run_client(clients, request.param, directory / "plain", None)
@@ -314,7 +321,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("deepspeed", marks=pytest.mark.nightly(minutes=1))])
 def test_a_job_under_another_launcher_is_traced(launcher: str, tmp_path: Path) -> None:
     """Its ranks are, and neither the launcher nor the processes between it and them. No import is left out of what
     README.md has traced (test_readme.py).

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.parallel.topology import Layout
 from megatron.processes.standby import WAITS
-from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, processes_with, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, kill_all, losses, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
+from tests.dist.tiny_runs import Launcher
 from tests.own_shm import in_own_shm, left_in_shm
 
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
@@ -36,6 +38,7 @@ def environment(out: Path) -> dict[str, str]:
 
 DROPOUT = "--hidden-dropout", "0.1", "--attention-dropout", "0.1"
 HELD_AT = 8  # with a save every 5 iterations: 6, 7 and 8 will be trained again
+LAST = 18
 
 
 def all_held(trace: Path, held_at: int = HELD_AT) -> bool:
@@ -64,7 +67,7 @@ def trained_and_killed(
     `without`: the checkpoint of the last save, if it is taken away before.
     """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
-    saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", "40"]
+    saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", str(LAST)]
     command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
 
     def that_wait() -> int:
@@ -93,7 +96,7 @@ def trained_and_killed(
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
     saved = held_at // 5 * 5 - (5 if without else 0)
-    assert sorted(before) == list(range(1, held_at + 1)) and sorted(after) == list(range(saved + 1, 41))
+    assert sorted(before) == list(range(1, held_at + 1)) and sorted(after) == list(range(saved + 1, LAST + 1))
     assert all(before[step] == after[step] for step in repeated) and repeated == set(range(saved + 1, held_at + 1))
     return trace
 
@@ -130,6 +133,7 @@ def test_standby_ranks_go_on_from_what_they_have_loaded_ahead(tmp_path: Path, da
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_standby_ranks_load_another_checkpoint_than_the_one_that_they_have_loaded_ahead(
     tmp_path: Path, dataset: list[str]
 ) -> None:
@@ -142,14 +146,13 @@ def test_standby_ranks_load_another_checkpoint_than_the_one_that_they_have_loade
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_the_restart_does_not_use_is_not_loaded_ahead(tmp_path: Path, dataset: list[str]) -> None:
+def test_a_checkpoint_that_the_restart_does_not_use_is_not_loaded_ahead(
+    tmp_path: Path, zygote: Zygote, dataset: list[str]
+) -> None:
     """--finetune of the newest one in --save, killed before the first save: moments loaded ahead would be kept."""
     save = tmp_path / "save"
-    flags = [*DROPOUT, "--save", str(save), "--load", str(save), "--train-iters", "40"]
-    first = [str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *flags, "--exit-interval", "2"]
-    command = in_own_shm([*LAUNCHER, *first, "--restart-trace", "off"], tmp_path / "shm")
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    flags = [*TRAINING, *DROPOUT, "--save", save, "--train-iters", str(LAST), "--exit-interval", "2"]
+    Launcher(zygote, dataset, tmp_path).train(Layout(tp=1, pp=1, dp=2), *flags, "--restart-trace", "off")
     begins = [*dataset, *DROPOUT, "--finetune"]
     trained_and_killed(tmp_path, begins, "--standby", "--standby-load", standby=2, held_at=3)
 

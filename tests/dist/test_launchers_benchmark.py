@@ -18,6 +18,7 @@ from tests.own_shm import in_own_shm, left_in_shm
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=3)
 def test_restarts_of_both_kinds_are_measured(tmp_path: Path) -> None:
     out, listing = tmp_path / "out", tmp_path / "shm"
     out.mkdir()

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.store.manifest import Manifest
+from megatron.parallel.topology import Layout
 from megatron.peers.memory_slots import slots_held_by
-from tests.dist.harness import HANGS_S, ROOT, end_all, kill_all, losses, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, kill_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import LAUNCHER, environment, marked
 from tests.dist.test_restart_drill import TRAINING
+from tests.dist.tiny_runs import Launcher
 from tests.own_shm import in_own_shm, left_in_shm
 
 HELD_AT = 8  # every iteration is saved, each fifth to storage, too
@@ -78,15 +80,10 @@ class Job:
         return steps.pop(), {r["tier"] for r in reads}
 
 
-def trained_before(directory: Path, dataset: list[str], save: Path) -> None:
+def trained_before(launcher: Launcher, save: Path) -> None:
     """Checkpoints of iterations 1 to 3 on storage, by the default engine."""
-    saving = ["--save", str(save), "--save-interval", "1", "--verify-restored-state", "--restart-trace", "off"]
-    stops = ["--train-iters", str(LAST), "--exit-interval", "3"]
-    done = subprocess.run(
-        [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving, *stops],
-        cwd=directory, env=environment(directory), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    saving = ["--save", save, "--save-interval", "1", "--verify-restored-state", "--restart-trace", "off"]
+    launcher.train(Layout(tp=1, pp=1, dp=2), *TRAINING, *saving, "--train-iters", str(LAST), "--exit-interval", "3")
 
 
 def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None, *more: str) -> Job:
@@ -140,11 +137,11 @@ def nothing_is_stored(job: Job) -> None:
 
 @pytest.mark.slow
 def test_flags_of_the_first_start_do_not_hide_saves_that_are_in_memory_alone(
-    tmp_path: Path, dataset: list[str]
+    tmp_path: Path, zygote: Zygote, dataset: list[str]
 ) -> None:
     """Nothing in --save tells of them: the run would begin once more, as --load of another place says."""
     pretrained = tmp_path / "pretrained"
-    trained_before(tmp_path, dataset, pretrained)
+    trained_before(Launcher(zygote, dataset, tmp_path), pretrained)
     begins = ["--load", str(pretrained), "--finetune", "--persist-interval", "100"]
     job = run(tmp_path, dataset, nothing_is_stored, *begins)
     assert job.loaded() == (HELD_AT, {"local_memory"})
@@ -153,9 +150,12 @@ def test_flags_of_the_first_start_do_not_hide_saves_that_are_in_memory_alone(
 
 
 @pytest.mark.slow
-def test_without_saves_in_memory_the_flags_of_the_first_start_are_obeyed(tmp_path: Path, dataset: list[str]) -> None:
+@pytest.mark.nightly(minutes=1)
+def test_without_saves_in_memory_the_flags_of_the_first_start_are_obeyed(
+    tmp_path: Path, zygote: Zygote, dataset: list[str]
+) -> None:
     """--load-tag goes back from iteration 3 to 1 in --save; a restart before the first save goes back there, too."""
-    trained_before(tmp_path, dataset, tmp_path / "save")
+    trained_before(Launcher(zygote, dataset, tmp_path), tmp_path / "save")
     back = ["--load-tag", "global_step1", "--save-interval", "50", "--persist-interval", "1"]
     job = Job(tmp_path, dataset, *back)
     try:

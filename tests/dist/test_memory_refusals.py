@@ -30,8 +30,16 @@ def launch(directory: Path, dataset: list[str], *flags: str) -> subprocess.Compl
     [
         (["--replicas", "2"], "error: --replicas 2: more copies than hosts (1)"),
         (["--failure-domain", "racks"], "error: --failure-domain racks: does not name "),
-        (["--failure-domain", "none"], "error: --failure-domain none: cannot be read: No such file or directory"),
-        (["--failure-domain", "list"], "error: --failure-domain list: line 1 is not HOST DOMAIN"),
+        pytest.param(
+            ["--failure-domain", "none"],
+            "error: --failure-domain none: cannot be read: No such file or directory",
+            marks=pytest.mark.nightly(minutes=1),
+        ),
+        pytest.param(
+            ["--failure-domain", "list"],
+            "error: --failure-domain list: line 1 is not HOST DOMAIN",
+            marks=pytest.mark.nightly(minutes=1),
+        ),
     ],
 )
 def test_what_cannot_be_is_one_message_however_many_restarts_there_may_be(

@@ -164,6 +164,7 @@ def test_the_next_layout_reads_what_is_left_in_memory(undamaged: tuple[Job, dict
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_a_damaged_slot_is_named_and_storage_read(
     tmp_path: Path, dataset: list[str], undamaged: tuple[Job, dict[int, float]]
 ) -> None:
@@ -181,7 +182,9 @@ def test_a_damaged_slot_is_named_and_storage_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("header", [False, True], ids=["tensors", "header"])
+@pytest.mark.parametrize(
+    "header", [False, pytest.param(True, marks=pytest.mark.nightly(minutes=1))], ids=["tensors", "header"]
+)
 def test_of_a_damaged_slot_the_copy_is_read(
     tmp_path: Path, dataset: list[str], undamaged: tuple[Job, dict[int, float]], header: bool
 ) -> None:

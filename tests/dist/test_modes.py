@@ -54,6 +54,7 @@ def test_a_scaled_preset_is_killed_and_resumed_with_the_files_of_the_full_model(
     assert set(saved["files"]) - hashes == planned
 
 
+@pytest.mark.nightly(minutes=1)  # the suite has the cells of test_restart_sweep.py, which run the same program
 def test_a_replay_of_a_preset_leaves_its_report(tmp_path: Path) -> None:
     left = run(tmp_path, MODE="replay", ENGINE="lazy", RANKS="0-1", LIMIT_BYTES="2MiB", REPEAT="1", STEPS_BETWEEN="0")
     figures = json.loads((left / "replay.json").read_text())

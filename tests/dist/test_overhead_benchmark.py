@@ -13,6 +13,7 @@ import pytest
 from benchmarks.overhead.plan import FAMILIES
 from tests.dist.harness import ROOT, wait_for
 
+pytestmark = pytest.mark.nightly(minutes=2)
 COMMAND = [sys.executable, "-m", "benchmarks.overhead", "--bytes-per-rank", "2MiB", "--format", "json"]
 
 

@@ -116,7 +116,7 @@ def test_curve_is_that_of_one_process(trained: Trainer, style: str, layout: Layo
     assert_same_curve(trained(style, "adam", layout).curve, trained(style, "adam", SINGLE).curve)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [pytest.param("llama", marks=pytest.mark.nightly(minutes=1)), "classic"])
 def test_curve_under_sgd_is_that_of_one_process(trained: Trainer, style: str) -> None:
     """Adam hides gradients that are a constant factor off; plain SGD does not."""
     assert_same_curve(trained(style, "sgd", ALL_THREE).curve, trained(style, "sgd", SINGLE).curve)
@@ -134,7 +134,11 @@ def test_sequence_parallelism_changes_neither_curve_nor_files(trained: Trainer, 
         assert all(torch.equal(value, without[name]) for name, value in with_it.items())
 
 
-@pytest.mark.parametrize("more", [(), ("--sequence-parallel",)], ids=["off-then-on", "on-then-off"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), marks=pytest.mark.nightly(minutes=1)), ("--sequence-parallel",)],
+    ids=["off-then-on", "on-then-off"],
+)
 def test_resume_with_sequence_parallelism_switched(trained: Trainer, more: tuple[str, ...]) -> None:
     """The checkpoint after iteration 3 is resumed with the flag, or without it."""
     saved = trained("classic", "sgd", ALL_THREE, *more).initial.parent
@@ -174,7 +178,9 @@ def test_initial_weights_are_those_of_one_process(trained: Trainer, style: str, 
         assert torch.equal(joined([shard[name] for shard in shards], name, style), whole), name
 
 
-@pytest.mark.parametrize(("style", "fall"), [("llama", 1.8), ("classic", 0.9)])
+@pytest.mark.parametrize(
+    ("style", "fall"), [("llama", 1.8), pytest.param("classic", 0.9, marks=pytest.mark.nightly(minutes=1))]
+)
 def test_loss_falls(zygote: Zygote, dataset: list[str], tmp_path: Path, style: str, fall: float) -> None:
     """From a uniform guess over 500 tokens (ln 500 = 6.2), by that much within 60 iterations under bf16.
 

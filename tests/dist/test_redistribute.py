@@ -1,7 +1,7 @@
 """A checkpoint is loaded onto another layout: the same bits of every parameter, and the same training from there on.
 
-By default two walks, one with each style of the model, over all layouts with at most 8 ranks: each is loaded from and
-onto once, with one of them. Every layout from every other with both, which takes ten minutes:
+By default two walks, one with each style of the model. Between them every pair of TP, PP and DP takes all values of 1
+and 2, and each reaches 4. Every layout of at most 8 ranks from every other with both styles, which takes ten minutes:
 
     NIGHTLY=1 python -m pytest -m nightly tests/dist/test_redistribute.py
 """
@@ -9,7 +9,6 @@ onto once, with one of them. Every layout from every other with both, which take
 from __future__ import annotations
 
 import itertools
-import random
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,10 @@ from tests.dist.tiny_runs import Launcher
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ALL_THREE = Layout(2, 2, 2)
-WALK = random.Random(11).sample(LAYOUTS, len(LAYOUTS))
+WALKS = {
+    "llama": [ALL_THREE, Layout(4, 1, 1), Layout(1, 2, 2), Layout(2, 1, 2), Layout(1, 1, 4)],
+    "classic": [ALL_THREE, Layout(1, 4, 1), Layout(2, 2, 1), Layout(1, 1, 1)],
+}
 
 
 @pytest.fixture(scope="module", params=["llama", "classic"])
@@ -46,20 +48,24 @@ def walk_over(model: Model, walk: list[Layout]) -> None:
 
 
 def test_a_walk_over_layouts_keeps_every_bit(model: Model) -> None:
-    """Between them the two walks take all layouts; each has TP, PP and DP of 4, and all three at once."""
-    walks = {"llama": WALK[0::2], "classic": [ALL_THREE, *WALK[1::2]]}
-    walk = walks[model.style]
-    assert set(walks["llama"]) | set(walks["classic"]) == set(LAYOUTS) and ALL_THREE in walk
-    assert all(max(getattr(layout, axis) for layout in walk) == 4 for axis in ("tp", "pp", "dp"))
-    walk_over(model, walk)
+    walked = set(WALKS["llama"] + WALKS["classic"])
+    axes = ("tp", "pp", "dp")
+    assert all(max(getattr(layout, axis) for layout in walked) == 4 for axis in axes)
+    for one, other in itertools.combinations(axes, 2):
+        pairs = {(getattr(layout, one), getattr(layout, other)) for layout in walked}
+        assert pairs >= set(itertools.product((1, 2), repeat=2)), (one, other)
+    walk_over(model, WALKS[model.style])
 
 
 def test_a_walk_in_fp16(half_precision: Model) -> None:
-    walk_over(half_precision, [Layout(2, 2, 2), Layout(1, 4, 1), Layout(4, 1, 2), Layout(1, 1, 1)])
+    walk_over(half_precision, [Layout(2, 1, 2), Layout(1, 4, 1), Layout(1, 1, 1)])
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(Layout(1, 2, 2), Layout(4, 1, 1)), (Layout(2, 2, 1), Layout(1, 1, 4))], ids=shown
+    ("model", "old", "new"),
+    [("llama", Layout(1, 2, 2), Layout(4, 1, 1)), ("classic", Layout(2, 2, 1), Layout(1, 1, 4))],
+    indirect=["model"],
+    ids=lambda value: value if isinstance(value, str) else shown(value),
 )
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
@@ -128,6 +134,9 @@ def test_weights_are_those_that_deepspeed_gathers(model: Model) -> None:
     assert run.output.count("both ways give the same weights") == new.world_size
 
 
+@pytest.mark.parametrize(
+    "model", ["llama", pytest.param("classic", marks=pytest.mark.nightly(minutes=1))], indirect=True
+)
 def test_weights_alone(model: Model) -> None:
     """--no-load-optim: the masters are then the weights, and moments there are none before the next step."""
     old, new = Layout(2, 2, 1), Layout(1, 1, 2)

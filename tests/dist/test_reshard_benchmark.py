@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.reshard.plan import ENGINES, VARIANTS
 from tests.dist.harness import ROOT
 
 
+@pytest.mark.nightly(minutes=2)
 def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
     """It compares the bits that each variant restored by itself, and fails if they differ."""
     done = subprocess.run(

@@ -89,7 +89,7 @@ def more_commits(save: Path, than: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.nightly(minutes=1)), "deepspeed"])
 def test_ranks_end_with_their_launcher(tmp_path: Path, dataset: list[str], launcher: str) -> None:
     """SIGKILL of the launcher alone: nobody trains on, and the next launch finds all that was committed."""
     save = tmp_path / "save"

@@ -54,29 +54,41 @@ def stopped(out: Path, launcher: list[str], dataset: list[str], *stops: str) -> 
     return done.returncode, done.stdout + done.stderr[-3000:], json.loads((out / "stops.json").read_text())["stops"]
 
 
+def two_stops(out: Path, dataset: list[str], *stops: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results of two stops of megatron.launch, with which nothing is wrong."""
+    exit_code, told, results = stopped(out, FORK, dataset, *(f"launcher=restart-launch,engine=lazy,{s}" for s in stops))
+    assert exit_code == 0 and not any(result["wrong"] for result in results), told
+    one, other = results
+    return one, other
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stops_save_and_lose_nothing(tmp_path: Path, dataset: list[str]) -> None:
-    """The launcher alone is killed and the next launch begins at once; one is beside it; one takes over. .ci/nightly
-    draws many."""
-    stops = [
-        f"launcher=restart-launch,workers={workers},engine=lazy,signal={signum},target={target},moment={moment},next={when}"
-        for workers, signum, target, moment, when in (
-            (0, "SIGKILL", "launcher", "save", "at-once"),
-            (0, "SIGTERM", "all", "training", "beside"),
-            (0, "SIGTERM", "all", "training", "take-over"),
-            (4, "SIGUSR1", "all", "evaluation", "later"),
-        )
-    ]
-    exit_code, told, results = stopped(tmp_path / "soak", FORK, dataset, *stops)
-    assert exit_code == 0 and not any(result["wrong"] for result in results), told
-    killed, beside, superseding, asked = results
-    assert killed["saved"] is None and beside["refused"] >= 1, results
-    assert None not in (beside["saved"], superseding["saved"], asked["saved"]), results
+    """The launcher alone is killed and the next launch begins at once; then one takes over. .ci/nightly draws many."""
+    killed, superseding = two_stops(
+        tmp_path / "soak", dataset,
+        "workers=0,signal=SIGKILL,target=launcher,moment=save,next=at-once",
+        "workers=0,signal=SIGTERM,target=all,moment=training,next=take-over",
+    )  # fmt: skip
+    assert killed["saved"] is None and superseding["saved"] is not None
     assert superseding["log"].endswith(".beside"), "the launch that took over is the one that was stopped"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=2)
+def test_stops_with_a_launch_beside_and_in_an_evaluation(tmp_path: Path, dataset: list[str]) -> None:
+    """The suite has the like of them in test_save_directory.py and test_stop_signals.py."""
+    beside, asked = two_stops(
+        tmp_path / "soak", dataset,
+        "workers=0,signal=SIGTERM,target=all,moment=training,next=beside",
+        "workers=4,signal=SIGUSR1,target=all,moment=evaluation,next=later",
+    )  # fmt: skip
+    assert beside["refused"] >= 1 and None not in (beside["saved"], asked["saved"])
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_a_stop_that_breaks_a_promise_is_reported(tmp_path: Path, dataset: list[str]) -> None:
     """The launcher kills its ranks right after it has passed the signal on, before they have ended."""
     stop = "launcher=restart-launch,workers=4,engine=lazy,signal=SIGTERM,target=launcher,moment=evaluation,next=later"

@@ -46,7 +46,8 @@ def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
         (FORK, to_all, 0),
         (ALONE, to_all, 0),
         (TORCHRUN, to_the_launcher, None),
-        pytest.param(DEEPSPEED, to_all, None, marks=pytest.mark.slow),
+        # Of DeepSpeed's launcher the suite has test_ranks_end_with_their_launcher.
+        pytest.param(DEEPSPEED, to_all, None, marks=[pytest.mark.slow, pytest.mark.nightly(minutes=1)]),
     ],
     ids=["megatron.launch", "all of megatron.launch", "all", "torchrun", "all of deepspeed"],
 )
@@ -69,7 +70,11 @@ def test_data_workers_do_not_end_before_the_rank_has_saved(
     assert discover(save, None)[0][0].step == int(stopped[1])
 
 
-@pytest.mark.parametrize("options", [[], ["--max-restarts", "1", "--standby"]], ids=["", "standby"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], marks=pytest.mark.nightly(minutes=1)), ["--max-restarts", "1", "--standby"]],
+    ids=["", "standby"],
+)
 def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(
     tmp_path: Path, dataset: list[str], options: list[str]
 ) -> None:
@@ -126,7 +131,7 @@ def test_data_workers_do_not_outlive_their_rank(tmp_path: Path, dataset: list[st
         wait_for(lambda: started.processes() == [], "the end of all processes")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.nightly(minutes=1))])
 def test_an_evaluation_ends_early(tmp_path: Path, dataset: list[str], name: str) -> None:
     """Nobody waits for it: the launcher would kill the ranks before they save. A resume evaluates on what is next."""
     save, batches = tmp_path / "save", 20_000

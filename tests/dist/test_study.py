@@ -58,7 +58,7 @@ def run_approach(zygote: Zygote, directory: Path, data: dict[str, str], approach
     return Launcher(zygote, [], directory).run(LAYOUT, *words, *further)
 
 
-@pytest.mark.parametrize("approach", ["0", "1", "5"])
+@pytest.mark.parametrize("approach", ["0", "1", pytest.param("5", marks=pytest.mark.nightly(minutes=1))])
 def test_an_approach_trains_and_resumes(zygote: Zygote, data: dict[str, str], approach: str, tmp_path: Path) -> None:
     run = run_approach(zygote, tmp_path, data, approach, "--exit-interval", "3")
     assert run.ok, run.output[-6000:]
