@@ -127,11 +127,8 @@ def is_of(manifest: Manifest, mine: FirstStart) -> bool:
     """Whether the run that saved the checkpoint began with the flags `mine`, or was resumed with them last.
 
     Without --start-over they are those of every label: a launcher may still have the command of the first start.
-    An older program kept the place alone that a run was loaded from.
     """
     kept = kept_by(manifest)
-    if kept.loaded_from and not kept.flags:
-        return kept.loaded_from == mine.loaded_from
     if mine.flags and not mine.loaded_from and mine.flags == kept.resumed_with:
         return True
     flags = kept.flags
@@ -152,8 +149,7 @@ def began(options: CheckpointConfig) -> FirstStart:
         return mine
     kept = kept_by(newest)
     if is_of(newest, mine):
-        old = kept.loaded_from and not kept.flags
-        return mine._replace(resumed_with=kept.resumed_with) if old else kept
+        return kept
     return kept._replace(resumed_with=mine.flags or kept.resumed_with) if resumes(options) else mine
 
 

@@ -36,8 +36,6 @@ _ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_g(\d+)_\d+"
 _REMOVED = re.compile(
     rf"{re.escape(REMOVED_PREFIX)}(incomplete_.+|global_step\d+(?:{re.escape(REPLACED_SUFFIX)})?)_[0-9a-f]{{16}}"
 )
-# Before there were generations: cycle, time, number of the save.
-_OLD_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_\d{{3,}}_[0-9a-f]+_\d+")
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,8 @@ def attempt_generation(attempt: str) -> int | None:
 
 def generation_of(directory: str) -> int | None:
     """Generation whose attempt at a save the temporary `directory` is; None for any other name."""
-    if match := _ATTEMPT.fullmatch(directory):
-        return int(match.group(1))
-    return 0 if _OLD_ATTEMPT.fullmatch(directory) else None
+    match = _ATTEMPT.fullmatch(directory)
+    return int(match.group(1)) if match else None
 
 
 def removed_directory(directory: str, unique: int) -> str:

@@ -23,13 +23,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
 from megatron.checkpointing.store import naming as names
+from megatron.config.uris import Location
 from megatron.fileio.no_links import make_directory
 from restart_trace import clock
 from restart_trace.regular import open_regular, read_regular
@@ -110,10 +111,7 @@ class Ownership:
             _write(self.save_dir, self.owner)
             _write_run_id(self.save_dir, self.run_id)
         elif newest.generation > self.generation:
-            raise SaveDirectorySupersededError(
-                f"--save {self.save_dir}: {newest} has superseded this one, {self.owner}; this launch has stopped "
-                "saving and ends"
-            )
+            raise superseded(self.save_dir, newest, self.owner)
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[None]:
@@ -182,12 +180,24 @@ def check_not_in_use(save_dir: Path, launch_key: str, *, first_of_host: bool) ->
 
 
 def _refuse_beside(save_dir: Path, present: Owner) -> None:
-    """Raises SaveDirectoryInUseError, unless what was seen to live is another by now, or was half written."""
+    """Raises SaveDirectoryInUseError, unless another launch owns the directory by now, or the file was half written."""
     if newest_owner(save_dir) == present:
-        raise SaveDirectoryInUseError(
-            f"--save {save_dir}: {present} saves there and is alive; end it first, give another --save, or give "
-            "--take-over: it then stops saving and ends"
-        )
+        raise in_use(save_dir, present)
+
+
+def in_use(save: Location, owner: Owner) -> SaveDirectoryInUseError:
+    """The error of a launch that finds a living owner of its --save."""
+    return SaveDirectoryInUseError(
+        f"--save {save}: {owner} saves there and is alive; end it first, give another --save, or give --take-over: it "
+        "then stops saving and ends"
+    )
+
+
+def superseded(save: Location, newest: Owner | int, owner: Owner) -> SaveDirectorySupersededError:
+    """The error of `owner` when it finds that `newest`, a launch or its generation, owns --save."""
+    return SaveDirectorySupersededError(
+        f"--save {save}: {newest} has superseded this one, {owner}; this launch has stopped saving and ends"
+    )
 
 
 def newest_owner(save_dir: Path) -> Owner | None:
@@ -234,7 +244,12 @@ def _generations(save_dir: Path) -> list[int]:
         found = os.listdir(save_dir / names.GENERATIONS)
     except FileNotFoundError:
         return []
-    return [int(name) for name in found if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
+    return generations_among(found)
+
+
+def generations_among(entries: Iterable[str]) -> list[int]:
+    """The generations among the names of what .generations holds."""
+    return [int(name) for name in entries if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
 
 
 def _file(save_dir: Path, generation: int) -> Path:

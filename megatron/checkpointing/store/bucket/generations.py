@@ -17,16 +17,18 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.ownership import (
     MAX_OWNER_BYTES,
     RUN_ID_BYTES,
     Owner,
+    generations_among,
+    in_use,
     is_run_id,
     new_owner,
     owner_of,
     runs_here,
+    superseded,
 )
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
@@ -86,10 +88,7 @@ class ObjectOwnership:
             self._bucket.create(self._uri.key(_RUN_ID), self.run_id.encode())
         elif newest > self.generation:
             seen = _newest(self._bucket, self._uri)
-            raise SaveDirectorySupersededError(
-                f"--save {self._uri}: {seen.owner if seen else newest} has superseded this one, {self.owner}; this "
-                "launch has stopped saving and ends"
-            )
+            raise superseded(self._uri, seen.owner if seen else newest, self.owner)
 
     def release(self) -> None:
         """Tell later launches that this one has ended: they need not look whether it is alive."""
@@ -127,7 +126,7 @@ def claim(
         present = _newest(bucket, uri)
         own = restarted and present is not None and present.owner.launch_key == launch_key != ""
         if present is not None and not take_over and not own and _is_alive(bucket, uri, present):
-            _refuse_beside(uri, present.owner)
+            raise in_use(uri, present.owner)
         mine = new_owner(1 if present is None else present.owner.generation + 1, launch_key)
         key = _key(uri, mine.generation)
         version = bucket.create(key, _content_of(mine, 0, False))
@@ -145,14 +144,7 @@ def check_not_in_use(bucket: Bucket, uri: ObjectUri, launch_key: str) -> None:
     """For a rank of each other host: raises SaveDirectoryInUseError where rank 0's claim will be refused."""
     present = _newest(bucket, uri)
     if present is not None and present.owner.launch_key != launch_key and _is_alive(bucket, uri, present):
-        _refuse_beside(uri, present.owner)
-
-
-def _refuse_beside(uri: ObjectUri, owner: Owner) -> None:
-    raise SaveDirectoryInUseError(
-        f"--save {uri}: {owner} saves there and is alive; end it first, give another --save, or give --take-over: it "
-        "then stops saving and ends"
-    )
+        raise in_use(uri, present.owner)
 
 
 def _check_conditions(bucket: Bucket, uri: ObjectUri, key: str, mine: Owner) -> None:
@@ -205,8 +197,7 @@ def _is_alive(bucket: Bucket, uri: ObjectUri, seen: _Seen) -> bool:
 
 def _generations(bucket: Bucket, uri: ObjectUri, deadline_s: float | None = None) -> list[int]:
     prefix = uri.key(f"{names.GENERATIONS}/")
-    found = [info.key.removeprefix(prefix) for info in bucket.list(prefix, deadline_s)]
-    return [int(name) for name in found if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
+    return generations_among(info.key.removeprefix(prefix) for info in bucket.list(prefix, deadline_s))
 
 
 def _run_id(bucket: Bucket, uri: ObjectUri) -> str:

@@ -203,13 +203,6 @@ def test_without_load_the_launcher_must_say_so_too(tmp_path: Path, env: dict[str
     assert not goes_on(mine, env)
 
 
-def test_checkpoint_of_a_program_that_kept_the_place_alone(tmp_path: Path) -> None:
-    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
-    mine = options(save, pretrained, finetune=True)
-    saved_by(mine, first_start="")
-    assert goes_on(mine) and not goes_on(options(save, tmp_path / "other", finetune=True))
-
-
 def test_manifest_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     mine = options(tmp_path / "run", tmp_path / "pretrained")
     saved_by(mine, 5)
