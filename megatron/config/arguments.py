@@ -36,7 +36,7 @@ from megatron.config.deepspeed_config import (
 )
 from megatron.config.deepspeed_file import load_deepspeed_file
 from megatron.config.flags import FlagSpec, on_off, spec_of
-from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
+from megatron.config.unsupported_flags import NO_EFFECT, UNSUPPORTED
 from restart_trace.version import __version__
 
 EXIT_CODE = 2
@@ -107,18 +107,21 @@ def build_parser() -> argparse.ArgumentParser:
             group.add_argument("--bf16", action="store_true", help="train in bfloat16, with fp32 master weights")
             group.add_argument("--fp16", action="store_true", help="train in float16, with loss scaling")
     group = parser.add_argument_group("accepted", "flags of upstream's scripts that have no effect here")
-    for name, why in NO_EFFECT.items():
-        group.add_argument(name, action="append_const", const=(name,), dest="no_effect", help=why)
-    for name, inert in NO_EFFECT_VALUES.items():
+    for name, inert in NO_EFFECT.items():
         group.add_argument(
             name,
             action=_KeepNameAndValues,
             dest="no_effect",
-            nargs="+" if inert.many else 1,
+            nargs=inert.nargs,
             help=inert.why,
             metavar="{" + ",".join(inert.accepted) + "}" if inert.accepted else "VALUE",
         )
     return parser
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Each spelling of each flag of a parser -> its action."""
+    return dict(parser._option_string_actions)
 
 
 def _add(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: FlagSpec) -> None:
@@ -172,13 +175,12 @@ def _explain_unknown(parser: argparse.ArgumentParser, rest: list[str]) -> str:
     names = list(dict.fromkeys(word.split("=")[0] for word in rest if re.match(r"--?[A-Za-z]", word)))
     if not names:
         return f"unexpected argument {rest[0]}: every value needs a flag before it"
-    known = [name for action in parser._actions for name in action.option_strings]
     lines = []
     for name in names:
         if name in UNSUPPORTED:
             lines.append(f"{name} is not supported: {UNSUPPORTED[name]}")
             continue
-        near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+        near = difflib.get_close_matches(name.replace("_", "-"), actions_of(parser), n=1, cutoff=0.7)
         lines.append(f"unknown flag {name}: " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
     return "\n".join(lines)
 
@@ -225,12 +227,10 @@ def _config(given: dict[str, Any], notes: list[Note]) -> Config:
 
 def _note_of_no_effect(name: str, values: list[str]) -> Note:
     """Raises ConfigError for a value that would need to have an effect."""
-    if not values:
-        return Note(logging.INFO, f"{name}: no effect, {NO_EFFECT[name]}")
-    inert = NO_EFFECT_VALUES[name]
+    inert, given = NO_EFFECT[name], " ".join([name, *values])
     if inert.accepted is not None and not set(values) <= set(inert.accepted):
-        raise ConfigError(f"{name} {' '.join(values)} is not supported: {inert.otherwise}")
-    return Note(logging.INFO, f"{name} {' '.join(values)}: no effect, {inert.why}")
+        raise ConfigError(f"{given} is not supported: {inert.otherwise}")
+    return Note(logging.INFO, f"{given}: no effect, {inert.why}")
 
 
 def _params_dtype(given: dict[str, Any], in_file: str | None) -> str:

@@ -20,6 +20,7 @@ _NOT_OF_OBJECT_STORAGE = {
     "none": "it writes nothing, so a directory does as well",
     "memory": "its restarts in place have not been tried with a store behind them",
 }
+_OF_MEMORY = ("persist_interval", "replicas", "failure_domain", "peer_timeout", "replication_traffic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,21 +209,12 @@ class CheckpointConfig(FlagGroup):
     def _check_memory(self) -> None:
         """What --checkpoint-engine memory asks for, and what only that engine takes."""
         memory = self.checkpoint_engine == "memory"
-        if self.persist_interval is not None and not memory:
-            why = f"--checkpoint-engine {self.checkpoint_engine} writes every save to --save; drop the flag, or use "
-            self.refuse("persist_interval", why + "--checkpoint-engine memory")
-        for name in ("replicas", "failure_domain"):
-            if getattr(self, name) is not None and not memory:
-                why = f"--checkpoint-engine {self.checkpoint_engine} keeps no copies of saves in host memory; drop the "
-                self.refuse(name, why + "flag, or use --checkpoint-engine memory")
-        if self.peer_timeout != CheckpointConfig.peer_timeout and not memory:
-            self.refuse("peer_timeout", "does nothing without --checkpoint-engine memory; drop the flag")
-        interleave = self.replication_traffic != CheckpointConfig.replication_traffic
-        if interleave and not memory:
-            why = f"--checkpoint-engine {self.checkpoint_engine} keeps no copies of saves in host memory; drop the "
-            self.refuse("replication_traffic", why + "flag, or use --checkpoint-engine memory")
-        for name, given in (("failure_domain", self.failure_domain is not None), ("replication_traffic", interleave)):
-            if given and self.replicas == 1:
+        given = [name for name in _OF_MEMORY if getattr(self, name) != getattr(CheckpointConfig, name)]
+        if given and not memory:
+            why = f"--checkpoint-engine {self.checkpoint_engine} keeps no saves in host memory; drop the flag, or use "
+            self.refuse(given[0], why + "--checkpoint-engine memory")
+        for name in ("failure_domain", "replication_traffic"):
+            if name in given and self.replicas == 1:
                 self.refuse(name, "--replicas 1 keeps no copy on another host; drop one of the flags")
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
@@ -237,11 +229,10 @@ class CheckpointConfig(FlagGroup):
             text = getattr(self, name)
             if text is not None and isinstance(uri := location_of("--" + name, text), ObjectUri):
                 object.__setattr__(self, name, str(uri))  # one spelling: a run resumes where both flags are the same
-        if self.storage_cache is not None and not self.in_object_storage:
-            self.refuse("storage_cache", "does nothing without a --save or --load of s3://BUCKET/PREFIX; drop the flag")
-        if self.storage_deadline != CheckpointConfig.storage_deadline and not self.in_object_storage:
-            self.refuse("storage_deadline", "does nothing without a --save or --load of s3://BUCKET/PREFIX; drop it")
         if not self.in_object_storage:
+            for name in ("storage_cache", "storage_deadline"):
+                if getattr(self, name) != getattr(CheckpointConfig, name):
+                    self.refuse(name, "does nothing without a --save or --load of s3://BUCKET/PREFIX; drop the flag")
             return
         engine = self.checkpoint_engine
         if engine not in ENGINES_OF_OBJECT_STORAGE:

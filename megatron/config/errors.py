@@ -14,8 +14,12 @@ class ConfigError(ValueError):
 
 def refuse(flag: str, value: object, why: str) -> NoReturn:
     """Raise ConfigError "<flag> <value>: <why>"."""
-    shown = " ".join(str(item) for item in value) if isinstance(value, (tuple, list)) else value
-    raise ConfigError(f"{flag} {shown}: {why}")
+    raise ConfigError(f"{flag} {shown(value)}: {why}")
+
+
+def shown(value: object) -> str:
+    """A flag's value as on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def require_at_least(flag: str, value: float | None, least: float) -> None:

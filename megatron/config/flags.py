@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.config.errors import ConfigError, refuse
+from megatron.config.errors import ConfigError, refuse, shown
 
 _KEY = "flag"
 REQUIRED: Any = dataclasses.MISSING
@@ -115,16 +115,22 @@ class FlagGroup:
         """Raise ConfigError for a value that its declaration excludes. A value of None is none."""
         for field in dataclasses.fields(self):
             spec, value = spec_of(field), getattr(self, field.name)
-            if spec is None or value is None:
+            if spec is None or value is None or value == ():
                 continue
             if spec.choices and value not in spec.choices:
                 refuse(spec.names[0], value, f"choose one of {', '.join(spec.choices)}")
             if spec.needs and value is not False and getattr(self, spec.needs) in (None, False):
-                needed = flag_name(spec.needs) + (" DIR" if getattr(self, spec.needs) is None else "")
-                given = spec.names[0] + ("" if value is True else f" {value}:")
-                raise ConfigError(f"{given} does nothing without {needed}: add it or drop the flag")
+                given = spec.names[0] + ("" if value is True else f" {shown(value)}:")
+                raise ConfigError(f"{given} does nothing without {self._example(spec.needs)}: add it or drop the flag")
             if isinstance(value, int | float):
                 spec.bounds.check(spec.names[0], value)
+
+    def _example(self: Any, name: str) -> str:
+        """A flag that was not given, with a value if it takes one: "--save DIR"."""
+        spec = next(spec_of(field) for field in dataclasses.fields(self) if field.name == name)
+        if spec is None or spec.parse is None:
+            return flag_name(name)
+        return f"{flag_name(name)} {spec.choices[0] if spec.choices else 'DIR'}"
 
     def refuse(self: Any, name: str, why: str) -> NoReturn:
         """Raise ConfigError "<flag> <value>: <why>" about the field `name`."""

@@ -7,7 +7,6 @@ import math
 import re
 
 from megatron.config.batch_ramp import BatchSizes, batch_sizes
-from megatron.config.errors import refuse
 from megatron.config.flags import REQUIRED, FlagGroup, flag, on_off
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
@@ -63,6 +62,7 @@ class TrainingConfig(FlagGroup):
         (),
         "the signals of --exit-signal-handler, of SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 (default: SIGTERM); "
         "restart-launch passes them on; ranks of torchrun and deepspeed save when one has ended their launcher",
+        needs="exit_signal_handler",
     )
     allow_injected_faults: bool = flag(
         False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"
@@ -116,13 +116,14 @@ class TrainingConfig(FlagGroup):
         None,
         "FIRST,LAST of the steps that --profile records, counted from 1 at the start of each launch (default: 2,3)",
         names=("--profile_steps", "--profile-steps"),
+        needs="profile",
     )
-    profile_ranks: tuple[int, ...] = flag((), "ranks that --profile records (default: all)")
+    profile_ranks: tuple[int, ...] = flag((), "ranks that --profile records (default: all)", needs="profile")
     data_parallel_size: int = 1  # copied here by Config, for num_micro_batches
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
-        object.__setattr__(self, "exit_signal", tuple(self.exit_signal))
+        for name in ("rampup_batch_size", "exit_signal", "profile_ranks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self.check_values()
         self._check_exit_signals()
         self._check_profile()
@@ -148,17 +149,8 @@ class TrainingConfig(FlagGroup):
         unknown = [name for name in self.exit_signal if name not in EXIT_SIGNALS]
         if unknown:
             self.refuse("exit_signal", f"{unknown[0]} is none of {', '.join(EXIT_SIGNALS)}")
-        if self.exit_signal and not self.exit_signal_handler:
-            self.refuse("exit_signal", "does nothing without --exit-signal-handler: add it or drop the flag")
 
     def _check_profile(self) -> None:
-        object.__setattr__(self, "profile_ranks", tuple(self.profile_ranks))
-        if self.profile is None:
-            alone = "does nothing without --profile pt: add it or drop the flag"
-            if self.profile_steps is not None:
-                self.refuse("profile_steps", alone)
-            if self.profile_ranks:
-                refuse("--profile-ranks", " ".join(map(str, self.profile_ranks)), alone)
         if not re.fullmatch(r"\d+,\d+", self.profile_steps or "2,3") or not 1 <= self.profiled[0] <= self.profiled[1]:
             self.refuse("profile_steps", "give the first and the last step, counted from 1, as 2,3")
 

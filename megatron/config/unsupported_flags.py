@@ -91,7 +91,7 @@ UNSUPPORTED = _by_flag("""
 """)
 """Flag -> what to use instead."""
 
-NO_EFFECT = _by_flag("""
+_SWITCHES = _by_flag("""
 --deepspeed: training always runs through DeepSpeed
 --no-query-key-layer-scaling: attention is computed without that scaling, which cancels out: \
 scaled_dot_product_attention accumulates in fp32 and needs no help with fp16's range
@@ -110,58 +110,57 @@ flags that differ
 --create-moe-param-group --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling
     --enable-expert-tensor-parallelism --use-tutel: the model is dense: --num-experts is 1
 """)
-"""Flag -> why it changes nothing: it switches off what is not there, or asks for what is always done."""
+# Each switches off what is not there, or asks for what is always done.
 
 
-class InertValue(NamedTuple):
-    """A flag that takes values and changes nothing here. `accepted`: its only possible values; None: all."""
+class NoEffect(NamedTuple):
+    """A flag that changes nothing here, and why. `accepted`: its only possible values; None: all."""
 
     why: str
     accepted: tuple[str, ...] | None = None
     otherwise: str = ""  # what to do instead of another value
-    many: bool = False
+    nargs: int | str = 1  # of argparse: how many values it takes
 
 
 _MOE = UNSUPPORTED["--num-experts-switch"]
 _DENSE = "the model is dense: --num-experts is 1"
 
-NO_EFFECT_VALUES: dict[str, InertValue] = {
-    "--num-experts": InertValue("the model is dense", ("1",), _MOE, many=True),
-    "--mlp-type": InertValue(_DENSE, ("standard",), _MOE),
+NO_EFFECT: dict[str, NoEffect] = {
+    **{name: NoEffect(why, nargs=0) for name, why in _SWITCHES.items()},
+    "--num-experts": NoEffect("the model is dense", ("1",), _MOE, nargs="+"),
+    "--mlp-type": NoEffect(_DENSE, ("standard",), _MOE),
     **dict.fromkeys(
         ("--moe-expert-parallel-size", "--expert-interval", "--topk", "--moe-train-capacity-factor")
         + ("--moe-eval-capacity-factor", "--moe-min-capacity", "--moe-loss-coeff"),
-        InertValue(_DENSE),
+        NoEffect(_DENSE),
     ),
-    "--ds-sequence-parallel-size": InertValue(
+    "--ds-sequence-parallel-size": NoEffect(
         "a sequence is split over the TP ranks alone, by --sequence-parallel",
         ("1",),
         UNSUPPORTED["--force-ds-sequence-parallel"],
     ),
-    "--dataloader-type": InertValue(
-        "samples are read once, in order", ("single",), UNSUPPORTED["--repeated-dataloader"]
-    ),
-    "--DDP-impl": InertValue(
+    "--dataloader-type": NoEffect("samples are read once, in order", ("single",), UNSUPPORTED["--repeated-dataloader"]),
+    "--DDP-impl": NoEffect(
         "gradients are reduced by DeepSpeed", ("local", "torch"), UNSUPPORTED["--use-distributed-optimizer"]
     ),
-    "--transformer-impl": InertValue("this program has its own layers", ("local",), UNSUPPORTED["--fp8-hybrid"]),
-    "--timing-log-level": InertValue(
+    "--transformer-impl": NoEffect("this program has its own layers", ("local",), UNSUPPORTED["--fp8-hybrid"]),
+    "--timing-log-level": NoEffect(
         "the restart trace records the time of every iteration, save and load; see --restart-trace-dir",
         ("0", "1", "2"),
         "use 0, 1 or 2",
     ),
-    "--timing-log-option": InertValue(
+    "--timing-log-option": NoEffect(
         "the restart trace records the times of all ranks; see --restart-trace-dir",
         ("max", "minmax", "all"),
         "use max, minmax or all",
     ),
-    "--train-desc-path": InertValue("index files describe themselves; see --train-doc-idx-path"),
-    "--train-idx-path": InertValue(
+    "--train-desc-path": NoEffect("index files describe themselves; see --train-doc-idx-path"),
+    "--train-idx-path": NoEffect(
         "it is for BERT's data; GPT's index files are given by --train-doc-idx-path and the two flags beside it"
     ),
     **dict.fromkeys(
         ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
-        InertValue("no Weights & Biases run is started; --tensorboard-dir writes the same figures"),
+        NoEffect("no Weights & Biases run is started; --tensorboard-dir writes the same figures"),
     ),
 }
-"""Flag with a value -> why it changes nothing, and which values are refused because they would have to."""
+"""Flag -> why it changes nothing, and which of its values are refused because they would have to."""

@@ -22,7 +22,6 @@ legal.
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import zlib
 from array import array
@@ -288,20 +287,6 @@ class MMapIndexedDatasetBuilder:
                     "choose the data type with best_fitting_dtype(vocab_size)"
                 )
         return given.astype(self.dtype)
-
-    def merge_file_(self, path_prefix: str | os.PathLike[str]) -> None:
-        """Append all of another dataset. Raises IndexedDatasetError when its data type differs."""
-        other = MMapIndexedDataset(path_prefix)
-        if other.dtype != self.dtype:
-            raise IndexedDatasetError(
-                f"{index_file_path(path_prefix)}: tokens are {other.dtype}, those before are {self.dtype}: "
-                "make both with the same tokenizer"
-            )
-        offset = len(self._sizes)
-        self._sizes.frombytes(other.sizes.tobytes())
-        self._doc_idx.frombytes((other.doc_idx[1:] + offset).tobytes())
-        with open(data_file_path(path_prefix), "rb") as file:
-            shutil.copyfileobj(file, self._file, 1 << 20)
 
     @property
     def num_documents(self) -> int:

@@ -15,7 +15,7 @@ class GPT2BPETokenizer:
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer, models, pre_tokenizers
 
         self.vocab_size, self.eod = read_vocab(vocab_file)
         try:
@@ -26,7 +26,6 @@ class GPT2BPETokenizer:
             ) from error
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        self._tokenizer.decoder = decoders.ByteLevel()
         missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if model.token_to_id(symbol) is None]
         if missing:
             # The library would silently leave such bytes out of a text.
@@ -38,9 +37,6 @@ class GPT2BPETokenizer:
     def tokenize(self, text: str) -> list[int]:
         require_unicode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def read_vocab(vocab_file: str) -> tuple[int, int]:

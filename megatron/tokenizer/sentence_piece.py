@@ -26,9 +26,6 @@ class GPTSentencePieceTokenizer:
         require_unicode(text)
         return self._processor.encode_as_ids(text)
 
-    def detokenize(self, ids: list[int]) -> str:
-        return self._processor.decode_ids(ids)
-
 
 class SentencePieceTokenizer:
     """The model and upstream's special tokens, which are added after its vocabulary if it lacks them.
@@ -52,7 +49,6 @@ class SentencePieceTokenizer:
         ):
             self._add_special(self._processor.id_to_piece(piece_id) if piece_id >= 0 else fallback)
         self.eod = self._special["<EOD>"]
-        self._text_of = {token_id: token for token, token_id in self._special.items()}
         # The group keeps the special tokens among the parts of a split.
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
 
@@ -74,17 +70,6 @@ class SentencePieceTokenizer:
             else:
                 ids.extend(self._processor.encode_as_ids(part))
         return ids
-
-    def detokenize(self, ids: list[int]) -> str:
-        """The text; special tokens are written out, each with a space on both sides, as upstream does."""
-        text, plain = "", []
-        for token in ids:
-            if token in self._text_of:
-                text += f"{self._processor.decode_ids(plain)} {self._text_of[token]} "
-                plain = []
-            else:
-                plain.append(token)
-        return text + self._processor.decode_ids(plain)
 
 
 def _load(model_file: str):

@@ -10,7 +10,7 @@ from megatron.tokenizer.errors import TokenizerError
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Text to token ids.
 
     name: the --tokenizer-type. vocab_size: ids are in [0, vocab_size). eod: id of the end-of-document token.
     """
@@ -26,10 +26,6 @@ class Tokenizer(Protocol):
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens around them. Raises TokenizerError."""
-        ...
-
-    def detokenize(self, ids: list[int]) -> str:
-        """The text of ``ids``."""
         ...
 
 
@@ -108,9 +104,6 @@ class NullTokenizer:
             if not 0 <= token < self.vocab_size:
                 raise TokenizerError(f"id {token}: not in [0, {self.vocab_size}): raise --vocab-size")
         return ids
-
-    def detokenize(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
 
 
 def _gpt2_files(vocab_file: str | None, merge_file: str | None) -> tuple[str, str]:

@@ -112,9 +112,10 @@ def corpus(dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> list
     """
     named = dict(zip(dataset[::2], dataset[1::2], strict=True))
     prefix = tmp_path_factory.mktemp("corpus") / "corpus"
-    builder = MMapIndexedDatasetBuilder(f"{prefix}.bin", MMapIndexedDataset(named["--data-path"])[0].dtype)
-    for _ in range(4):
-        builder.merge_file_(named["--data-path"])
+    documents = MMapIndexedDataset(named["--data-path"])
+    builder = MMapIndexedDatasetBuilder(f"{prefix}.bin", documents.dtype)
+    for document in 4 * [*map(documents.get, range(len(documents)))]:
+        builder.add_doc(document, [len(document)])
     builder.finalize(f"{prefix}.idx")
     named["--data-path"] = str(prefix)
     return [word for flag in ("--data-path", "--tokenizer-type", "--tokenizer-model") for word in (flag, named[flag])]

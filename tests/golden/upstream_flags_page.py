@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.config.arguments import build_parser
-from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
+from megatron.config.arguments import actions_of, build_parser
+from megatron.config.unsupported_flags import NO_EFFECT, UNSUPPORTED
 from restart_trace.command_line import CommandParser
 
 _HEAD = """\
@@ -45,16 +45,14 @@ exit status: 0 printed, 2 wrong arguments
 
 def page(upstream: Iterable[str]) -> str:
     """The page about the flags called `upstream`. Raises KeyError for one that has no answer."""
-    help_of = {name: action.help or "" for action in build_parser()._actions for name in action.option_strings}
+    help_of = {name: action.help or "" for name, action in actions_of(build_parser()).items()}
     names = sorted(set(upstream), key=str.lower)
     effect, none, refused = [], [], []
     for name in names:
         if name in UNSUPPORTED:
             refused.append(f"| `{name}` | {_cell(UNSUPPORTED[name])} |")
         elif name in NO_EFFECT:
-            none.append(f"| `{name}` | {_cell(NO_EFFECT[name])} |")
-        elif name in NO_EFFECT_VALUES:
-            inert = NO_EFFECT_VALUES[name]
+            inert = NO_EFFECT[name]
             only = f"; accepted: {', '.join(inert.accepted)}" if inert.accepted else ""
             none.append(f"| `{name}` | {_cell(inert.why + only)} |")
         else:

@@ -132,28 +132,6 @@ def test_a_pickled_dataset_maps_the_files_again(tmp_path: Path) -> None:
     assert pickle.loads(pickled)[0].tolist() == [1] * 1000
 
 
-def test_merged_files_equal_one_file(tmp_path: Path) -> None:
-    first, second = [[[1, 2]], [[3], [4, 5]]], [[[6]], [], [[7, 8]]]
-    write(tmp_path / "all", first + second)
-    write(tmp_path / "a", first)
-    write(tmp_path / "b", second)
-    builder = MMapIndexedDatasetBuilder(tmp_path / "merged.bin", np.uint16)
-    builder.merge_file_(tmp_path / "a")
-    builder.merge_file_(tmp_path / "b")
-    builder.finalize(tmp_path / "merged.idx")
-    for suffix in (".bin", ".idx"):
-        merged, expected = (tmp_path / f"{name}{suffix}" for name in ("merged", "all"))
-        assert merged.read_bytes() == expected.read_bytes()
-
-
-def test_merging_another_data_type_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[[1]]], np.int32)
-    builder = MMapIndexedDatasetBuilder(tmp_path / "merged.bin", np.uint16)
-    with pytest.raises(IndexedDatasetError, match=r"a\.idx: tokens are int32, those before are uint16"):
-        builder.merge_file_(tmp_path / "a")
-    builder.close()
-
-
 @pytest.mark.parametrize("token", [65536, -1])
 def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
     builder = MMapIndexedDatasetBuilder(tmp_path / "d.bin", np.uint16)

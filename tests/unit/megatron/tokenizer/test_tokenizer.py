@@ -88,16 +88,13 @@ def test_bpe_equals_the_reference(bpe: Tokenizer, bpe_files: dict[str, Any]) -> 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("aetns 'sd\n\t_-.,01äßπ中🙂"), max_size=40))
 def test_bpe_equals_the_reference_on_any_text(bpe: Tokenizer, bpe_files: dict[str, Any], text: str) -> None:
-    ids = bpe.tokenize(text)
-    assert ids == ReferenceBPE(**bpe_files).encode(text)
-    assert bpe.detokenize(ids) == text
+    assert bpe.tokenize(text) == ReferenceBPE(**bpe_files).encode(text)
 
 
 def test_bpe_size_and_end_of_document(bpe: Tokenizer, bpe_files: dict[str, Any]) -> None:
     vocab = json.loads(Path(bpe_files["vocab_file"]).read_text(encoding="utf-8"))
     assert (bpe.name, bpe.vocab_size, bpe.eod) == ("GPT2BPETokenizer", 400, vocab["<|endoftext|>"])
     assert tokenizer_info("GPT2BPETokenizer", **bpe_files) == (bpe.vocab_size, bpe.eod)
-    assert bpe.detokenize([bpe.eod]) == "<|endoftext|>"
     # As upstream's: in a text it is plain text, so no document can end another one.
     assert bpe.eod not in bpe.tokenize("<|endoftext|>")
 
@@ -155,7 +152,6 @@ def test_sentencepiece_equals_the_library() -> None:
     assert tokenizer_info("GPTSentencePieceTokenizer", tokenizer_model=MODEL) == (500, 2)
     text = "regokimu si supugu megolepo banakole."
     assert tokenizer.tokenize(text) == library.encode(text)
-    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert tokenizer.tokenize("") == []
 
 
@@ -168,7 +164,6 @@ def test_sentencepiece_with_special_tokens() -> None:
     assert tokenizer.tokenize("gumu si") == first
     text = "<CLS>gumu si<SEP><EOD>regoki<MASK><PAD><s></s>"
     assert tokenizer.tokenize(text) == [500, *first, 501, 502, *second, 503, 504, 1, 2]
-    assert tokenizer.detokenize([*first, 502, *second]) == "gumu si <EOD> regoki"
 
 
 def test_a_model_without_end_of_sequence_is_refused(tmp_path: Path) -> None:
@@ -234,7 +229,6 @@ def test_null_tokenizer() -> None:
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 101, 100)
     assert tokenizer_info("NullTokenizer", vocab_size=100) == (101, 100)
     assert tokenizer.tokenize("0 5  100\n7") == [0, 5, 100, 7]
-    assert tokenizer.detokenize([0, 5, 100]) == "0 5 100"
 
 
 @pytest.mark.parametrize("text", ["a", "1.5", "101", "-1"])

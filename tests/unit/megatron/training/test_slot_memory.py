@@ -37,7 +37,7 @@ def test_a_restart_in_place_asks_for_no_more() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"persist_interval": 5}, "--persist-interval 5: --checkpoint-engine torch writes every save to --save"),
+        ({"persist_interval": 5}, "--persist-interval 5: --checkpoint-engine torch keeps no saves in host"),
         (
             {"checkpoint_engine": "memory", "checksum": "none"},
             "--checksum none: --checkpoint-engine memory loads nothing",

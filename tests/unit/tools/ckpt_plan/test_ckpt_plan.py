@@ -493,7 +493,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ),
         (
             "--model tiny --engine lazy -- --save x --replicas 2",
-            "--replicas 2: --checkpoint-engine lazy keeps no copies",
+            "--replicas 2: --checkpoint-engine lazy keeps no saves",
         ),
         ("--model 7b --run --blocked-target 0", "--blocked-target 0: must be more than 0"),
     ],
