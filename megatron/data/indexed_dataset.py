@@ -22,7 +22,6 @@ legal.
 from __future__ import annotations
 
 import os
-import struct
 import zlib
 from array import array
 from pathlib import Path
@@ -30,6 +29,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.data.index_header import HEADER, MAGIC, REMAKE, VERSION, IndexedDatasetError, parse_header
 
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -41,18 +42,10 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype(np.float32),
     8: np.dtype(np.uint16),
 }
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_VERSION = 1
 # Up to this many sequences are checked and fingerprinted in full on opening (3 ms); of more, evenly spaced
 # blocks.
 _FULL_CHECK = 1 << 20
 _CHECK_BLOCKS = 1024
-_REMAKE = "make the dataset again with tools/preprocess_data.py, or copy both files again"
-
-
-class IndexedDatasetError(ValueError):
-    """A .bin/.idx pair is missing, truncated, corrupt, or of another format."""
 
 
 def index_file_path(path_prefix: str | os.PathLike[str]) -> str:
@@ -108,7 +101,7 @@ class MMapIndexedDataset:
         ends_fit = len(self.doc_idx) and self.doc_idx[0] == 0 and self.doc_idx[-1] == num_sequences
         if not ends_fit:
             raise IndexedDatasetError(
-                f"{path}: corrupt document index (it must run from 0 to {num_sequences}): {_REMAKE}"
+                f"{path}: corrupt document index (it must run from 0 to {num_sequences}): {REMAKE}"
             )
         for start, stop in _check_ranges(num_sequences):
             # One past the range, so that every size is compared with the distance of two offsets.
@@ -120,7 +113,7 @@ class MMapIndexedDataset:
             if first_wrong or len(bad) or sizes[-1] < 0:
                 where = start + (int(bad[0]) if len(bad) else 0)
                 raise IndexedDatasetError(
-                    f"{path}: corrupt: sizes and offsets disagree near sequence {where}: {_REMAKE}"
+                    f"{path}: corrupt: sizes and offsets disagree near sequence {where}: {REMAKE}"
                 )
 
     def _map_tokens(self) -> npt.NDArray[Any]:
@@ -131,11 +124,11 @@ class MMapIndexedDataset:
         if num_bytes < needed:
             raise IndexedDatasetError(
                 f"{path}: truncated: {num_bytes} bytes, but its index needs {needed} "
-                f"({self.num_tokens} tokens of {itemsize} bytes): {_REMAKE}"
+                f"({self.num_tokens} tokens of {itemsize} bytes): {REMAKE}"
             )
         if num_bytes % itemsize:
             raise IndexedDatasetError(
-                f"{path}: {num_bytes} bytes is no multiple of the token size {itemsize}: {_REMAKE}"
+                f"{path}: {num_bytes} bytes is no multiple of the token size {itemsize}: {REMAKE}"
             )
         self.num_trailing_tokens = num_bytes // itemsize - self.num_tokens
         if num_bytes == 0:
@@ -206,31 +199,14 @@ def _check_ranges(num_sequences: int) -> list[tuple[int, int]]:
 
 def _map_index(path: str) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Data type, sizes, pointers and document index of a checked .idx file, the arrays mapped from it."""
-    num_bytes = os.path.getsize(path)
     with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    if header[: len(_MAGIC)] != _MAGIC:
-        raise IndexedDatasetError(f"{path}: not an index of the mmap format (it starts with {header[:9]!r}): {_REMAKE}")
-    if len(header) < _HEADER.size:
-        raise IndexedDatasetError(f"{path}: truncated: {num_bytes} bytes end inside the header: {_REMAKE}")
-    _, version, code, num_sequences, num_doc_idx = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise IndexedDatasetError(f"{path}: format version {version}, supported is {_VERSION}: {_REMAKE}")
-    if code not in DTYPES:
-        raise IndexedDatasetError(f"{path}: data type code {code}, supported are 1 to {len(DTYPES)}: {_REMAKE}")
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_doc_idx
-    if num_bytes != expected:
-        what = "truncated" if num_bytes < expected else "too long"
-        raise IndexedDatasetError(
-            f"{path}: {what}: {num_bytes} bytes, but {num_sequences} sequences and {num_doc_idx} document "
-            f"index entries take {expected}: {_REMAKE}"
-        )
+        code, num_sequences, _ = parse_header(path, file.read(HEADER.size), os.path.getsize(path))
     content = np.memmap(path, mode="r").view(np.ndarray)
-    pointers_at = _HEADER.size + 4 * num_sequences
+    pointers_at = HEADER.size + 4 * num_sequences
     doc_idx_at = pointers_at + 8 * num_sequences
     return (
         DTYPES[code],
-        content[_HEADER.size : pointers_at].view("<i4"),
+        content[HEADER.size : pointers_at].view("<i4"),
         content[pointers_at:doc_idx_at].view("<i8"),
         content[doc_idx_at:].view("<i8"),
     )
@@ -309,7 +285,7 @@ class MMapIndexedDatasetBuilder:
         pointers *= self.dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         with open(idx_path, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(sizes), len(self._doc_idx)))
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._doc_idx)))
             for part in (sizes, pointers, np.array(self._doc_idx, dtype=np.int64)):
                 file.write(part.tobytes())
             file.flush()

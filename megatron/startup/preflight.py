@@ -22,6 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.checkpointing.store.search import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 from megatron.config.uris import is_uri
+from megatron.data.index_header import (
+    FLOATING_POINT,
+    HEADER,
+    REMAKE,
+    TOKEN_BYTES,
+    IndexedDatasetError,
+    IndexHeader,
+    parse_header,
+)
 from megatron.parallel.topology import Layout
 from megatron.peers.placement import PlacementError, number_of_copies, read_domains
 from restart_trace.cycles import is_restart_in_place
@@ -32,12 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The .idx file of upstream's mmap format: magic, version, dtype code, number of sequences, number of document
-# boundaries; then int32 lengths (in tokens), int64 offsets (in bytes) and int64 document boundaries.
-_IDX_HEADER = struct.Struct("<9sQBQQ")
-_IDX_MAGIC = b"MMIDIDX\x00\x00"
-_LEGACY_MAGIC = b"TNTIDX\x00\x00"
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # dtype code -> bytes; 6 and 7 are floating point
 _FULL_CHECK_SEQUENCES = 1 << 16
 _PROBE_BYTES = 4096
 
@@ -314,9 +317,9 @@ def check_dataset(flag: str, prefix: str) -> None:
     idx_bytes, bin_bytes = (_file_size(flag, path, _dataset_hint(prefix)) for path in (idx, data))
     try:
         with open(idx, "rb") as stream:
-            shape = _check_header(flag, idx, stream.read(_IDX_HEADER.size), idx_bytes)
+            header = _check_header(flag, idx, stream.read(HEADER.size), idx_bytes)
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                needed = _check_index(flag, idx, content, *shape)
+                needed = _check_index(flag, idx, content, header)
     except OSError as error:
         raise ConfigError(f"{flag} {prefix}: cannot read {idx}: {error.strerror}") from error
     if bin_bytes < needed:
@@ -326,38 +329,29 @@ def check_dataset(flag: str, prefix: str) -> None:
         )
 
 
-def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, int, int]:
-    """(sequences, document boundaries, bytes per token) of an index header."""
-    again = "preprocess the data again with tools/preprocess_data.py"
-    if header[:8] == _LEGACY_MAGIC:
-        raise ConfigError(f"{flag}: {idx} has the old lazy/cached format, and only mmap is supported; {again}")
-    if header[: len(_IDX_MAGIC)] != _IDX_MAGIC[: len(header)] or not header:
-        raise ConfigError(f"{flag}: {idx} is not a dataset index (its first bytes are wrong); {again}")
-    if len(header) < _IDX_HEADER.size:
-        raise ConfigError(f"{flag}: {idx} is truncated: {size} bytes, less than its header; {again}")
-    _, version, code, sequences, documents = _IDX_HEADER.unpack(header)
-    if version != 1:
-        raise ConfigError(f"{flag}: {idx} has format version {version}, and only version 1 is supported; {again}")
-    if code not in _TOKEN_BYTES:
-        raise ConfigError(f"{flag}: {idx} has dtype code {code}, which is no integer type; {again}")
-    expected = _IDX_HEADER.size + 12 * sequences + 8 * documents
-    if size != expected:
-        state = "truncated" if size < expected else "damaged"
-        raise ConfigError(f"{flag}: {idx} is {state}: {size} bytes, and its header says {expected}; {again}")
-    if sequences == 0 or documents < 2:
-        raise ConfigError(f"{flag}: {idx} holds no documents; {again}")
-    return sequences, documents, _TOKEN_BYTES[code]
+def _check_header(flag: str, idx: str, content: bytes, size: int) -> IndexHeader:
+    """The header of an index of token ids, in which there is a document."""
+    try:
+        header = parse_header(idx, content, size)
+    except IndexedDatasetError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if header.code in FLOATING_POINT:
+        raise ConfigError(f"{flag}: {idx} has data type code {header.code}, which is no integer type: {REMAKE}")
+    if header.sequences == 0 or header.documents < 2:
+        raise ConfigError(f"{flag}: {idx} holds no documents: {REMAKE}")
+    return header
 
 
-def _check_index(flag: str, idx: str, content: mmap.mmap, sequences: int, documents: int, token_bytes: int) -> int:
+def _check_index(flag: str, idx: str, content: mmap.mmap, header: IndexHeader) -> int:
     """The bytes that the .bin file must have; checks that lengths, offsets and documents fit together.
 
     Every entry of a small index is checked, the first and last ones of a large one.
     """
-    offsets_at = _IDX_HEADER.size + 4 * sequences
+    sequences, documents, token_bytes = header.sequences, header.documents, TOKEN_BYTES[header.code]
+    offsets_at = HEADER.size + 4 * sequences
     documents_at = offsets_at + 8 * sequences
     checked = min(sequences, _FULL_CHECK_SEQUENCES)
-    lengths = struct.unpack_from(f"<{checked}i", content, _IDX_HEADER.size)
+    lengths = struct.unpack_from(f"<{checked}i", content, HEADER.size)
     offsets = struct.unpack_from(f"<{checked}q", content, offsets_at)
     (last_length,) = struct.unpack_from("<i", content, offsets_at - 4)
     last_offset, first_document = struct.unpack_from("<2q", content, documents_at - 8)

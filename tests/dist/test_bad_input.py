@@ -163,9 +163,9 @@ def replace_by_text(path: Path) -> None:
     [
         (".idx", remove, "--data-path: {path}: No such file or directory; correct"),
         (".bin", remove, "--data-path: {path}: No such file or directory; correct"),
-        (".idx", truncate, r"--data-path: {path} is truncated: \d+ bytes, and its header says \d+; preprocess"),
+        (".idx", truncate, r"--data-path: {path} is truncated: \d+ bytes, and its header says \d+: make"),
         (".bin", truncate, r"--data-path {prefix}: {path} is truncated: it has \d+ bytes and its index needs"),
-        (".idx", corrupt, r"--data-path: {path} is not a dataset index \(its first bytes are wrong\); preprocess"),
+        (".idx", corrupt, r"--data-path: {path} is no index of the mmap format \(it starts with"),
         (".model", remove, "--tokenizer-model {path}: no such file; correct"),
         (".model", truncate, r"--tokenizer-model {path}: not a complete SentencePiece model \(.*\); give a"),
         (".model", replace_by_text, r"--tokenizer-model {path}: not a complete SentencePiece model \(.*\); give a"),

@@ -130,13 +130,13 @@ def test_truncated_bin(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "content", "message"),
     [
-        (0, b"\x00", "is not a dataset index"),
+        (0, b"\x00", "is no index of the mmap format"),
         (0, b"TNTIDX\x00\x00", "has the old lazy/cached format"),
         (9, b"\x02", "has format version 2"),
-        (17, b"\x63", "has dtype code 99"),
-        (17, b"\x07", "has dtype code 7, which is no integer type"),
+        (17, b"\x63", "has data type code 99"),
+        (17, b"\x07", "has data type code 7, which is no integer type"),
         (18, b"\x05", "is truncated"),
-        (18, b"\x03", "is damaged"),
+        (18, b"\x03", "is too long"),
         (HEADER_BYTES, b"\x04", "its lengths, offsets and documents do not fit together"),
         (HEADER_BYTES + 4 * 4 + 8, b"\x07", "its lengths, offsets and documents do not fit together"),
         (HEADER_BYTES + 12 * 4 + 8 * 4, b"\x03", "its lengths, offsets and documents do not fit together"),
