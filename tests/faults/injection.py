@@ -44,7 +44,7 @@ _LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 # linux/ptrace.h
 _CONT, _GETREGS, _SETREGS, _SYSCALL, _SEIZE = 7, 12, 13, 24, 0x4206
 _SYSGOOD, _FORK, _VFORK, _CLONE, _EXEC, _SECCOMP, _EXITKILL = 1, 2, 4, 8, 0x10, 0x80, 0x100000
-_EVENT_SECCOMP = 7
+_EVENT_EXEC, _EVENT_SECCOMP = 4, 7
 _ALL_CHILDREN = 0x40000000  # __WALL of waitpid(2)
 # linux/seccomp.h, linux/filter.h
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
@@ -189,6 +189,7 @@ class _Tracer:
         self._threads = {pid}
         self._counts: Counter[str] = Counter()  # of calls, by operation
         self._late: dict[int, int] = {}  # thread -> error that its present call is to return
+        self._memories: dict[int, int] = {}  # thread -> descriptor of its memory
         self._registers = (ctypes.c_ulonglong * 27)()
 
     def attach(self) -> None:
@@ -212,9 +213,12 @@ class _Tracer:
             try:
                 thread, status = os.waitpid(-self._pid, _ALL_CHILDREN)
             except ChildProcessError:
+                for left in list(self._memories):  # of threads that another one's exec has ended
+                    self._forget_memory(left)
                 return
             if not os.WIFSTOPPED(status):
                 self._threads.discard(thread)
+                self._forget_memory(thread)
                 if thread == self._pid:
                     self.found.status = os.waitstatus_to_exitcode(status)
                 continue
@@ -229,12 +233,16 @@ class _Tracer:
             error = self._late.pop(thread, None)
             if error is not None:
                 self._set(thread, {_RESULT: -error})
+        elif event == _EVENT_EXEC:
+            self._forget_memory(thread)
         elif not event:
             delivered = number
         _LIBC.ptrace(request, thread, None, delivered)  # fails where the thread was killed meanwhile
 
     def _at_call(self, thread: int) -> int:
         """Count the call that a thread is about to make, and inject the fault. How the thread is to go on."""
+        if self.found.hit is not None and self._fault is not None and self._fault.effect not in LASTING:
+            return _CONT  # all that was to happen has
         if _LIBC.ptrace(_GETREGS, thread, None, ctypes.addressof(self._registers)):
             return _CONT
         number, arguments = self._registers[_NUMBER], [self._registers[place] for place in _ARGUMENTS]
@@ -282,11 +290,9 @@ class _Tracer:
             half = self._half(thread, arguments[0], arguments[call.length])
             self._set(thread, {_ARGUMENTS[call.length]: half})
             return
-        with open(f"/proc/{thread}/mem", "r+b", buffering=0) as memory:  # the first vector alone, and half of it
-            memory.seek(arguments[1] + 8)
-            length = struct.unpack("Q", memory.read(8))[0]
-            memory.seek(arguments[1] + 8)
-            memory.write(struct.pack("Q", self._half(thread, arguments[0], length)))
+        memory, at = self._memory(thread), arguments[1] + 8  # the first vector alone, and half of it
+        length = struct.unpack("Q", os.pread(memory, 8, at))[0]
+        os.pwrite(memory, struct.pack("Q", self._half(thread, arguments[0], length)), at)
         self._set(thread, {_ARGUMENTS[call.length]: 1})
 
     def _half(self, thread: int, fd: int, count: int) -> int:
@@ -328,12 +334,34 @@ class _Tracer:
         if place is Place.MAPPED:
             return [_descriptor(thread, arguments[4])]
         if place is Place.AT:
-            return [_below(thread, arguments[0], _text(thread, arguments[1]))]
+            return [_below(thread, arguments[0], self._text(thread, arguments[1]))]
         if place is Place.PATH:
-            return [_below(thread, _AT_CWD, _text(thread, arguments[0]))]
+            return [_below(thread, _AT_CWD, self._text(thread, arguments[0]))]
         if place is Place.PATHS:
-            return [_below(thread, _AT_CWD, _text(thread, address)) for address in arguments[:2]]
-        return [_below(thread, arguments[i], _text(thread, arguments[i + 1])) for i in (0, 2)]
+            return [_below(thread, _AT_CWD, self._text(thread, address)) for address in arguments[:2]]
+        return [_below(thread, arguments[i], self._text(thread, arguments[i + 1])) for i in (0, 2)]
+
+    def _text(self, thread: int, address: int) -> str:
+        """The string at an address of the thread; "" for none."""
+        memory, content = self._memory(thread), b""
+        while address and b"\0" not in content and len(content) < 4096:
+            at = address + len(content)
+            part = os.pread(memory, min(256, 4096 - at % 4096), at)  # not into the next page, which may not be there
+            if not part:
+                raise ProcessLookupError(f"thread {thread} has no memory any more")
+            content += part
+        return os.fsdecode(content.partition(b"\0")[0])
+
+    def _memory(self, thread: int) -> int:
+        if thread not in self._memories:
+            self._memories[thread] = os.open(f"/proc/{thread}/mem", os.O_RDWR)
+        return self._memories[thread]
+
+    def _forget_memory(self, thread: int) -> None:
+        """It is another's from now on, or nobody's."""
+        memory = self._memories.pop(thread, None)
+        if memory is not None:
+            os.close(memory)
 
 
 def _descriptor(thread: int, fd: int) -> str:
@@ -346,16 +374,3 @@ def _below(thread: int, fd: int, path: str) -> str:
     fd = ctypes.c_int(fd).value
     directory = os.readlink(f"/proc/{thread}/cwd") if fd == _AT_CWD else _descriptor(thread, fd)
     return f"{directory}/{path}" if path else directory
-
-
-def _text(thread: int, address: int) -> str:
-    """The string at an address of the thread; "" for none."""
-    if not address:
-        return ""
-    with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory:
-        content = b""
-        while b"\0" not in content and len(content) < 4096:
-            at = address + len(content)
-            memory.seek(at)
-            content += memory.read(min(256, 4096 - at % 4096))  # not into the next page, which may not be there
-    return os.fsdecode(content.partition(b"\0")[0])

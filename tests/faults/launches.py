@@ -97,6 +97,15 @@ class Trained:
         self._engine.train_batch(data_iter=batches)
         self._steps += 1
 
+    def forget(self) -> None:
+        """Zero the live state, as a start that loads it after another would hide what it does not load."""
+        state = self._engine.optimizer.state_dict()
+        moments = [value for slot in state["base_optimizer_state"]["state"].values() for value in slot.values()]
+        with torch.no_grad():
+            for tensor in (*self._engine.module.parameters(), *state["single_partition_of_fp32_groups"], *moments):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+
     def hashes(self) -> str:
         """Of the live state."""
         return hashlib.sha256(json.dumps(tensor_hashes(self._engine), sort_keys=True).encode()).hexdigest()

@@ -9,6 +9,7 @@ and the fix, and leave out what the store's error says of credentials.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import logging
 import os
@@ -562,6 +563,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         # botocore knows AWS_DEFAULT_REGION alone, other clients of AWS this name, too.
         region = os.environ.get("AWS_REGION") or None
         session = botocore.session.get_session()
+        session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
         if not speaks_google(_endpoint()):
             client = session.create_client("s3", region_name=region, config=config)
             client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
@@ -580,6 +582,14 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         return botocore.exceptions, client
     except (botocore.exceptions.BotoCoreError, ValueError) as exc:
         raise ObjectStoreError(f"s3://{bucket}: {_fix_of(exc)}") from None
+
+
+@functools.cache
+def _descriptions(data_path: str | None) -> Any:
+    """botocore's loader of its descriptions of services: a loader of its own in each client would read them again."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
