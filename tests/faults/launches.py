@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,7 @@ class Trained:
         return Ended(step if failed is None else None, failed, self.hashes(), log.warnings)
 
     def _save(self, config: Config, step: int) -> str | None:
+        random.seed(step)  # a fork seeds it anew; equal saves have equal bytes, and one start tells of them all
         ownership = _claim(config)
         checkpointer = self._checkpointer(config, ownership)
         checkpointer.save(self._engine, Progress(step, step, 0, (100, 0, 0)))
