@@ -1,7 +1,8 @@
 """What faults are injected into: a save of the trainer, and a start that loads; each in a process that is forked.
 
-One process builds the trainer's model and DeepSpeed's engine (one rank; a collective would need threads that a forked
-process does not have) and trains; what it forks has all of that, and saves or loads with the code of the trainer.
+One process builds the trainer's model and DeepSpeed's engine for one rank and trains; what it forks has all of that, and
+saves or loads with the code of the trainer. Of two ranks each builds its own after the fork: their collectives need
+threads, which a forked process does not have.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +48,7 @@ from tests.dist.harness import LLAMA_STYLE, ROOT
 VOCABULARY = 128
 _MODEL = [
     *LLAMA_STYLE, "--num-layers", "1", "--hidden-size", "16", "--ffn-hidden-size", "32", "--num-attention-heads", "2",
-    "--seq-length", "8", "--bf16", "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "100",
+    "--seq-length", "8", "--bf16", "--micro-batch-size", "1", "--train-iters", "100",
     "--lr", "1e-3", "--num-workers", "0", "--eval-iters", "0", "--make-vocab-size-divisible-by", str(VOCABULARY),
 ]  # fmt: skip
 
@@ -63,18 +66,25 @@ class Ended:
     warnings: list[str]
 
 
-class Trained:
-    """A trainer of one rank, with a state that each step changes."""
+def copy_data(directory: Path) -> None:
+    """The data set of `Trained`: a copy, as its index is cached beside it."""
+    directory.mkdir(parents=True)
+    golden = ROOT / "tests" / "golden" / "upstream_run" / "data"
+    for name in ("corpus_text_document.bin", "corpus_text_document.idx"):
+        (directory / name).write_bytes((golden / name).read_bytes())
 
-    def __init__(self, directory: Path) -> None:
-        """`directory`: for the data set, a copy, as its index is cached beside it."""
-        directory.mkdir(parents=True)
+
+class Trained:
+    """A rank of a trainer, with a state that each step changes.
+
+    `directory`: of the data set. `claimed`: called when a save or a start has claimed --save, which comes before ranks meet.
+    """
+
+    def __init__(self, directory: Path, claimed: Callable[[], None] = lambda: None) -> None:
         golden = ROOT / "tests" / "golden" / "upstream_run" / "data"
-        for suffix in ("bin", "idx"):
-            name = f"corpus_text_document.{suffix}"
-            (directory / name).write_bytes((golden / name).read_bytes())
+        self._claimed = claimed
         self._flags = [
-            *_MODEL, "--data-path", str(directory / "corpus_text_document"), "--split", "100,0,0",
+            *_MODEL, "--global-batch-size", os.environ.get("WORLD_SIZE", "1"), "--data-path", str(directory / "corpus_text_document"), "--split", "100,0,0",
             "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(golden / "tokenizer.model"),
         ]  # fmt: skip
         config = self.config()
@@ -124,12 +134,14 @@ class Trained:
         random.seed(step)  # a fork seeds it anew; equal saves have equal bytes, and one start tells of them all
         ownership = _claim(config)
         checkpointer = self._checkpointer(config, ownership)
+        self._claimed()
         checkpointer.save(self._engine, Progress(step, step, 0, (100, 0, 0)))
         checkpointer.background.release_state()
         checkpointer.background.drain()
         errors = [save.error for save in checkpointer.finished() if save.error is not None]
         checkpointer.close()
-        ownership.release()
+        if ownership is not None:
+            ownership.release()
         return errors[0] if errors else None
 
     def start(self, config: Config) -> Ended:
@@ -149,22 +161,26 @@ class Trained:
         except (ObjectStoreError, OSError) as error:
             raise ConfigError(str(error)) from error
         checkpointer = self._checkpointer(config, ownership)
+        self._claimed()
         progress = restore(checkpointer, self._engine)
         checkpointer.close()
-        ownership.release()
+        if ownership is not None:
+            ownership.release()
         return 0 if progress is None else progress.iteration
 
-    def _checkpointer(self, config: Config, ownership: Ownership | ObjectOwnership) -> Checkpointer:
+    def _checkpointer(self, config: Config, ownership: Ownership | ObjectOwnership | None) -> Checkpointer:
         return build_checkpointer(
             config, self._runtime, self._runtime.control, untraced_recorder(), ownership, self._vocabulary[:2],
             None, None, None, FirstStart(),
         )  # fmt: skip
 
 
-def _claim(config: Config) -> Ownership | ObjectOwnership:
-    """Claim --save as the trainer does. Saves in memory are of use to a launch alone that was restarted in place."""
+def _claim(config: Config) -> Ownership | ObjectOwnership | None:
+    """Claim --save as rank 0 does. Saves in memory are of use to a launch alone that was restarted in place."""
     options = config.checkpoint
     assert options.save is not None
+    if config.parallel.rank != 0:
+        return None
     if is_uri(options.save):
         stored = open_checkpoints("--save", options.save, options)
         return claim_prefix(stored.bucket, stored.uri, "faults")

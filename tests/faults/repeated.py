@@ -25,9 +25,17 @@ class Repeated:
         self._ask = self._answers = -1
 
     def __call__(self) -> Any:
+        self.begin()
+        return self.result()
+
+    def begin(self) -> None:
+        """Let it run beside this process; `result` must follow."""
         if self._pid is None:
-            self._begin()
+            self._fork()
         os.write(self._ask, b"?")
+
+    def result(self) -> Any:
+        """Wait for what `begin` has begun."""
         readable, _, _ = select.select([self._answers], [], [], HANGS_S)
         content = self._answer() if readable else b""
         if content:
@@ -56,7 +64,7 @@ class Repeated:
             os.close(self._answers)
             self._pid = None
 
-    def _begin(self) -> None:
+    def _fork(self) -> None:
         asked, self._ask = os.pipe()
         self._answers, told = os.pipe()
         self._pid = os.fork()

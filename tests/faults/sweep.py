@@ -352,10 +352,12 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
 
     # A heartbeat is a call that comes in a slow run and not in a fast one: faults are numbered by the calls of another.
     ownership.HEARTBEAT_S = generations.HEARTBEAT_S = HANGS_S
+    ownership.PATIENCE_S = generations.PATIENCE_S = 0.1  # of a start that looks for one: there is no other launch
     for name in names:
         engine_class(SCENARIOS[name][1])  # imported once
     hold_slots(1)
     forked_writers.install()
+    launches.copy_data(root / "data")
     trained = launches.Trained(root / "data")
     hashes: dict[int, str] = {}
     with contextlib.ExitStack() as held:

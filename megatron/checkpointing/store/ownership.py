@@ -396,7 +396,7 @@ def _beats(save_dir: Path, owner: Owner, last_beat: float) -> bool:
         while time.monotonic() < deadline:
             if _modified(_file(save_dir, owner.generation)) != last_beat:
                 return True
-            time.sleep(HEARTBEAT_S / 2)
+            time.sleep(min(HEARTBEAT_S / 2, PATIENCE_S))
     return False
 
 

@@ -186,7 +186,7 @@ def _is_alive(bucket: Bucket, uri: ObjectUri, seen: _Seen) -> bool:
         return known
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        time.sleep(HEARTBEAT_S / 5)
+        time.sleep(min(HEARTBEAT_S / 5, PATIENCE_S))
         now = _newest(bucket, uri)
         if now is None or now.owner != seen.owner or now.released:
             return False
