@@ -1,7 +1,7 @@
 """What faults are injected into: a save of the trainer, and a start that loads; each in a process that is forked.
 
-One process builds the trainer's model and DeepSpeed's engine for one rank and trains; what it forks has all of that, and
-saves or loads with the code of the trainer. Of two ranks each builds its own after the fork: their collectives need
+One process builds the trainer's model and DeepSpeed's engine for one rank and trains; what it forks has all of that,
+and saves or loads with the code of the trainer. Of two ranks each builds its own after the fork: their collectives need
 threads, which a forked process does not have.
 """
 
@@ -77,15 +77,16 @@ def copy_data(directory: Path) -> None:
 class Trained:
     """A rank of a trainer, with a state that each step changes.
 
-    `directory`: of the data set. `claimed`: called when a save or a start has claimed --save, which comes before ranks meet.
+    `directory`: of the data set. `claimed`: called when a save or a start has claimed --save and the ranks have met.
     """
 
     def __init__(self, directory: Path, claimed: Callable[[], None] = lambda: None) -> None:
         golden = ROOT / "tests" / "golden" / "upstream_run" / "data"
         self._claimed = claimed
         self._flags = [
-            *_MODEL, "--global-batch-size", os.environ.get("WORLD_SIZE", "1"), "--data-path", str(directory / "corpus_text_document"), "--split", "100,0,0",
-            "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(golden / "tokenizer.model"),
+            *_MODEL, "--global-batch-size", os.environ.get("WORLD_SIZE", "1"),
+            "--data-path", str(directory / "corpus_text_document"), "--split", "100,0,0", "--tokenizer-type",
+            "GPTSentencePieceTokenizer", "--tokenizer-model", str(golden / "tokenizer.model"),
         ]  # fmt: skip
         config = self.config()
         startup = Startup(untraced_recorder(), None, 0, 0, now_ns())

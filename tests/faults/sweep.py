@@ -16,30 +16,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-import re
-import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tests.faults.injection import HANGS_S, Fault, Traced, faults_at, run_traced
 from tests.faults.repeated import Repeated
 from tests.faults.system_calls import KILL, MEMORY
+from tests.faults.verdicts import FORMER, NEW, SAVE, START, Directory, Place, Prefix, Verdict, digest, passed_over
 
 if TYPE_CHECKING:
     from tests.faults.launches import Ended, Trained
+    from tests.faults.two_ranks import TwoRanks
 
-SAVE, START = "save", "start"
-FORMER, NEW = 2, 3  # steps of the newest checkpoint before the save, and of the one that is saved
 # Name -> flags. `memory` keeps saves in slots, of which calls count, too.
 SCENARIOS: dict[str, list[str]] = {
     "torch": ["--checkpoint-engine", "torch"],
@@ -53,6 +50,10 @@ SCENARIOS: dict[str, list[str]] = {
     "dcp-async": ["--checkpoint-engine", "dcp-async"],
     "torch-stored": ["--checkpoint-engine", "torch"],
     "lazy-stored": ["--checkpoint-engine", "lazy"],
+    "torch-rank-0": ["--checkpoint-engine", "torch"],
+    "torch-rank-1": ["--checkpoint-engine", "torch"],
+    "lazy-rank-0": ["--checkpoint-engine", "lazy"],
+    "lazy-rank-1": ["--checkpoint-engine", "lazy"],
 }
 # What a launcher sets for one rank.
 _ENVIRONMENT = {
@@ -61,131 +62,8 @@ _ENVIRONMENT = {
 }  # fmt: skip
 _WHOLE = ("torch", "lazy")  # one that is synchronous, and one that is not: all calls on --save count
 STORED = ("torch-stored", "lazy-stored")  # in object storage
-_FILE_OF_ENGINE = re.compile(r"/(?:\.incomplete_)?global_step\d+[^/]*/(?!\.?manifest\.json)")
-_OWNERSHIP = ".generations"
+TWO_RANKS = {name: int(name[-1]) for name in SCENARIOS if "-rank-" in name}  # -> the one in which a call fails
 _SLOTS = f"{MEMORY}megatron_slot"
-
-
-@dataclass
-class Verdict:
-    """What one fault has come to: "whole", "told", or what is wrong."""
-
-    scenario: str
-    of: str
-    fault: Fault
-    hit: str | None
-    outcome: str
-    said: str | None = None
-    seconds: float = 0.0
-
-    @property
-    def survived(self) -> bool:
-        return self.outcome in ("whole", "told")
-
-    @property
-    def key(self) -> tuple[str, str, Fault]:
-        return self.scenario, self.of, self.fault
-
-
-class Place(Protocol):
-    """Where checkpoints are: what is there before each fault can be put back."""
-
-    location: str
-    flags: list[str]
-    has_sockets: bool
-
-    def is_watched(self, path: str) -> bool: ...
-
-    def keep(self) -> None:
-        """What is there now is what `reset` puts back."""
-        ...
-
-    def reset(self) -> None: ...
-
-    def content(self) -> str:
-        """A digest of all that is there; of the owners' files only whether they are whole."""
-        ...
-
-
-class Directory:
-    """A directory of a file system."""
-
-    has_sockets = False
-
-    def __init__(self, root: Path, *, shared_calls: bool) -> None:
-        """`shared_calls`: calls on files that all engines share count, too."""
-        self.flags: list[str] = []
-        self._path = root / "save"
-        self._before = root / "before"
-        self._before.mkdir(parents=True)
-        self._shared_calls = shared_calls
-        self.location = str(self._path)
-
-    def is_watched(self, path: str) -> bool:
-        if path != self.location and not path.startswith(f"{self.location}/"):
-            return False
-        return self._shared_calls or _FILE_OF_ENGINE.search(path) is not None
-
-    def keep(self) -> None:
-        shutil.rmtree(self._before)
-        shutil.copytree(self._path, self._before)
-
-    def reset(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        shutil.copytree(self._before, self._path)
-
-    def content(self) -> str:
-        files = {str(path.relative_to(self._path)): path for path in self._path.rglob("*")}
-        return _digest({name: path.read_bytes() if path.is_file() else b"" for name, path in files.items()})
-
-
-class Prefix:
-    """A prefix of the bucket that the server of the environment has; calls on connections to it count."""
-
-    has_sockets = True
-
-    def __init__(self, name: str, root: Path) -> None:
-        from megatron.fileio.objects.s3 import Bucket
-        from tests.object_storage import BUCKET
-
-        self.location = f"s3://{BUCKET}/{name}"
-        self._cache = root / "cache"
-        self._cache.mkdir(parents=True)
-        self.flags = ["--storage-cache", str(self._cache)]
-        self._name = name
-        self._bucket = Bucket(BUCKET)
-        self._before: dict[str, tuple[str, bytes]] = {}  # key -> (ETag, content)
-
-    def is_watched(self, path: str) -> bool:
-        return path.startswith(f"{self._cache}/")
-
-    def _etags(self) -> dict[str, str]:
-        return {info.key: info.etag for info in self._bucket.list(f"{self._name}/")}
-
-    def keep(self) -> None:
-        self._before = {key: (etag, self._bucket.get(key, 1 << 24)[0]) for key, etag in self._etags().items()}
-
-    def reset(self) -> None:
-        there = self._etags()
-        changed = [key for key, (etag, _) in self._before.items() if there.get(key) != etag]
-        self._bucket.delete([key for key in there if key in changed or key not in self._before])
-        for key in changed:
-            self._bucket.create(key, self._before[key][1])
-        shutil.rmtree(self._cache)
-        self._cache.mkdir()
-
-    def content(self) -> str:
-        return _digest({key: b"" if _OWNERSHIP in key else etag.encode() for key, etag in self._etags().items()})
-
-
-def _digest(files: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        if f"/{_OWNERSHIP}/" in f"/{name}":
-            with contextlib.suppress(ValueError):
-                content = b"whole" if json.loads(content) else b""
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
 
 
 @dataclass
@@ -268,7 +146,7 @@ class Scenario:
         if fault.effect == KILL:
             self._next_launch.end()  # what a crash leaves is judged by a new process, as it will be
         if of == START:
-            return self._wrong_with_start(ended), said or _passed_over(ended)
+            return self._wrong_with_start(ended), said or passed_over(ended)
         return self._wrong_with_save(ended), said
 
     def _wrong_with_start(self, ended: Ended | None) -> str | None:
@@ -277,7 +155,7 @@ class Scenario:
                 return "started from iteration 0"
             if ended.hashes != self.hashes[ended.step or 0]:
                 return f"loaded another state than that of iteration {ended.step}"
-            if ended.step != FORMER and _passed_over(ended) is None:
+            if ended.step != FORMER and passed_over(ended) is None:
                 return f"loaded iteration {ended.step} without a word"
         return self._wrong_with_next([FORMER])
 
@@ -294,7 +172,7 @@ class Scenario:
 
     def _wrong_with_next(self, expected: Sequence[int]) -> str | None:
         """What is wrong with what the next launch loads, without a fault."""
-        content = _digest(
+        content = digest(
             {"place": self.place.content().encode()} | {f"slot {n}": c for n, c in enumerate(slot_contents())}
         )
         if content not in self.known:
@@ -315,11 +193,6 @@ class Scenario:
         return None
 
 
-def _passed_over(ended: Ended | None) -> str | None:
-    lines = [] if ended is None else [line for line in ended.warnings if "passed over" in line]
-    return "; ".join(lines) or None
-
-
 def _slot_files() -> list[int]:
     from megatron.peers.memory_slots import held_slots
 
@@ -337,8 +210,11 @@ def restore_slots(contents: Sequence[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
-    """The scenarios, each with checkpoints of two steps; the live state is that of a third."""
+def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | TwoRanks]]:
+    """The scenarios, each with checkpoints of two steps; the live state is that of a third.
+
+    Those of TWO_RANKS need a process without an engine, which has threads: they cannot come with others.
+    """
     os.environ |= _ENVIRONMENT
     from megatron.training.heavy_imports import import_for_forks
 
@@ -358,6 +234,11 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[list[Scenario]]:
     hold_slots(1)
     forked_writers.install()
     launches.copy_data(root / "data")
+    if TWO_RANKS.keys() & names:
+        from tests.faults.two_ranks import TwoRanks
+
+        yield [TwoRanks(name, SCENARIOS[name], TWO_RANKS[name], root / "data", root / name) for name in names]
+        return
     trained = launches.Trained(root / "data")
     hashes: dict[int, str] = {}
     with contextlib.ExitStack() as held:
@@ -407,14 +288,14 @@ def run(names: Sequence[str], options: argparse.Namespace, root: Path, out: Path
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[share % len(cores)]})
     done = {verdict.key for verdict in read(out) if verdict.survived}
-    with prepared(names, root / str(share)) as scenarios, out.open("a") as file:
+    with prepared(names, root / str(share)) as scenarios, out.open("a", buffering=1) as file:
         for scenario, of in itertools.product(scenarios, (SAVE, START) if options.of is None else (options.of,)):
             faults = chosen(scenario.faults(of), 1 if options.fault else options.every)
             if options.fault is not None:
                 faults = [fault for fault in faults if str(fault) == options.fault]
             for fault in faults[share :: options.processes]:
                 if (scenario.name, of, fault) not in done:
-                    print(json.dumps(dataclasses.asdict(scenario.judge(of, fault))), file=file, flush=True)
+                    print(json.dumps(dataclasses.asdict(scenario.judge(of, fault))), file=file)
 
 
 def read(out: Path) -> list[Verdict]:
