@@ -80,7 +80,7 @@ class Trained:
     `directory`: of the data set. `claimed`: called when a save or a start has claimed --save and the ranks have met.
     """
 
-    def __init__(self, directory: Path, claimed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, directory: Path, claimed: Callable[[], object] = lambda: None) -> None:
         golden = ROOT / "tests" / "golden" / "upstream_run" / "data"
         self._claimed = claimed
         self._flags = [

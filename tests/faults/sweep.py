@@ -2,6 +2,7 @@
 
     python -m tests.faults.sweep --processes 2        every fault at every call, in a directory
     python -m tests.faults.sweep --stored --every 7   in object storage, one fault at every seventh call
+    python -m tests.faults.sweep --two-ranks --every 7  in one of two ranks
     python -m tests.faults.sweep --scenario lazy --of save --fault 'EIO at rename 2'
 
 A fault is survived if the save is whole, or told as failed with the checkpoint before it intact; and if a start
@@ -63,6 +64,7 @@ _ENVIRONMENT = {
 _WHOLE = ("torch", "lazy")  # one that is synchronous, and one that is not: all calls on --save count
 STORED = ("torch-stored", "lazy-stored")  # in object storage
 TWO_RANKS = {name: int(name[-1]) for name in SCENARIOS if "-rank-" in name}  # -> the one in which a call fails
+_ONE_RANK = [name for name in SCENARIOS if name not in STORED and name not in TWO_RANKS]  # in a directory
 _SLOTS = f"{MEMORY}megatron_slot"
 
 
@@ -286,7 +288,8 @@ def run(names: Sequence[str], options: argparse.Namespace, root: Path, out: Path
     On one core: a call that is traced hands over to the tracer and back, and between two cores that takes 0.4 ms.
     """
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[share % len(cores)]})
+    present = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])  # proc(5): where it runs
+    os.sched_setaffinity(0, {present if options.processes == 1 else cores[share % len(cores)]})
     done = {verdict.key for verdict in read(out) if verdict.survived}
     with prepared(names, root / str(share)) as scenarios, out.open("a", buffering=1) as file:
         for scenario, of in itertools.product(scenarios, (SAVE, START) if options.of is None else (options.of,)):
@@ -325,10 +328,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.faults.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one fault at every N-th call (default: all)")
-    parser.add_argument("--scenario", action="append", choices=[*SCENARIOS], help="default: all in a directory")
-    parser.add_argument(
-        "--stored", action="store_true", help="those in object storage, of which each fault takes seconds"
-    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--scenario", action="append", choices=[*SCENARIOS], help="default: one rank, in a directory")
+    group.add_argument("--stored", action="store_true", help="those in object storage: most of a second each")
+    group.add_argument("--two-ranks", action="store_true", help="those of two ranks: more than a second each")
     parser.add_argument("--of", choices=[SAVE, START], help="default: both")
     parser.add_argument("--fault", metavar="TEXT", help="one alone, as the report names it")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="each on a core (default: 1)")
@@ -340,8 +343,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    names = options.scenario or [name for name in SCENARIOS if (name in STORED) == options.stored]
+    parser = _parser()
+    options = parser.parse_args(argv)
+    group = STORED if options.stored else TWO_RANKS if options.two_ranks else _ONE_RANK
+    names = options.scenario or [*group]
+    if TWO_RANKS.keys() & names and not TWO_RANKS.keys() >= {*names}:
+        parser.error("--scenario: those of two ranks need a sweep of their own")
     with contextlib.ExitStack() as held:
         # In memory: what a disk does with what is written there is not asked, and it would take its time.
         directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
@@ -59,6 +60,13 @@ def once(method: str, part: str, what: str, times: int = 1) -> Callable[[Request
         return None
 
     return fault
+
+
+def test_botocores_descriptions_are_read_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes 0.15 s of a processor, and a start makes several clients."""
+    read: list[str] = []
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: read.append(path))
+    assert list(Bucket(bucket.name).with_deadline(60.0).list("none/")) == [] == read
 
 
 @pytest.mark.parametrize("effect", ["ECONNRESET", "ETIMEDOUT", "short"])
