@@ -28,7 +28,7 @@ _SLURMD_TIMEOUT_S = 10
 
 def main(argv: list[str] | None = None) -> int:
     """Hold a cluster until `exit`, the end of the input or a signal, or of the command; 2 where there can be none."""
-    args = _arguments(argv)
+    args = parse_arguments(argv)
     reason = why_no_cluster()
     if reason is not None:
         print(f"python -m tests.cluster: error: {reason}", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster", description=__doc__, epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -282,7 +282,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def run(names: Sequence[str], options: argparse.Namespace, root: Path, out: Path, share: int = 0) -> None:
+def run(options: argparse.Namespace, root: Path, out: Path, share: int = 0) -> None:
     """Judge every `--processes`-th fault from that of `share`, but for what `out` has from a sweep before.
 
     On one core: a call that is traced hands over to the tracer and back, and between two cores that takes 0.4 ms.
@@ -291,7 +291,7 @@ def run(names: Sequence[str], options: argparse.Namespace, root: Path, out: Path
     present = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])  # proc(5): where it runs
     os.sched_setaffinity(0, {present if options.processes == 1 else cores[share % len(cores)]})
     done = {verdict.key for verdict in read(out) if verdict.survived}
-    with prepared(names, root / str(share)) as scenarios, out.open("a", buffering=1) as file:
+    with prepared(options.scenario, root / str(share)) as scenarios, out.open("a", buffering=1) as file:
         for scenario, of in itertools.product(scenarios, (SAVE, START) if options.of is None else (options.of,)):
             faults = chosen(scenario.faults(of), 1 if options.fault else options.every)
             if options.fault is not None:
@@ -309,13 +309,13 @@ def read(out: Path) -> list[Verdict]:
     return list({verdict.key: verdict for verdict in verdicts}.values())
 
 
-def run_beside(names: Sequence[str], options: argparse.Namespace, root: Path, out: Path) -> bool:
+def run_beside(options: argparse.Namespace, root: Path, out: Path) -> bool:
     """`run` in so many processes; False if one of them has ended early."""
     if options.processes == 1:
-        run(names, options, root, out)
+        run(options, root, out)
         return True
     forks = multiprocessing.get_context("fork")
-    processes = [forks.Process(target=run, args=(names, options, root, out, n)) for n in range(options.processes)]
+    processes = [forks.Process(target=run, args=(options, root, out, n)) for n in range(options.processes)]
     for process in processes:
         process.start()
     for process in processes:
@@ -323,7 +323,8 @@ def run_beside(names: Sequence[str], options: argparse.Namespace, root: Path, ou
     return all(process.exitcode == 0 for process in processes)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`scenario` has the names of all that are chosen."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -339,22 +340,23 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="a JSON line for each fault; those that it has are not injected again"
     )
     parser.add_argument("--root", type=Path, metavar="DIR", help="where to save (default: below /dev/shm)")
-    return parser
+    options = parser.parse_args(argv)
+    options.scenario = options.scenario or [
+        *(STORED if options.stored else TWO_RANKS if options.two_ranks else _ONE_RANK)
+    ]
+    if TWO_RANKS.keys() & options.scenario and not TWO_RANKS.keys() >= {*options.scenario}:
+        parser.error("--scenario: those of two ranks need a sweep of their own")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    group = STORED if options.stored else TWO_RANKS if options.two_ranks else _ONE_RANK
-    names = options.scenario or [*group]
-    if TWO_RANKS.keys() & names and not TWO_RANKS.keys() >= {*names}:
-        parser.error("--scenario: those of two ranks need a sweep of their own")
+    options = parse_arguments(argv)
     with contextlib.ExitStack() as held:
         # In memory: what a disk does with what is written there is not asked, and it would take its time.
         directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         root = options.root or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="faults_", dir=directory)))
         out = options.out or root / "verdicts.jsonl"
-        ended = run_beside(names, options, root, out)
+        ended = run_beside(options, root, out)
         verdicts = read(out)
     for verdict in verdicts:
         if not verdict.survived:

@@ -14,6 +14,9 @@ import pytest
 
 from megatron.checkpointing.engines.registry import builtin_engines
 from megatron.launch.cli import parse_arguments
+from tests.cluster.__main__ import parse_arguments as parse_arguments_of_cluster
+from tests.faults.sweep import parse_arguments as parse_arguments_of_faults
+from tests.mutation import parse as parse_arguments_of_mutation
 from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script, split_command
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
@@ -72,6 +75,42 @@ def test_scheduled_checks_are_those_of_the_document() -> None:
     assert {"-m tools.restart_drill --soak", "-m tools.restart_drill --matrix", "-m tests.cluster", "KILLS=200"} <= told
     run = (ROOT / ".ci" / "nightly").read_text()
     assert not [words for words in told if words not in run]
+
+
+PARSERS = {
+    "tests.cluster": parse_arguments_of_cluster,
+    "tests.faults.sweep": parse_arguments_of_faults,
+    "tests.mutation": parse_arguments_of_mutation,
+    "tools.restart_drill": parse_arguments_of_drill,
+}
+
+
+def check_command(words: list[str]) -> None:
+    """That a command of .ci/nightly would begin: its files are there, and its options are known."""
+    if words[0] == "env":
+        words = [word for word in words[1:] if not re.match("[A-Z_]+=", word)]
+    if words[0] != "PYTHON":
+        assert os.access(ROOT / words[0], os.X_OK)
+    elif words[2] == "pytest":
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    elif words[2] != "pip":
+        parsed = PARSERS[words[2]](words[3:])
+        if words[2] == "tests.cluster":
+            check_command(shlex.split(parsed.command[2].replace("$PYTHON", "PYTHON")))
+
+
+def test_scheduled_commands_would_begin(tmp_path: Path) -> None:
+    text = (ROOT / ".ci" / "nightly").read_text()
+    checks = text.partition("\nmount_small_disk 2>/dev/null\n")[2].partition("((${#failed")[0]
+    assert checks.count("check ") > 10
+    settings = f"python=PYTHON minutes=10 out={tmp_path}/out on_small=(--checkpoints {tmp_path})"
+    told = run_script_text(f"{settings}\ncheck() {{ shift; printf '%s\\0' \"$@\"; printf '\\n\\0'; }}\n{checks}")
+    for words in told.split("\n\0")[:-1]:
+        check_command(words.split("\0")[:-1])
+
+
+def run_script_text(text: str) -> str:
+    return subprocess.run(["bash", "-euc", text], check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
