@@ -1,4 +1,4 @@
-"""Ends an agent that cannot end its ranks: a process beside it, which is told for how long they may run.
+"""The lease of an agent: a process beside it kills ranks and agent if the agent does not renew the lease in time.
 
 An agent whose beats are not answered kills its ranks, since others may be about to take their place. One that is
 stopped (SIGSTOP) or hangs does not, and they would write beside their successors. Then the process here kills the ranks

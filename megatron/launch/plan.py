@@ -1,4 +1,4 @@
-"""What the launcher starts."""
+"""The plan of a launch: the script, ranks, nodes and addresses that the command line asks for."""
 
 from __future__ import annotations
 

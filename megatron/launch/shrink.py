@@ -1,4 +1,4 @@
-"""The layout of a job that has lost nodes: the largest that is left; it loads the checkpoint of the old one."""
+"""Chooses the largest layout that fits the nodes that are left; the job then loads the old layout's checkpoint."""
 
 from __future__ import annotations
 

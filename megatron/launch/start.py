@@ -1,4 +1,4 @@
-"""One start of all ranks of a node and its rendezvous; that of the next one may be forked ahead of a failure."""
+"""Starts all ranks of a node and their rendezvous; standby ranks of the next start may be forked before a failure."""
 
 from __future__ import annotations
 

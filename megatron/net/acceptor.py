@@ -1,4 +1,4 @@
-"""Who is let in at a port of a launch: whoever knows its secret. One thread, which never waits for a stranger.
+"""Accepts connections of processes that know the secret of the launch. Its one thread never waits for a client.
 
 Until it is authenticated, a connection costs a descriptor and a few hundred bytes, or a session of TLS. It has
 `PATIENCE_S`, and there are at most `MOST` of them. Whoever comes when there are as many waits in the kernel's backlog

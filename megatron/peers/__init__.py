@@ -1,1 +1,1 @@
-"""Saves in memory that outlives a rank, and their copies on other hosts: who holds which, who sends them."""
+"""Keeps saves in host memory that outlives the ranks, and copies of them in the memory of other hosts."""

@@ -1,8 +1,8 @@
-"""What a host that waits fetches ahead: copies of the saves of a host that is silent and may be lost.
+"""Fetches copies ahead: a spare gets the newest saves of a host that is silent, before that host counts as lost.
 
-The coordinator says whose place this host would take. The newest copies of those ranks are fetched into the slots of
-this host's ranks while it is still being found out whether that host is lost. A rank that is started here asks for
-what was fetched for it, and seals it; before it has an answer, its slots are not its own.
+The coordinator says which node this spare would replace. The spare fetches the newest copies of the saves of that
+node's ranks into the slots of its own ranks, while the coordinator still waits for the silent host. A rank that starts
+here asks for the copy that was fetched for it, and seals the slot; until it has the answer, it must not use its slots.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _AT_WORK_S = 0.25  # how often a rank that waits is told that something is being
 
 
 class _Fetch:
-    """The newest copy of the save of a rank, on its way into a slot, which is not sealed.
+    """Fetches the newest copy of a rank's save into a slot, on a thread of its own; it does not seal the slot.
 
-    `over`: nothing writes to the slot any more. `found`: what the rank is told; None if there is nothing.
+    `over` is set when nothing writes to the slot any more. `found`: the answer to the rank; None without a copy.
     """
 
     def __init__(self, rank: int, slot: Slot, holders: Sequence[Peer]) -> None:
@@ -83,7 +83,7 @@ class _Fetch:
 
 
 class Ahead:
-    """What is fetched for the ranks of this host. `own`: their slots, one rank's after the other."""
+    """The fetches for the ranks of this host. `own`: the slots of these ranks, by local rank."""
 
     def __init__(self, own: Sequence[Slot]) -> None:
         self._own = own

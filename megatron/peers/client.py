@@ -1,4 +1,4 @@
-"""What a rank asks of the processes that hold copies: its own host's to send and to list them, a peer's to give one."""
+"""A rank's requests to holders of copies: its own host's holder sends and lists copies, a peer's returns one."""
 
 from __future__ import annotations
 

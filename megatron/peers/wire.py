@@ -1,4 +1,4 @@
-"""How copies of saves travel: a message of a frame, and the bytes of a file in its payload (megatron.net.connection).
+"""The protocol of copies: a frame (megatron.net.connection) has a message, and the bytes of a file as its payload.
 
 The file has extents, each with a CRC-32 in the record that the save was sealed with (megatron.peers.memory_slots).
 The receiver compares them before it uses a copy.

@@ -1,4 +1,4 @@
-"""Ends a process with the one that started it, however that went: by the kernel's parent-death signal, prctl(2).
+"""Ends a process when its parent ends, for whatever reason: by the kernel's parent-death signal, prctl(2).
 
 The signal is sent when the *thread* that started the process ends, and is of no use to a process whose parent was gone
 before it asked for it; so the parent is compared afterwards. Linux only: elsewhere nothing is asked for.

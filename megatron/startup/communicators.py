@@ -1,4 +1,4 @@
-"""Process groups of a start-up: what creating them costs, by what they connect, and connecting them all beforehand.
+"""Measures how long each kind of process group takes to create, and connects all of them before the first step.
 
 A group that was created is not always connected (docs/metrics.md says what each backend leaves for later). With
 --warmup-communicators, `connect_all` runs on every group what a training step runs on it, and sends between

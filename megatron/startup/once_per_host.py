@@ -1,4 +1,4 @@
-"""What every rank of a host would find out alike, the first of them finds out, and tells the others.
+"""Runs a check once on each host: its first rank computes the result and sends it to the other ranks of the host.
 
 With thousands of ranks the files of a start are read by as many processes as there are hosts, and not by all ranks.
 The first rank of a host listens on a socket in the kernel's abstract namespace (unix(7)), which leaves no file behind,

@@ -1,4 +1,4 @@
-"""Who is missing: ranks that have waited too long ask all others, through the rendezvous store, what they are at.
+"""Finds the ranks that a job waits for: one whose wait timed out asks all others, through the store, what they do.
 
 While all is well, each rank only adds one line to the store, in the rendezvous. A rank whose
 wait has passed its deadline calls the roll. Ranks that have been busy with one thing for long listen: each blocks in

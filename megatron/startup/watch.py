@@ -1,4 +1,4 @@
-"""Ends a rank that waits in vain, and says for whom: a thread that looks on while the others wait.
+"""A watchdog thread of each rank: it ends a rank whose wait has timed out, and names what the rank waited for.
 
 Gloo raises in a thread that has waited for --distributed-timeout-minutes; then pretrain() asks `Watch.verdict` whom it
 waited for. NCCL, a file system that does not answer, and a rank that waits for one of those raise nothing: the thread
