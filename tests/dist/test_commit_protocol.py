@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -99,19 +100,21 @@ def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dic
 def test_sigkill_at_random_instants_of_saves(launcher: Launcher, engine: str, stages: tuple[str, ...]) -> None:
     """One job, killed many times: each start loads what was saved last, bit for bit, and goes on as if unharmed.
 
-    In every other launch rank 0 waits in the stage that it is to be killed in, so that each stage has its kill however
-    fast the machine is; in the others the kills come when they come. KILLS=200 in the environment: so many.
+    Rank 0 waits in the stage that it is to be killed in, so that each stage has its kill however fast the machine is.
+    In two launches the kills come when they come. KILLS=200 in the environment: so many, and half of them come so.
     """
-    kills = int(os.environ.get("KILLS", 2 * len(stages)))
+    many = "KILLS" in os.environ
+    kills = int(os.environ["KILLS"]) if many else len(stages) + 2
     rng = random.Random(20)
     save, reference = launcher.directory / "killed", launcher.directory / "reference"
     trace = save / "restart_trace"
     flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save), "--keep-last", "2"]
     flags += ["--checkpoint-engine", engine]
-    targets = [stages[cycle // 2 % len(stages)] for cycle in range(kills)]
-    for cycle, target in enumerate(targets):
-        nth = 1 + cycle % 2  # those that wait get past one save, so that the job gets on
-        held = cycle % 2 == 1
+    in_turn = itertools.cycle(stages)
+    for cycle in range(kills):
+        held = cycle % (2 if many else 5) != 0
+        target = next(in_turn) if held else rng.choice(stages)
+        nth = 2 if held else 1  # those that wait get past one save, so that the job gets on
         # Rank 0 before it sees others go, where it waits.
         order = (lambda pids: pids) if held else (lambda pids: rng.sample(pids, len(pids)))
         delay_s = rng.uniform(0.0, 0.001 if target in SHORT else 0.01)

@@ -175,6 +175,13 @@ def big(
 Big = tuple[BigRun, list[dict[str, Any]]]
 
 
+@pytest.fixture(scope="module")
+def loaded(big: Big) -> list[dict[str, Any]]:
+    """The records of a later launch, which loaded what the first one saved."""
+    run, _ = big
+    return run.launch(load=True)
+
+
 def of_kind(found: list[Coverage], operation: str) -> list[int]:
     return sorted(c.rank for c in found if c.operation == operation)
 
@@ -185,16 +192,15 @@ def test_phases_of_a_save_fill_its_wall_time_on_every_rank(big: Big) -> None:
     assert of_kind(found, "save") == of_kind(found, "startup") == list(RANKS)
 
 
-def test_phases_of_a_load_and_of_the_start_up_around_it_fill_theirs(big: Big) -> None:
+def test_phases_of_a_load_and_of_the_start_up_around_it_fill_theirs(big: Big, loaded: list[dict[str, Any]]) -> None:
     run, _ = big
-    found = run.covered(run.launch(load=True), load=True)
+    found = run.covered(loaded, load=True)
     assert of_kind(found, "load") == of_kind(found, "startup") == list(RANKS)
 
 
-def test_nothing_lies_between_the_phases_of_a_start_and_of_its_load(big: Big) -> None:
+def test_nothing_lies_between_the_phases_of_a_start_and_of_its_load(loaded: list[dict[str, Any]]) -> None:
     """However long a busy machine takes there."""
-    run, _ = big
-    found = coverages(run.launch(load=True))
+    found = coverages(loaded)
     between = [
         (c.operation, c.rank, place, ns)
         for c in found
@@ -233,12 +239,11 @@ def test_logged_bytes_are_those_on_disk(big: Big) -> None:
     assert min(r["bytes"] for r in written) > 300e6
 
 
-def test_logged_bytes_of_a_load_are_those_read(big: Big) -> None:
+def test_logged_bytes_of_a_load_are_those_read(big: Big, loaded: list[dict[str, Any]]) -> None:
     run, _ = big
-    trace = run.launch(load=True)
     on_disk = checkpoint_sizes(run.save / names.tag_of(1))
-    assert bytes_by_file(trace, "load", "read") == on_disk
-    assert sum(ends(trace, "load", "bytes")) == sum(on_disk.values())
+    assert bytes_by_file(loaded, "load", "read") == on_disk
+    assert sum(ends(loaded, "load", "bytes")) == sum(on_disk.values())
 
 
 # ---------------------------------------------------------------- the start of a process
