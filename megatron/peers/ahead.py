@@ -25,7 +25,7 @@ _ANSWER_S = 10.0  # how long a peer may say nothing
 _AT_WORK_S = 0.25  # how often a rank that waits is told that something is being done
 
 
-class _Fetch:
+class Fetch:
     """Fetches the newest copy of a rank's save into a slot, on a thread of its own; it does not seal the slot.
 
     `over` is set when nothing writes to the slot any more. `found`: the answer to the rank; None without a copy.
@@ -40,8 +40,8 @@ class _Fetch:
         self._channel: Channel | None = None
         self.over = threading.Event()
         self.found: dict[str, Any] | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def end(self) -> None:
         """When this returns, it is over."""
@@ -50,7 +50,7 @@ class _Fetch:
             channel = self._channel
         if channel is not None:  # else it writes nothing any more
             channel.abort()
-            self._thread.join()
+            self.thread.join()
         self.over.set()
 
     def _run(self) -> None:
@@ -87,7 +87,7 @@ class Ahead:
 
     def __init__(self, own: Sequence[Slot]) -> None:
         self._own = own
-        self._fetches: dict[int, _Fetch] = {}  # by local rank
+        self.fetches: dict[int, Fetch] = {}  # by local rank, until one is handed over or dropped
         self._waits = False  # no rank was started here since this host was told to wait
         self._lock = threading.Lock()
 
@@ -105,13 +105,13 @@ class Ahead:
             for local_rank in range(ranks):
                 slots = self._own[local_rank * SLOTS_PER_RANK :][:SLOTS_PER_RANK]
                 if all(slot.record() is None for slot in slots):
-                    self._fetches[local_rank] = _Fetch(node_rank * ranks + local_rank, slots[0], holders)
+                    self.fetches[local_rank] = Fetch(node_rank * ranks + local_rank, slots[0], holders)
 
     def hand_over(self, local_rank: int, channel: Channel) -> None:
         """Tell a rank what was fetched for it, once that is there. Nothing writes to its slots any more then."""
         with self._lock:
             self._waits = False
-            under_way = self._fetches.get(local_rank)
+            under_way = self.fetches.get(local_rank)
         if under_way is None:
             channel.tell(found=None)
             return
@@ -122,19 +122,19 @@ class Ahead:
             under_way.end()
             raise
         with self._lock:
-            self._fetches.pop(local_rank, None)
+            self.fetches.pop(local_rank, None)
         channel.tell(found=under_way.found)
 
     def drop(self, local_rank: int) -> None:
         """What was fetched for a rank is not wanted. Nothing writes to its slots any more."""
         with self._lock:
             self._waits = False
-            dropped = self._fetches.pop(local_rank, None)
+            dropped = self.fetches.pop(local_rank, None)
         if dropped is not None:
             dropped.end()
 
     def _end_all(self) -> None:
         with self._lock:
-            ended, self._fetches = self._fetches, {}
+            ended, self.fetches = self.fetches, {}
         for each in ended.values():
             each.end()

@@ -82,7 +82,7 @@ class Holder:
         self._own = own
         self._traffic = Traffic(times, ports_of_nccl(os.environ))
         self._launch = launch
-        self._ahead = Ahead(own)
+        self.ahead = Ahead(own)  # what this host fetches while it waits as a spare
         self._copies: dict[Key, _Copies] = {}
         self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
         self._spare: list[_Copies] = []  # memory without coordinates, taken while this host was a spare
@@ -125,14 +125,14 @@ class Holder:
                 slots = [slot.num_bytes for slot in self._own]
                 channel.tell(slots=slots, copies=self._sizes(), lack=self._lack)
             case "expect":
-                self._ahead.expect(int(message["node_rank"]), [Peer(*peer) for peer in message["holders"]])
+                self.ahead.expect(int(message["node_rank"]), [Peer(*peer) for peer in message["holders"]])
             case "hand_over":
-                self._ahead.hand_over(int(message["rank"]), channel)
+                self.ahead.hand_over(int(message["rank"]), channel)
             case "drop":
-                self._ahead.drop(int(message["rank"]))
+                self.ahead.drop(int(message["rank"]))
                 channel.tell(done=True)
             case "prepare":
-                self._ahead.wait()
+                self.ahead.wait()
                 self._like = [Peer(*member) for member in message["like"]]
                 threading.Thread(target=self._prepare, args=(self._like,), daemon=True).start()
             case "send":

@@ -360,7 +360,7 @@ class Traffic:
         self.profile: Profile | None = None  # of the newest steps that were profiled
         self._profiled_at = 0  # number of a step
         self._profiling = False
-        self._seen = Observation()
+        self.seen = Observation()  # of steps, until a profile is there
 
     def begin(self, address: str, port: int) -> Copy:
         """A copy to that peer. Raises PeerError."""
@@ -371,9 +371,9 @@ class Traffic:
             if not 0 <= self._times[0].steps - self._profiled_at <= _VALID:
                 self.profile = None
             if self.profile is None and not self._profiling:
-                self._profiling, self._seen = True, Observation()
+                self._profiling, self.seen = True, Observation()
                 links = [self._link, *self._ports]
-                threading.Thread(target=self._take_profile, args=(links, self._seen), daemon=True).start()
+                threading.Thread(target=self._take_profile, args=(links, self.seen), daemon=True).start()
         return Copy(self)
 
     def _take_profile(self, links: Sequence[LinkRate], seen: Observation) -> None:
@@ -402,9 +402,9 @@ class Traffic:
             copy.at_once_bytes += count
             return count, 0
         if profile is None or link is None:
-            if min(since, now - copy.asked_ns) <= self._seen.stalled_ns:
+            if min(since, now - copy.asked_ns) <= self.seen.stalled_ns:
                 return 0, _POLL_NS
-            self._seen.disturbed = self._times[0].steps
+            self.seen.disturbed = self._times[0].steps
             copy.at_once_bytes += count
             copy.stalled_bytes += count
             return count, 0

@@ -44,7 +44,7 @@ class Spare:
         self.holder = Holder(self.slots, [], "launch0")
         threading.Thread(target=self.holder.serve, args=([listening],), daemon=True).start()
         self.peer = Peer(os.uname().nodename, *listening.getsockname())
-        self.ahead = self.holder._ahead
+        self.ahead = self.holder.ahead
         self.ahead.wait()
 
     def start(self, key: Any = KEY) -> EarlyCopy | None:
@@ -96,7 +96,7 @@ def test_the_save_of_another_place_is_not_taken(hosts: list[Host], spare: Spare)
 def test_a_host_with_saves_of_its_own_keeps_them(hosts: list[Host], spare: Spare) -> None:
     fill(spare.slots[0], content(1000), "s9")
     spare.ahead.expect(0, [hosts[1].peer])
-    assert spare.ahead._fetches == {} and (spare.slots[0].record() or {})["save"] == "s9"
+    assert spare.ahead.fetches == {} and (spare.slots[0].record() or {})["save"] == "s9"
 
 
 class Stalled:
@@ -115,20 +115,20 @@ class Stalled:
 
 
 @pytest.fixture
-def stalled(spare: Spare, monkeypatch: pytest.MonkeyPatch) -> Iterator[ahead._Fetch]:
+def stalled(spare: Spare, monkeypatch: pytest.MonkeyPatch) -> Iterator[ahead.Fetch]:
     """The fetch of `spare` from a stalled peer."""
     peer = Stalled(monkeypatch)
     spare.ahead.expect(0, [peer.peer])
     assert peer.began.wait(DEADLINE_S)
-    yield spare.ahead._fetches[0]
+    yield spare.ahead.fetches[0]
     peer.over.set()
 
 
-def is_over(fetch: ahead._Fetch) -> bool:
-    return fetch.over.is_set() and not fetch._thread.is_alive()
+def is_over(fetch: ahead.Fetch) -> bool:
+    return fetch.over.is_set() and not fetch.thread.is_alive()
 
 
-def test_a_load_that_wants_no_copy_ends_the_fetch(spare: Spare, stalled: ahead._Fetch) -> None:
+def test_a_load_that_wants_no_copy_ends_the_fetch(spare: Spare, stalled: ahead.Fetch) -> None:
     copy = spare.start()
     assert copy is not None and not is_over(stalled)
     copy.close()
@@ -136,16 +136,16 @@ def test_a_load_that_wants_no_copy_ends_the_fetch(spare: Spare, stalled: ahead._
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_rank_that_fetches_nothing_ends_the_fetch(spare: Spare, stalled: ahead._Fetch, saved: bool) -> None:
+def test_a_rank_that_fetches_nothing_ends_the_fetch(spare: Spare, stalled: ahead.Fetch, saved: bool) -> None:
     if saved:
         fill(spare.slots[1], content(1000), "s9")
     assert spare.start(KEY if saved else None) is None
     assert is_over(stalled)
     spare.ahead.expect(0, [])
-    assert spare.ahead._fetches == {}, "its slots are the rank's from now on"
+    assert spare.ahead.fetches == {}, "its slots are the rank's from now on"
 
 
-def test_a_rank_that_ends_while_it_waits_ends_the_fetch(spare: Spare, stalled: ahead._Fetch) -> None:
+def test_a_rank_that_ends_while_it_waits_ends_the_fetch(spare: Spare, stalled: ahead.Fetch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         rank = socket.create_connection(listening.getsockname())
         connected, _ = listening.accept()
@@ -155,6 +155,6 @@ def test_a_rank_that_ends_while_it_waits_ends_the_fetch(spare: Spare, stalled: a
     assert is_over(stalled)
 
 
-def test_who_is_told_to_wait_again_drops_what_it_fetched(spare: Spare, stalled: ahead._Fetch) -> None:
+def test_who_is_told_to_wait_again_drops_what_it_fetched(spare: Spare, stalled: ahead.Fetch) -> None:
     spare.ahead.wait()
-    assert is_over(stalled) and spare.ahead._fetches == {}
+    assert is_over(stalled) and spare.ahead.fetches == {}

@@ -212,8 +212,8 @@ def test_a_copy_goes_at_once_where_no_step_ends_before_there_is_a_profile(times:
     copy.asked_ns = began + MS
     assert traffic.ask(copy, 4096, began + STALLED_NS)[0] == 0
     assert traffic.ask(copy, 4096, began + STALLED_NS + 2 * MS) == (4096, 0)
-    assert (copy.at_once_bytes, copy.stalled_bytes, traffic._seen.disturbed) == (4096, 4096, 1)
-    traffic._seen.longest_ns = STALLED_NS
+    assert (copy.at_once_bytes, copy.stalled_bytes, traffic.seen.disturbed) == (4096, 4096, 1)
+    traffic.seen.longest_ns = STALLED_NS
     assert traffic.ask(copy, 4096, began + STALLED_NS + 2 * MS)[0] == 0, "steps are as long as that"
     assert traffic.ask(copy, 4096, began + 2 * STALLED_NS + 2 * MS) == (4096, 0)
     times.begin(began + 3 * STALLED_NS)
