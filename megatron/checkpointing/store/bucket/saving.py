@@ -20,6 +20,7 @@ from megatron.checkpointing.store.bucket.generations import ObjectOwnership
 from megatron.checkpointing.store.manifest import Manifest, StoredObject
 from megatron.checkpointing.store.removal import Pruned
 from megatron.checkpointing.store.search import Known
+from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, new_name
@@ -33,7 +34,10 @@ _DISCARD_S = 5.0
 
 
 class ObjectDirectory:
-    """Where checkpoints go: a prefix of a bucket, as SaveDirectory is a directory. `ownership` is rank 0's."""
+    """Where checkpoints go: a prefix of a bucket, as SaveDirectory is a directory. `ownership` is rank 0's.
+
+    Raises ConfigError if no directory can be made in --storage-cache.
+    """
 
     def __init__(
         self, checkpoints: StoredCheckpoints, rank: int, ownership: ObjectOwnership | None, keep_last: int | None
@@ -48,7 +52,12 @@ class ObjectDirectory:
         self._told: set[str] = set()  # places that were left alone, which was said
         self._surplus = True  # there may be checkpoints of which the tag was saved again
         self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
-        self._spool = NodeDirectory(checkpoints.root, new_name(f"save_rank_{rank:05d}"))
+        try:
+            self._spool = NodeDirectory(checkpoints.root, new_name(f"save_rank_{rank:05d}"))
+        except OSError as error:
+            raise ConfigError(
+                f"--storage-cache {checkpoints.root}: cannot be used: {error}; correct that, or give another directory"
+            ) from error
         if ownership is not None:
             self._remove_unfinished(ownership.generation)
 

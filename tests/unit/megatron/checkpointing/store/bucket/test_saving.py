@@ -27,9 +27,11 @@ from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.checkpointing.store.manifest import Manifest
+from megatron.config import ConfigError
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
+from tests.faults.injection import Fault, run_traced
 from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 
@@ -51,6 +53,18 @@ def keys(stored: StoredCheckpoints) -> list[str]:
     prefix = stored.uri.key("")
     found = [info.key.removeprefix(prefix) for info in stored.bucket.list(prefix)]
     return [key for key in found if not key.startswith(".generations/")]
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "create", "lock", "stat"])
+def test_a_node_directory_that_cannot_be_made_is_named(stored: StoredCheckpoints, operation: str) -> None:
+    def begin() -> str:
+        with pytest.raises(ConfigError) as raised:
+            ObjectDirectory(stored, 1, None, None)
+        return str(raised.value)
+
+    traced = run_traced(begin, lambda path: path.startswith(str(stored.root)), Fault(operation, 1, "EIO"))
+    assert traced.raised is None and traced.hit is not None, traced
+    assert f"--storage-cache {stored.root}: cannot be used: [Errno 5]" in traced.result
 
 
 @pytest.mark.parametrize("engine", ["torch", "lazy", "dcp", "dcp-async"])
