@@ -107,7 +107,7 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         [
             "--model", "70b", "--tp", "8", "--pp", "8", "--ranks", "0-1", "--engine", "torch,lazy",
             "--repeat", str(repeats), "--cold", "--limit-bytes", "8MiB", "--steps-between", "0.2",
-            "--step-seconds", "0.1", "--targets", "--storage-bytes", "1MiB", "--trace-dir", str(trace),
+            "--step-seconds", "0.1", "--storage-bytes", "1MiB", "--trace-dir", str(trace),
             "--output", str(tmp_path / "out.json"),
         ],
         target,
@@ -130,8 +130,6 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         key = f"{kind}_gbps"
         assert found["storage"][key] is None or found["storage"][key] > 0
     assert found["storage"]["write_buffered_fsync_gbps"] > 0
-    judged = {target["measure"] for target in found["targets"]}
-    assert {"lazy blocked_s", "lazy cold load", "lazy warm load, fresh process", "step time while flushing"} <= judged
     assert not list(target.iterdir()), "something was left"
     _check_trace(trace, repeats)
 
@@ -294,33 +292,3 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     assert found["ranks"] == [0, 1]
     assert len(found["samples"]["engines"]["torch"]["save"][0]) == 2
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.nightly(minutes=1)
-def test_one_command_prints_every_target(tmp_path: Path) -> None:
-    settings = {
-        "PYTHON": sys.executable, "TARGET_DIR": str(tmp_path), "BYTES": "1MiB", "REPEAT": "1", "ENGINES": "torch,lazy",
-        "STEP_SECONDS": "0.1",
-    }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples_deepspeed/restart_bench/engine_targets.sh")],
-        cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.split("== verdicts")[1]
-    assert table.count("LIMITED by --limit-bytes") == 3
-    for wanted in (
-        "at most 1/20 of torch",
-        "below every other engine",
-        "0.9 x the best raw direct write",
-        "at least 2 x torch + fsync",
-        "0.9 x the best raw direct read",
-        "at least 2 x torch.load",
-        "at least 5 x torch.load",
-        "at most 5 % above no checkpoint",
-        "2000 small tensors",
-    ):
-        assert wanted in table, wanted
-    kept = {"one_rank.json", "two_ranks.json", "busy_steps.json", "small_tensors.json"}
-    assert {path.name for path in tmp_path.iterdir()} == kept

@@ -153,14 +153,6 @@ def test_tools_run_by_their_installed_name(installed: Path, tmp_path: Path, tool
     assert "usage:" in run(installed / "bin" / "python", "-m", f"{TOOLS}.{tool}", "--help", cwd=tmp_path)
 
 
-def test_targets_are_refused_where_there_are_no_benchmarks(installed: Path, tmp_path: Path) -> None:
-    words = ("-m", f"{TOOLS}.ckpt_replay", "--small-tensors", "1", "--dir", ".", "--targets")
-    done = subprocess.run(
-        [installed / "bin" / "python", *words], cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2 and "--targets: needs the package `benchmarks`" in done.stderr
-
-
 def test_an_editable_install_has_no_import_hook_and_the_same_scripts(
     source: Path, wheel: Path, editable: Path, job: Path
 ) -> None:

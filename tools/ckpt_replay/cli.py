@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -30,7 +29,7 @@ from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, worker_group
 from .locations import check_writable, remove, store_in_words
-from .options import ALL, TARGETS, parse_arguments, request_from
+from .options import ALL, parse_arguments, request_from
 from .plan import ReplayError, Request, location_of
 from .replay import Replay
 from .striping import check_striping, set_striping
@@ -99,10 +98,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
     kept = str(location) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
     figures["verdict"] = None if arguments.no_verdict else sentence(figures)
-    if not arguments.targets:
-        return figures
-    # Imported by name, since benchmarks are only in a checkout. parse_arguments has checked that it exists.
-    return figures | {"targets": importlib.import_module(TARGETS).judge(figures)}
+    return figures
 
 
 def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> Request:

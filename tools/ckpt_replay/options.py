@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,6 @@ ALL = "all"
 FIT = "fit"
 _LEAST_FITTING = 1 << 20
 _FITTING_SHARE = 0.8  # of what is free: leaves some for other processes
-TARGETS = "benchmarks.engine_targets.targets"  # module that defines judge()
 _IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
 _STORE_FLAGS = ("storage_cache", "storage_deadline")
 _ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint", *_STORE_FLAGS)
@@ -58,8 +56,6 @@ examples:
       every rank of a layout, on several nodes; DIR must be shared by all
   %(prog)s --model llama7b --sharding full --dp 8 --ranks 0-3 --engine lazy,s3torchconnector --dir s3://bucket/replay
       object storage, compared with the S3 connector for PyTorch: the table of its benchmark
-  bash examples_deepspeed/restart_bench/engine_targets.sh
-      the whole table of performance targets
 
 exit status: 0 measured, 1 an engine failed, 2 could not run. docs/ckpt_replay.md explains the figures.
 """
@@ -196,7 +192,6 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
     )
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--no-verdict", action="store_true", help="json: do not compare the engines, which needs SciPy")
-    out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
     out.add_argument("--trace-dir", type=Path, metavar="DIR", help="write a restart trace for tools.ckpt_analysis")
     out.add_argument("--keep", action="store_true", help="keep the last checkpoint of each engine in DIR")
 
@@ -222,8 +217,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--stripe-command {arguments.stripe_command}: needs --striping; add it")
     if arguments.no_verdict and arguments.format != "json":
         parser.error("--no-verdict: the table is a comparison; add --format json")
-    if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
-        parser.error("--targets: needs the package `benchmarks`, which is only in a checkout; run it in one")
     return arguments
 
 

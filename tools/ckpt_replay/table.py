@@ -40,8 +40,6 @@ def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
     lines += ["", *_storage(figures["storage"], show_all)]
     notes = [*_notes(figures), *(_details(figures) if show_all else []), *_explanation(figures)]
     lines += [*_wrapped(notes), *([] if show_all else _wrapped([_HIDDEN]))]
-    if figures.get("targets"):
-        lines += ["", *render_targets(figures["targets"])]
     return "\n".join([*lines, "", *answer(figures)])
 
 
@@ -50,14 +48,6 @@ _HIDDEN = "--all adds throughputs, ratios, every measurement of the storage, fir
 
 def _wrapped(paragraphs: list[str]) -> list[str]:
     return [line for text in paragraphs for line in textwrap.wrap(text, text_width(), subsequent_indent="  ")]
-
-
-def render_targets(targets: list[dict[str, str]]) -> list[str]:
-    """One line per target."""
-    lines = ["targets"]
-    for target in targets:
-        lines.append(f"  {target['measure']:<46} {target['target']:<54} {target['measured']}   {target['verdict']}")
-    return lines
 
 
 def head(figures: dict[str, Any]) -> list[str]:

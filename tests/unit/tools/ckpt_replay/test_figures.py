@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_targets.targets import judge
 from tests.unit.tools.ckpt_replay.replay_helpers import request
 from tools.ckpt_replay.figures import analyse, storage_figures
 from tools.ckpt_replay.plan import STORAGE_KINDS
@@ -151,37 +150,3 @@ def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -
     text = render(figures(samples(), limit_bytes=10**9))
     assert "(no room for: memory MiB (kept), warm load s)" in text
     assert max(map(len, text.splitlines())) <= 90
-
-
-BUSY = ", steps on the processors"
-
-
-def verdicts(result: dict[str, Any]) -> dict[tuple[str, str], str]:
-    return {(target["measure"], target["target"]): target["verdict"] for target in judge(result)}
-
-
-def test_targets_are_met_or_not() -> None:
-    found = verdicts(figures(samples()))
-    assert found["lazy blocked_s", "at most 1/20 of torch"] == "met"
-    assert found["lazy blocked_s", "below every other engine"] == "met"
-    assert found[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "met"
-    assert found["lazy warm load, fresh process", "at least 5 x torch.load"] == "not met"
-    assert found["step time while flushing", "at most 5 % above no checkpoint, with a core to spare"] == "met"
-    slow = verdicts(figures(samples(lazy_durable=2.0)))
-    assert slow[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "not met"
-
-
-def test_targets_are_not_judged_by_what_does_not_tell() -> None:
-    too_long = verdicts(figures(samples(lazy_durable=5.0)))
-    assert too_long["lazy blocked_s", "at most 1/20 of torch"].startswith("not judged: steps of 3 s, flush of 5.50 s")
-    result = figures(samples())
-    result["repeat"] = 3
-    assert all(verdict.endswith("(of 3 repeats only, 5 are wanted)") for verdict in verdicts(result).values())
-    del result["engines"]["lazy"]
-    assert judge(result) == []
-
-
-def test_small_tensors_have_a_target_of_their_own() -> None:
-    (target,) = judge(figures(samples()) | {"small_tensors": 2000})
-    assert target["measure"] == "lazy durable_s, 2000 small tensors"
-    assert target["verdict"] == "met"
