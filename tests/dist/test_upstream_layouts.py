@@ -46,7 +46,7 @@ def resumed(launcher: Launcher, layout: Layout, load: Path, *flags: str) -> tupl
 
 
 def test_goes_on_elsewhere_with_upstreams_losses(launcher: Launcher) -> None:
-    found, log = resumed(launcher, Layout(4, 1, 2), UPSTREAM)
+    found, log = resumed(launcher, Layout(4, 1, 1), UPSTREAM)
     assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
     assert "continues with L2" in log
     spans = [r for r in records(launcher.directory / "trace", rank=0) if r["type"] == "span"]
@@ -110,10 +110,10 @@ def test_heads_of_an_older_upstream_find_each_other(launcher: Launcher, layout: 
 
 
 def test_every_bit_arrives_in_a_real_training(launcher: Launcher) -> None:
-    """Loaded onto TP1 PP4 DP2 and saved again at once, with the model's own parameters for targets."""
+    """Loaded onto TP1 PP4 DP1 and saved again at once, with the model's own parameters for targets."""
     save = launcher.directory / "run"
     at_once = ["--train-iters", "5", "--checkpoint-engine", "lazy"]
-    launcher.train(Layout(1, 4, 2), *UPSTREAM_ARGUMENTS, *buffered_saving(save, 5)[:-1], "--load", UPSTREAM, *at_once)
+    launcher.train(Layout(1, 4, 1), *UPSTREAM_ARGUMENTS, *buffered_saving(save, 5)[:-1], "--load", UPSTREAM, *at_once)
     expected = assembled(GOLDEN, UPSTREAM / "global_step5", LAYOUT)
     reader = read(save, 5)
     for kind, of_kind in expected.items():

@@ -64,7 +64,7 @@ def test_a_first_step_opens_no_connection_after_the_warmup(launcher: Launcher, t
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (LAYOUT, [*LLAMA_STYLE, "--sequence-parallel", *RECOMPUTE, "--bf16"]),
+        (Layout(tp=2, pp=2, dp=1), [*LLAMA_STYLE, "--sequence-parallel", *RECOMPUTE, "--bf16"]),
         (Layout(tp=1, pp=1, dp=2), ["--fp16", "--eod-mask-loss"]),
     ],
 )
