@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
 # Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13.
-# It needs no torch. Each has an environment below runs/pythons, which is kept. run_tests.sh calls this if CI=true.
+# It needs no torch. Each has an environment below runs/pythons, which is kept, and whose packages are installed again
+# only if their versions have changed. run_tests.sh calls this for the oldest and the newest if CI=true, .ci/nightly for
+# the one between them.
 #
 # examples:
 #   bash tests/other_pythons.sh
+#   bash tests/other_pythons.sh 3.10 3.13
 #
 # exit status: 0 all passed, 1 one did not or could not be set up, 2 wrong arguments
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
 answer_help "" "$@"
-no_arguments "$@"
+versions=("$@")
+(($#)) || versions=(3.10 3.12 3.13)
+for version in "${versions[@]}"; do
+    [[ $version =~ ^3\.[0-9]+$ ]] || { echo "other_pythons.sh: error: $version: give versions, as 3.12" >&2 && exit 2; }
+done
 cd "$ROOT"
 PIP=${VENV_DIR:-$ROOT/.venv}/bin/pip
 PACKAGES=(polars numpy scipy psutil pytest pytest-timeout hypothesis) # what TESTS import
@@ -33,14 +40,19 @@ find_python() {
     return 1
 }
 
-for version in 3.10 3.12 3.13; do
+for version in "${versions[@]}"; do
     if ! python=$(find_python "$version"); then
         echo "== Python $version is not here"
         continue
     fi
     echo "== Python $version"
     venv=$ROOT/runs/pythons/$version
-    "$python" -m venv --without-pip "$venv" # a pip of its own would take as long as all of the packages
-    "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${PACKAGES[@]}"
+    wanted="${PACKAGES[*]} $(<constraints.txt)"
+    if [[ ! -e $venv/installed || $(<"$venv/installed") != "$wanted" ]]; then
+        "$python" -m venv --without-pip "$venv" # a pip of its own would take as long as all of the packages
+        "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+            "${PACKAGES[@]}"
+        printf '%s\n' "$wanted" >"$venv/installed"
+    fi
     "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" --deselect "$NEEDS_TORCH" "${TESTS[@]}"
 done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -18,10 +18,18 @@ from tests.dist.harness import HANGS_S, losses, wait_for
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ("torchrun", "fork", "deepspeed")
-# What each launch over two hosts is: of megatron.launch with a coordinator, and in an allocation of a real Slurm, too.
-LAUNCHES: list[tuple[str, dict[str, str]]] = [
-    *((launcher, {}) for launcher in LAUNCHERS), ("fork", {"MAX_RESTARTS": "1"}), ("srun", {}),
-]  # fmt: skip
+# Launches over two hosts: with a coordinator of megatron.launch, and in an allocation of a real Slurm, too.
+COORDINATED = "fork_with_restarts"
+LAUNCHES = (*LAUNCHERS, COORDINATED, "srun")
+
+
+def launches(names: Sequence[str], in_the_suite: Sequence[str]) -> pytest.MarkDecorator:
+    """The parameter `launcher`. Launches through ssh have one check in common, and those by srun another: the suite has
+    each launch with at least one problem, and the nightly run has the others."""
+    others = pytest.mark.nightly(minutes=3)
+    return pytest.mark.parametrize(
+        "launcher", [pytest.param(name, marks=[] if name in in_the_suite else [others]) for name in names]
+    )
 
 
 def message(job: Job, launcher: str, **settings: str) -> str:
@@ -29,6 +37,9 @@ def message(job: Job, launcher: str, **settings: str) -> str:
     if launcher == "srun":
         job.command = in_an_allocation(job)
     else:
+        if launcher == COORDINATED:
+            launcher = "fork"
+            settings |= {"MAX_RESTARTS": "1"}
         settings |= {"LAUNCHER": launcher, "HOSTFILE": str(preset_hostfile(job))}
     started = job.start(**settings)
     assert started.wait(HANGS_S) == 2, job.log
@@ -68,7 +79,7 @@ def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset
     assert f"on {one.name}" not in said
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@launches(("fork", "deepspeed"), in_the_suite=("deepspeed",))  # torchrun: above
 def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster, preset: Preset) -> None:
     one, other, *_ = cluster.compute_nodes
     job = preset.job(f"wrong_key_{launcher}", [one, other])
@@ -80,7 +91,7 @@ def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster,
     assert f"on {other.name} (root@{other.name}: Permission denied" in said
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
+@launches((*LAUNCHERS, "srun"), in_the_suite=("fork", "srun"))
 def test_a_port_that_is_taken_is_named_by_every_launcher(
     launcher: str, cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
 ) -> None:
@@ -91,14 +102,14 @@ def test_a_port_that_is_taken_is_named_by_every_launcher(
     assert message(job, launcher, MASTER_PORT="22") == f"{listens}; set MASTER_PORT to a port that is free there"
 
 
-@pytest.mark.parametrize(("launcher", "settings"), LAUNCHES)
+@launches(LAUNCHES, in_the_suite=("torchrun", COORDINATED, "srun"))
 def test_an_address_that_hosts_do_not_know_is_named_by_every_launcher(
-    launcher: str, settings: dict[str, str], cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
+    launcher: str, cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
 ) -> None:
     nodes = cluster.compute_nodes[:2]
-    job = preset.job(f"unknown_{launcher}_{len(settings)}", nodes, **environment_of(launcher, request))
-    name = "COORDINATOR_ADDR" if settings else "MASTER_ADDR"  # where the hosts connect
-    said = message(job, launcher, **settings, **{name: "nowhere"})
+    job = preset.job(f"unknown_{launcher}", nodes, **environment_of(launcher, request))
+    name = "COORDINATOR_ADDR" if launcher == COORDINATED else "MASTER_ADDR"  # where the hosts connect
+    said = message(job, launcher, **{name: "nowhere"})
     assert said.startswith(f"{name}=nowhere: {nodes[0].name}, {nodes[1].name} cannot resolve it ("), said
 
 
@@ -118,15 +129,14 @@ def other_code(node: Node, job: Job) -> contextlib.AbstractContextManager[None]:
     return changed_on(node, Path(version.__file__), job, lambda text: text + "# changed\n")
 
 
-@pytest.mark.parametrize(("launcher", "settings"), LAUNCHES)
+@launches(LAUNCHES, in_the_suite=("deepspeed", "srun"))
 def test_a_host_with_other_code_is_named(
-    launcher: str, settings: dict[str, str], cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
+    launcher: str, cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
 ) -> None:
     one, other, *_ = cluster.compute_nodes
-    name = f"other_code_{launcher}_{len(settings)}"
-    job = preset.job(name, [one, other], **environment_of(launcher, request))
+    job = preset.job(f"other_code_{launcher}", [one, other], **environment_of(launcher, request))
     with other_code(other, job):
-        said = message(job, launcher, **settings)
+        said = message(job, launcher)
     assert said.startswith(f"host {other.name} runs megatron-restart 0"), said
     assert "use one environment and one checkout" in said
 
@@ -171,7 +181,7 @@ def test_launches_by_hand_on_each_host_meet_before_any_rank_starts(
         assert sorted(losses(job.trace, 0, 3)) == list(range(1, ITERATIONS + 1))
 
 
-@pytest.mark.parametrize("refused", [0, 1, 2])
+@pytest.mark.parametrize("refused", [0, pytest.param(1, marks=pytest.mark.nightly(minutes=1)), 2])
 def test_a_launch_by_hand_that_is_refused_ends_those_that_wait_for_it(
     refused: int, cluster: Cluster, preset: Preset
 ) -> None:
@@ -222,6 +232,8 @@ def test_what_ranks_refuse_over_hosts_is_not_tried_again(
         wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
 
 
+# The same checks of variables: tests/unit/test_scripts.py::test_slurm_variables_that_contradict_are_named.
+IN_UNIT_TESTS = pytest.mark.nightly(minutes=1)
 TAKE = "4 ranks (TP2 PP2 DP1) with 2 per node take 2 nodes"
 
 
@@ -229,17 +241,24 @@ TAKE = "4 ranks (TP2 PP2 DP1) with 2 per node take 2 nodes"
     ("allocation", "changed", "message"),
     [
         (("--nodes=1",), (), f"SLURM_JOB_NUM_NODES=1: {TAKE}; allocate them (--nodes 2), or set GPUS_PER_NODE"),
-        (("--nodes=1",), ("SLURM_NNODES=2",), "SLURM_JOB_NUM_NODES=1 and SLURM_NNODES=2 contradict each other; unset"),
-        (
+        pytest.param(
+            ("--nodes=1",), ("SLURM_NNODES=2",), "SLURM_JOB_NUM_NODES=1 and SLURM_NNODES=2 contradict each other",
+            marks=IN_UNIT_TESTS,
+        ),
+        pytest.param(
             ("--nodes=1",), ("SLURM_JOB_NUM_NODES=2", "SLURM_NNODES=2", "SLURM_JOB_CPUS_PER_NODE=8(x2)"),
             "SLURM_JOB_NODELIST=node0 names 1 hosts, SLURM_JOB_NUM_NODES=2; unset what you have set",
+            marks=IN_UNIT_TESTS,
         ),
         (
             ("--nodes=2",), (),
             f"SLURM_JOB_CPUS_PER_NODE=1(x2): {TAKE} with a processor for each rank, and the allocation has 0 such "
             "nodes; allocate them (--nodes 2 --ntasks-per-node 2), or set GPUS_PER_NODE",
         ),
-        (("--nodes=2-2", "--ntasks=3"), (), f"SLURM_JOB_CPUS_PER_NODE=2,1: {TAKE} with a processor for each rank"),
+        pytest.param(
+            ("--nodes=2-2", "--ntasks=3"), (), f"SLURM_JOB_CPUS_PER_NODE=2,1: {TAKE} with a processor for each rank",
+            marks=IN_UNIT_TESTS,
+        ),
         # What the variables do not say, Slurm does.
         (("--nodes=2",), ("--unset=SLURM_JOB_CPUS_PER_NODE",), "More processors requested than permitted; allocate"),
         (

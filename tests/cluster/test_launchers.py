@@ -1,8 +1,8 @@
 """Every launcher over nodes with two ranks each: it trains, its ranks on one node are killed, and it resumes
 bit-exactly.
 
-megatron.launch and srun have four nodes. The others have two: that each of their ranks imports everything is most of
-the time of such a test.
+megatron.launch has four nodes. The others have two: that each of their ranks imports everything is most of the time of
+such a test.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def test_over_a_hostfile(launcher: str, nodes: int, cluster: Cluster, preset: Pr
     assert_resumed_exactly(job)
 
 
-@pytest.mark.parametrize(("start", "nodes"), [("salloc", 4), ("sbatch", 2)])
-def test_srun(start: str, nodes: int, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+@pytest.mark.parametrize("start", ["salloc", "sbatch"])
+def test_srun(start: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
     """Started on the login node, where salloc leaves its user and no rank runs; and in a job of submit.sh."""
-    job = preset.job(start, cluster.compute_nodes[:nodes], **slurm.environment)
+    job = preset.job(start, cluster.compute_nodes[:2], **slurm.environment)
     job.command = in_an_allocation(job) if start == "salloc" else submitted(job, "--wait")
     job.train_and_kill()
     job.resume()
@@ -103,9 +103,9 @@ def test_what_sbatch_refuses_is_told(cluster: Cluster, preset: Preset, slurm: Sl
     assert not job.trace.exists()
 
 
-@pytest.mark.parametrize("launcher", ["fork", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("fork", marks=pytest.mark.nightly(minutes=1))])
 def test_a_host_file_of_one_other_host(launcher: str, cluster: Cluster, preset: Preset) -> None:
-    """All ranks run there, and none where the launch is typed."""
+    """All ranks run there, and none where the launch is typed, as DeepSpeed's launcher would have it by itself."""
     node = cluster.compute_nodes[0]
     job = preset.job(f"one_other_{launcher}", [node], DP="1", ITERS="2", LAUNCHER=launcher)
     started = job.start(HOSTFILE=str(preset.hostfile(job, {node.name: "slots=4"})))
