@@ -397,6 +397,10 @@ class Recorder:
             wall_ns=anchor.wall_ns + time_ns - anchor.monotonic_ns,
         )
 
+    def ended(self, error: str | None = None) -> None:
+        """Record that this process ends by itself, now. `error`: why, unless it has done all that it was to do."""
+        self.event("process", "ended", error)
+
     def sample(self) -> tuple[int, dict[str, float]] | None:
         """(monotonic time in ns, memory and I/O counters); None without probes."""
         if self._probe is None:

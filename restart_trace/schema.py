@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -68,6 +68,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "caught_up": (),
     },
     "failure": {"injected": (), "detected": (), "stopped": (), "relaunched": ()},
+    "process": {"ended": ()},
 }
 
 
@@ -198,12 +199,12 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "end_ns": Field("int", True, "monotonic, ns"),
         "loss": Field("float", False, "training loss, mean over the global batch; absent if not finite"),
     },
-    # A moment: what a supervisor saw, or a notice of the trainer.
+    # A moment: what a supervisor saw, a notice of the trainer, or the end of a process.
     "event": _TYPE
     | {
-        "operation": Field("str", True, "failure, save, load or startup"),
+        "operation": Field("str", True, "failure, process, save, load or startup"),
         "phase": Field("str", True, "see PHASES, or the name of a notice"),
-        "detail": Field("str", False, "kind of fault, or the text of a notice"),
+        "detail": Field("str", False, "kind of fault, the text of a notice, or the error that ended a process"),
         "step": Field("int", False, "training iteration"),
         "cycle": Field("int", False, "launch that it is of: in a supervisor's events"),
         "time_ns": Field("int", True, "monotonic, ns"),

@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from restart_trace.hooks import (
     serialization,
     steps,
 )
+from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.imports import ImportWatcher
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session, check_function
 from restart_trace.hooks.steps import Steps
@@ -84,6 +86,7 @@ def install(
             module, _, name = check_function(function).partition(":")
             watched.setdefault(module, []).append(partial(clients.hook_function, session, kind, name))
             atexit.register(_report_unless_imported, session, module, function)
+    wrap(sys, "exit", partial(_exit, session))
     watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
     sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
     for name in watched:
@@ -99,6 +102,14 @@ def step(number: int) -> None:
     """
     if _of_session is not None:
         _of_session.told(number)
+
+
+@contextmanager
+def _exit(session: Session, call: Call) -> Iterator[None]:
+    """Around sys.exit, which raises SystemExit."""
+    if session.is_training_thread():
+        session.exits(call.args[0] if call.args else None)
+    yield
 
 
 def _report_unless_imported(session: Session, module: str, function: str) -> None:

@@ -60,6 +60,7 @@ class Session:
         self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
+        self._exit_status: object = None
         self._refused = False  # the trace of this rank could not be opened
         os.register_at_fork(after_in_child=self._forked)
 
@@ -103,9 +104,8 @@ class Session:
         self._starting = Timeline(self.startup.operation)
         for start_ns, end_ns in self._imports:
             self._starting.interrupted("imports", start_ns, end_ns)
-        atexit.register(self.recorder.close)
-        atexit.register(self.end_idle)  # runs before the one above
-        Finalize(self, self.end_idle, exitpriority=0)  # for processes of multiprocessing, which end without atexit
+        atexit.register(self._ended)
+        Finalize(self, self._ended, exitpriority=0)  # for processes of multiprocessing, which end without atexit
 
     def imported(self, start_ns: int, end_ns: int) -> None:
         """Record an import by the program, including the imports that it caused.
@@ -249,6 +249,24 @@ class Session:
         if self._idle is not None:
             (running, since_ns), self._idle = self._idle, None
             running.operation.end(at_ns=since_ns)
+
+    def exits(self, status: object) -> None:
+        """The program asks for the end of this process with an exit status, as sys.exit takes it."""
+        self._exit_status = status
+
+    def _ended(self) -> None:
+        """This process ends by itself."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is None:
+            return
+        self.end_idle()
+        error = getattr(sys, "last_value", None)  # of an exception that nobody has caught
+        if error is not None:
+            reason: str | None = f"{type(error).__name__}: {error}"
+        else:
+            reason = None if self._exit_status in (None, 0) else f"exit status {self._exit_status}"
+        recorder.ended(reason)
+        recorder.close()
 
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:

@@ -161,6 +161,15 @@ def test_every_start_reaches_its_first_step(job: Job) -> None:
     assert job.report["budget"]["training_s"] > 0 and 0 < job.report["budget"]["goodput"] < 1
 
 
+def test_every_launch_ends_well(job: Job) -> None:
+    """So what lies between two launches is no time of the run."""
+    for cycle in range(len(job.runs)):
+        for rank in range(RANKS):
+            (end,) = [r for r in records(job.directory / "trace", cycle, rank) if r.get("phase") == "ended"]
+            assert "detail" not in end
+    assert (job.report["budget"]["idle_s"] > 0) is (len(job.runs) > 1)
+
+
 def test_saves_and_loads_are_within_the_clients_own_clock(job: Job) -> None:
     """And they are all that it makes."""
     for cycle in range(len(job.runs)):

@@ -1,7 +1,8 @@
 """Divides the wall time of a run, over all its cycles: training that counts, blocked, starting, lost, other.
 
-Cycles follow one another without gaps. One rank represents each cycle: of the ranks with the most training steps the
-one that saves blocked longest, since the others wait for it in their next step.
+Cycles follow one another without gaps, unless one ended well: the time until the next is none of the run's. One rank
+represents each cycle: of the ranks with the most training steps the one that saves blocked longest, since the others
+wait for it in their next step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from ..model.frame import Frames
-from .failures import failure_of
+from .failures import clean_ends, failure_of
 from .rank_totals import blocking_spans
 from .results import StartStats
 from .starts import StartTimes
@@ -44,9 +45,13 @@ class CycleBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """A run. `seconds` has each of PARTS and adds up to `wall_s`; `segments` follow one another without a gap."""
+    """A run. `seconds` has each of PARTS and adds up to `wall_s`.
+
+    `segments` follow one another without a gap, but for those of `idle_s` in all: after a cycle that ended well.
+    """
 
     wall_s: float
+    idle_s: float
     seconds: dict[str, float]
     cycles: list[CycleBudget]
     segments: list[Segment]
@@ -67,7 +72,7 @@ class _Cycle:
     end: int
     starting: str
     kept: int | None  # last step that no later cycle resumed before; None: all count
-    is_last: bool
+    is_complete: bool  # it is the last one, or ended well: nothing is lost after its last step
 
 
 def make_budget(
@@ -94,28 +99,36 @@ def make_budget(
         seconds = {part: sum(one.end_s - one.start_s for one in found if one.part == part) for part in PARTS}
         entries.append(CycleBudget(cycle.number, told_on.get(cycle.number), seconds))
     total = {part: sum(entry.seconds[part] for entry in entries) for part in PARTS}
-    return Budget((cycles[-1].end - origin) / 1e9, total, entries, segments)
+    wall_ns = sum(cycle.end - cycle.begin for cycle in cycles)
+    return Budget(wall_ns / 1e9, (cycles[-1].end - origin - wall_ns) / 1e9, total, entries, segments)
 
 
 def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> list[_Cycle]:
-    """The cycles that recorded a start. Each begins with the failure, or the last record, of the one before."""
+    """The cycles that recorded a start. Each begins with the failure, or the last record, of the one before.
+
+    After one that ended well it begins with its own start.
+    """
+    clean = clean_ends(frames)
     begun = times.startups.group_by("cycle").agg(pl.col("start_ns").min(), pl.col("end_ns").max()).sort("cycle")
     rows = list(begun.iter_rows())
     begins: list[int] = []
     for index, (number, start_ns, _) in enumerate(rows):
+        before = rows[index - 1][0] if index else None
         failure = failure_of(frames.events, number - 1) if index else None
-        begin_ns = failure.began_ns if failure else times.last_records[rows[index - 1][0]] if index else start_ns
+        is_new = before is None or before in clean
+        begin_ns = failure.began_ns if failure else start_ns if is_new else times.last_records[before]
         begins.append(max([begin_ns, *begins[-1:]]))
     resumed = {start.cycle: start.resumed_step for start in starts}
     restarts = {start.cycle for start in starts if start.is_restart}
     found = []
     for index, (number, _, ready) in enumerate(rows):
         is_last = index == len(rows) - 1
-        end = max(times.last_records[number] if is_last else begins[index + 1], begins[index])
+        is_complete = is_last or (number in clean and begins[index + 1] >= clean[number])
+        end = max(times.last_records[number] if is_complete else begins[index + 1], begins[index])
         later = [step for cycle, step in resumed.items() if cycle > number and step is not None]
         starting = RESTARTING if number in restarts else LAUNCHING
         until = end if ready is None else min(max(ready, begins[index]), end)
-        found.append(_Cycle(number, begins[index], until, end, starting, min(later, default=None), is_last))
+        found.append(_Cycle(number, begins[index], until, end, starting, min(later, default=None), is_complete))
     return found
 
 
@@ -137,7 +150,7 @@ def _cut(cycle: _Cycle, steps: pl.DataFrame, blocked: pl.DataFrame) -> pl.DataFr
     """
     counts = pl.lit(True) if cycle.kept is None else pl.col("step") <= cycle.kept
     ends = [end for part in (steps, blocked) if (end := part["end_ns"].max()) is not None]
-    tail = [] if cycle.is_last or not ends else [(max(ends), cycle.end)]  # type: ignore[type-var]
+    tail = [] if cycle.is_complete or not ends else [(max(ends), cycle.end)]  # type: ignore[type-var]
     window = ["start_ns", "end_ns"]
     schema = dict.fromkeys(window, pl.Int64)
     layers = {

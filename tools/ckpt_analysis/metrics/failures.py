@@ -1,4 +1,4 @@
-"""The failure that ended a cycle, as supervisors recorded it."""
+"""How a cycle ended: by a failure, as supervisors recorded it, or well, as its ranks did."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from ..model.frame import Frames
 from .results import FailureTimes, HostFailureTimes
 
 
@@ -44,6 +45,16 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
             hosts=hosts if len(hosts) > 1 else (),
         ),
     )
+
+
+def clean_ends(frames: Frames) -> dict[int, int]:
+    """cycle -> Unix ns of its end, of cycles in which every rank ended by itself, without an error."""
+    ended = frames.events.filter((pl.col("operation") == "process") & (pl.col("phase") == "ended"))
+    ranks = frames.operations.group_by("cycle").agg(pl.col("rank").n_unique().alias("ranks"))
+    well = pl.col("detail").is_null().all().alias("well")
+    of_cycle = ended.group_by("cycle").agg(pl.col("rank").n_unique().alias("ended"), well, pl.col("time_ns").max())
+    clean = of_cycle.join(ranks, on="cycle").filter(pl.col("well") & (pl.col("ended") == pl.col("ranks")))
+    return dict(clean.select("cycle", "time_ns").iter_rows())
 
 
 def _first(events: pl.DataFrame, phase: str, began_ns: int) -> float | None:

@@ -169,7 +169,7 @@ class StartStats(Stats):
     lost_work_s: float | None = None
     repeated_steps: int = 0  # trained in an earlier cycle too, with both losses recorded
     equal_losses: int = 0  # of these, the ones whose loss was the same to the last digit
-    down_s: float | None = None
+    down_s: float | None = None  # None, too, if the cycle before had ended well
     restart_s: float | None = None
     failure_to_caught_up_s: float | None = None
     failure: FailureTimes | None = None

@@ -10,7 +10,7 @@ import polars as pl
 from ..common.intervals import pieces
 from ..model.frame import Frames
 from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
-from .failures import failure_of
+from .failures import clean_ends, failure_of
 from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
 from .rank_totals import join_totals, own_time, rank_busy, stats_over_ranks
@@ -98,6 +98,7 @@ def _circumstances(
     repeated = repeated_losses(frames.iterations, cycle)
     failure = failure_of(frames.events, cycle - 1)
     newest = max((earlier for earlier in last_records if earlier < cycle), default=-1)
+    was_down_ns = None if newest in clean_ends(frames) else last_records.get(newest)
     return {
         "cycle": cycle,
         "ranks": startups.height,
@@ -110,7 +111,7 @@ def _circumstances(
         "lost_work_s": lost_s,
         "repeated_steps": repeated.height,
         "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
-        "down_s": _seconds(last_records.get(newest), startups["start_ns"].min()),
+        "down_s": _seconds(was_down_ns, startups["start_ns"].min()),
         "restart_s": _seconds(failure and failure.began_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
         "failure_to_caught_up_s": _seconds(failure and failure.began_ns, times["end_ns"].max()),
@@ -132,7 +133,8 @@ def _last_records(frames: Frames) -> dict[int, int]:
     spans = (frames.placed(piece.select("op", "end_ns"), "cycle") for piece in pieces(frames.spans))
     # A process that was killed within its first span has recorded the begin of its start-up alone.
     begun = frames.operations.select("cycle", end_ns="start_ns")
-    recorded = (begun, frames.operations, *spans, frames.iterations)
+    ended = frames.events.filter(pl.col("operation") == "process").select("cycle", end_ns="time_ns")
+    recorded = (begun, frames.operations, *spans, frames.iterations, ended)
     moments = pl.concat(frame.group_by("cycle").agg(pl.col("end_ns").max()) for frame in recorded).drop_nulls()
     return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
 

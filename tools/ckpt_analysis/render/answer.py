@@ -43,9 +43,11 @@ def goodput_sentence(budget: Budget) -> str:
     digits = digits_for(budget.wall_s)
     spent = {part: took for part, took in budget.seconds.items() if took > 0}
     words = [f"{seconds(took, digits)} s {_WORDS[part]}" for part, took in spent.items()]
+    idle = f" {seconds(budget.idle_s, digits)} s between a launch that ended well and the next do not count."
+    idle = idle if budget.idle_s > 0 else ""
     return (
         f"Goodput {percent(budget.goodput)}: of {seconds(budget.wall_s, digits)} s in "
-        f"{plural(len(budget.cycles), 'cycle')}, {', '.join(words)}."
+        f"{plural(len(budget.cycles), 'cycle')}, {', '.join(words)}." + idle
     )
 
 

@@ -64,7 +64,11 @@ def _budget(budget: Budget) -> dict[str, Any]:
         return {f"{part}_s": took for part, took in seconds.items()}
 
     cycles = [{"cycle": entry.cycle, "rank": entry.rank} | parts(entry.seconds) for entry in budget.cycles]
-    return {"wall_s": budget.wall_s, "goodput": budget.goodput} | parts(budget.seconds) | {"cycles": cycles}
+    return (
+        {"wall_s": budget.wall_s, "idle_s": budget.idle_s, "goodput": budget.goodput}
+        | parts(budget.seconds)
+        | {"cycles": cycles}
+    )
 
 
 def _fields(value: object, names: str) -> dict[str, Any]:

@@ -117,3 +117,27 @@ def test_nothing_recorded_has_no_budget(tmp_path: Path) -> None:
     log.process()
     dump(file_of(tmp_path, 0, 0), log.records)
     assert result(tmp_path)["budget"] is None
+
+
+@pytest.mark.parametrize(("errors", "idle_ms"), [((None, None), 5000), ((None, "exit status 1"), 0), ((None,), 0)])
+def test_time_after_a_clean_end_is_none_of_the_run(
+    tmp_path: Path, errors: tuple[str | None, ...], idle_ms: float
+) -> None:
+    """Cycle 0 ends well only if both ranks say so; its last step and its end count in any case."""
+    for rank in (0, 1):
+        first, second = started(0, 0, 1), started(1, 5200, 2)
+        for log in (first, second):
+            log.rank = log.records[0]["rank"] = rank
+        if rank < len(errors):
+            detail = {} if errors[rank] is None else {"detail": errors[rank]}
+            ended = {"time_ns": first.ns(200), "wall_ns": Options().wall_ns + 200 * 1_000_000}
+            first.write("event", operation="process", phase="ended", **detail, **ended)
+        for cycle, log in enumerate((first, second)):
+            dump(file_of(tmp_path, rank, cycle), log.records)
+    found = result(tmp_path)
+    budget, (restart,) = found["budget"], found["restarts"]
+    assert (round(1000 * budget["idle_s"], 6), round(1000 * budget["wall_s"], 6)) == (idle_ms, 5300 - idle_ms)
+    assert (restart["down_s"] is None) is bool(idle_ms)
+    first_cycle = parts(budget["cycles"][0])
+    assert first_cycle == ({"launching": 100, "other": 100} if idle_ms else {"launching": 100, "lost": 100})
+    assert ("do not count" in answer(analysis_of(tmp_path).report)[-1]) is bool(idle_ms)
