@@ -397,7 +397,7 @@ class Recorder:
             wall_ns=anchor.wall_ns + time_ns - anchor.monotonic_ns,
         )
 
-    def ended(self, error: str | None = None) -> None:
+    def process_ended(self, error: str | None = None) -> None:
         """Record that this process ends by itself, now. `error`: why, unless it has done all that it was to do."""
         self.event("process", "ended", error)
 

@@ -648,7 +648,7 @@ def _shut_down(trainer: Trainer) -> None:
     trainer.saves.close()
     trainer.profiler.close()
     trainer.log.close()
-    trainer.recorder.ended("a save failed" if trainer.saves.failed else None)
+    trainer.recorder.process_ended("a save failed" if trainer.saves.failed else None)
     trainer.recorder.close()
     sys.stdout.flush()
     if dist.is_initialized():

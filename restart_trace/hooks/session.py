@@ -61,6 +61,7 @@ class Session:
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
         self._exit_status: object = None
+        self._has_ended = False
         self._refused = False  # the trace of this rank could not be opened
         os.register_at_fork(after_in_child=self._forked)
 
@@ -256,17 +257,17 @@ class Session:
 
     def _ended(self) -> None:
         """This process ends by itself."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
+        if self.recorder is None or self._has_ended:
             return
+        self._has_ended = True
         self.end_idle()
         error = getattr(sys, "last_value", None)  # of an exception that nobody has caught
         if error is not None:
             reason: str | None = f"{type(error).__name__}: {error}"
         else:
             reason = None if self._exit_status in (None, 0) else f"exit status {self._exit_status}"
-        recorder.ended(reason)
-        recorder.close()
+        self.recorder.process_ended(reason)
+        self.recorder.close()
 
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:
@@ -318,6 +319,7 @@ class Session:
         self.recorder = self.startup = self._starting = self._idle = self._step = None
         self._of_thread = threading.local()
         self._imports, self._recorded = [], {}
+        self._exit_status, self._has_ended = None, False
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 
 

@@ -623,6 +623,29 @@ def test_a_trace_directory_that_cannot_be_written_starts_no_command(tmp_path: Pa
     assert f"--trace-dir {place}{where}: cannot be created: Not a directory; give a directory" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [
+        ("", 0, None),
+        ("sys.exit()", 0, None),
+        ("sys.exit(7)", 7, "exit status 7"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("os._exit(0)", 0, "not recorded"),
+    ],
+)
+def test_a_rank_records_its_end(tmp_path: Path, end: str, status: int, error: str | None) -> None:
+    """But for one that is ended: from outside, or without the interpreter's end."""
+    fake_torch(tmp_path)
+    (tmp_path / "train.py").write_text(f"import os, sys, torch\n{end}\n")
+    done = trace_command(
+        "run", "--trace-dir", "here", "--", sys.executable, "train.py", cwd=tmp_path, RANK="0", WORLD_SIZE="1"
+    )
+    assert done.returncode == status
+    trace = list(read_records(tmp_path / "here" / "rank_00000_cycle_000.jsonl"))
+    ends = [(r["operation"], r.get("detail")) for r in trace if r.get("phase") == "ended"]
+    assert ends == ([] if error == "not recorded" else [("process", error)])
+
+
 def test_a_command_without_ranks_leaves_an_empty_directory(tmp_path: Path) -> None:
     """Which the analysis explains."""
     assert trace_command("run", "--trace-dir", "a/b", "--", "true", cwd=tmp_path).returncode == 0

@@ -115,8 +115,10 @@ def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> 
     for index, (number, start_ns, _) in enumerate(rows):
         before = rows[index - 1][0] if index else None
         failure = failure_of(frames.events, number - 1) if index else None
-        is_new = before is None or before in clean
-        begin_ns = failure.began_ns if failure else start_ns if is_new else times.last_records[before]
+        if failure is not None:
+            begin_ns = failure.began_ns
+        else:
+            begin_ns = start_ns if before is None or before in clean else times.last_records[before]
         begins.append(max([begin_ns, *begins[-1:]]))
     resumed = {start.cycle: start.resumed_step for start in starts}
     restarts = {start.cycle for start in starts if start.is_restart}

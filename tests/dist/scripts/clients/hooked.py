@@ -5,6 +5,7 @@ With BREAK_A_HOOK in the environment one function of the hooks raises.
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -24,4 +25,7 @@ if trace_dir != "-":
 
         Running.name_of = broken  # type: ignore[method-assign]
     restart_trace.hooks.install(trace_dir)
-runpy.run_path(script, run_name="__main__")
+try:
+    runpy.run_path(script, run_name="__main__")
+finally:
+    atexit._run_exitfuncs()  # as an interpreter does at its end, and a rank of the zygote does not
