@@ -9,7 +9,7 @@ A fault is survived if the save is whole, or told as failed with the checkpoint 
 loads the newest checkpoint that is whole and tells which it has passed over, or ends with an error that is one of
 those that the trainer tells by name. Whatever is loaded has the state that was saved, bit for bit.
 
-exit status: 0 all were survived, 1 not
+exit status: 0 all were survived, 1 not, or none was injected
 """
 
 from __future__ import annotations
@@ -363,7 +363,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = f"{verdict.scenario} {verdict.of}: {verdict.fault} ({verdict.hit}): {verdict.outcome}"
             print(what if verdict.said is None else f"{what}; it said: {verdict.said}")
     print(table(verdicts))
-    return 0 if ended and all(verdict.survived for verdict in verdicts) else 1
+    if not verdicts:
+        print("no fault was injected: there are fewer calls than --every, or none of the name that --fault gives")
+    return 0 if ended and verdicts and all(verdict.survived for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -13,30 +13,35 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.subjects import EXCEPTIONS
+from tests.faults import sweep
 from tests.faults.injection import Fault
 from tests.faults.sweep import SCENARIOS, TWO_RANKS, read
+from tests.faults.system_calls import KILL
+from tests.faults.verdicts import SAVE, START, Verdict
 
 # Those of which others have all the code.
 LEFT_TO_THE_NIGHT = ("fastpersist", "dcp")
 OF_THE_SUITE = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *TWO_RANKS)]
 
 
-def swept(out: Path, names: Sequence[str], every: int) -> list[dict[str, Any]]:
+def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
     scenarios = [text for name in names for text in ("--scenario", name)]
     command = [sys.executable, "-m", "tests.faults.sweep", "--every", str(every), "--processes", "2", *scenarios]
     ended = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
-    assert ended.returncode in (0, 1), ended.stdout[-2000:] + ended.stderr[-6000:]
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    verdicts = read(out)
+    survived = all(verdict.survived for verdict in verdicts)
+    # With 1 and nothing broken, one of the two processes has ended early.
+    assert ended.returncode == (0 if survived else 1), ended.stdout[-2000:] + ended.stderr[-6000:]
+    return verdicts
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     directory = tmp_path_factory.mktemp("faults")
     return swept(directory / "one.jsonl", OF_THE_SUITE, 7) + swept(directory / "two.jsonl", [*TWO_RANKS], 41)
 
@@ -44,13 +49,12 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("names", [*([name] for name in OF_THE_SUITE), [*TWO_RANKS]], ids=lambda names: names[0])
-def test_a_fault_loses_nothing(verdicts: list[dict[str, Any]], names: list[str]) -> None:
-    mine = [verdict for verdict in verdicts if verdict["scenario"] in names]
-    assert {verdict["of"] for verdict in mine} == {"save", "start"}, "the sweep has ended early"
-    broken = [verdict for verdict in mine if verdict["outcome"] not in ("whole", "told")]
-    assert not broken, json.dumps(broken, indent=1)
-    assert any(verdict["fault"]["effect"] == "kill" for verdict in mine)
-    assert {verdict["outcome"] for verdict in mine} == {"whole", "told"}
+def test_a_fault_loses_nothing(verdicts: list[Verdict], names: list[str]) -> None:
+    mine = [verdict for verdict in verdicts if verdict.scenario in names]
+    assert {verdict.of for verdict in mine} == {SAVE, START}
+    assert [verdict for verdict in mine if not verdict.survived] == []
+    assert any(verdict.fault.effect == KILL for verdict in mine)
+    assert {verdict.outcome for verdict in mine} == {"whole", "told"}
 
 
 def test_each_engine_is_swept() -> None:
@@ -67,3 +71,11 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     lines = [json.dumps(verdict | {"outcome": outcome, "seconds": 0.1}) for outcome in ("hangs", "whole")]
     out.write_text("\n".join(lines) + "\n" + lines[0][:-9])
     assert [(told.key, told.survived) for told in read(out)] == [(("lazy", "save", fault), True)]
+
+
+def test_a_sweep_without_a_fault_has_shown_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "run_beside", lambda *_: True)
+    assert sweep.main(["--fault", "EIO at rename 99", "--out", str(tmp_path / "out.jsonl")]) == 1
+    assert "no fault was injected: " in capsys.readouterr().out

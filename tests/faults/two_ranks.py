@@ -88,15 +88,23 @@ class TwoRanks:
         """What is wrong with what the next launch loads, without a fault."""
         content = self._place.content()
         if content not in self._known:
-            self._known[content] = self._whole(self._run(START, NEW, None), may_tell=True)
-        wrong = self._wrong_state(self._known[content], expected)
+            traced = self._run(START, NEW, None)
+            for rank, each in enumerate(traced):
+                if each.result is None:
+                    why = "hangs" if each.hangs else f"ends with {each.raised or each.status}"
+                    return f"then rank {rank} of a start {why}"
+            self._known[content] = [each.result for each in traced]
+        ended = self._known[content]
+        for rank, each in enumerate(ended):
+            if each.failed is not None:
+                return f"then rank {rank} of a start fails: {each.failed}"
+        wrong = self._wrong_state(ended, expected)
         return wrong and f"then a start {wrong}"
 
-    def _whole(self, traced: list[Traced], *, may_tell: bool = False) -> list[Ended]:
+    def _whole(self, traced: list[Traced]) -> list[Ended]:
         for each in traced:
             ended: Ended | None = each.result
-            assert ended is not None and ended.failed is None, each
-            assert may_tell or ended.warnings == [], ended
+            assert ended is not None and ended.failed is None and ended.warnings == [], each
         return [each.result for each in traced]
 
     def _run(self, of: str, step: int, fault: Fault | None) -> list[Traced]:
