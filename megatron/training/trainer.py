@@ -595,7 +595,6 @@ def _begin_iteration(trainer: Trainer) -> int:
 def _train_step(trainer: Trainer, loop_start: int) -> None:
     progress, engine = trainer.progress, trainer.engine
     trainer.profiler.begin_step(progress.iteration + 1)
-    trainer.errors.begin(progress.iteration + 1)
     batch_size = _begin_iteration(trainer)
     start = now_ns()
     trainer.saves.begin_step(start)

@@ -62,7 +62,8 @@ class CrashFile:
 def crash_in(path: str) -> dict[str, Any] | None:
     """The crash that a file tells of: `known` with `step`, `signal` and `function`, which raised it; None without one.
 
-    Of several ranks the first counts that has not aborted, since a library aborts also when another rank is lost.
+    Of several ranks the first counts that has not aborted, since a library may abort when another rank is lost. An
+    abort in a thread without Python is no crash: so NCCL's watchdog ends a rank that has lost another one.
     Raises OSError, and ValueError for what no rank has written.
     """
     with open(open_regular(path), "rb", buffering=0) as file:
@@ -71,8 +72,9 @@ def crash_in(path: str) -> dict[str, Any] | None:
         for rank in range(min((size - _TRACES + _PAGE - 1) // _PAGE, _TRACES // _PAGE)):
             trace = os.pread(file.fileno(), _PAGE, _TRACES + rank * _PAGE).decode(errors="replace")
             told = _TOLD.search(trace)
-            if told is not None:
-                crashes.append((told[1] == "Aborted", rank, trace))
+            aborted = told is not None and told[1] == "Aborted"
+            if told is not None and (not aborted or _FRAME.search(trace) is not None):
+                crashes.append((aborted, rank, trace))
         if not crashes:
             return None
         _, rank, trace = min(crashes)

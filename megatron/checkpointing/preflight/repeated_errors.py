@@ -6,7 +6,8 @@ same step, another restart does not help: the checkpoint that they resumed from,
 A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
 A crash, such as SIGSEGV, leaves a record of its own (crashes.py) if --save is in a file system. SIGKILL, or the loss of
-another rank or node, leaves no record. A start that passes the step removes the records.
+another rank or node, leaves no record; nor does the abort with which NCCL's watchdog answers such a loss. A start that
+passes the step removes the records.
 """
 
 from __future__ import annotations
@@ -154,14 +155,18 @@ def _listed(place: _Directory | _Prefix, kind: str) -> list[str]:
 def recorded(options: CheckpointConfig) -> list[StepError]:
     """The errors that are recorded in --save, oldest first; what no start has written is left out.
 
-    Of a start that a crash has ended, this is its error: others are of ranks that have lost that one.
+    A crash precedes the errors of other ranks of its start, but an abort follows them: it may be a library's answer to
+    the loss of the rank with the error.
     """
-    place, errors = _place_of(options), {}
+    place = _place_of(options)
+    errors: dict[int, StepError] = {}  # by generation
     for kind, read in ((_RECORD, place.read), (_CRASH, lambda name: _of_crash(place.crash(name)))):
         for name in _listed(place, kind):
             with contextlib.suppress(*_AWAY, ValueError, TypeError, KeyError):
                 error = StepError(**read(name))
-                if all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
+                if not all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
+                    continue
+                if error.generation not in errors or not error.error.startswith("SIGABRT"):
                     errors[error.generation] = error
     return [errors[generation] for generation in sorted(errors)]
 
@@ -303,16 +308,12 @@ class StepErrors:
         known = asdict(StepError(self._generation, self._run, 0, self._loaded, self._place, "", "", self._rank))
         try:
             self._crash = CrashFile(str(path), self._rank, known)
+            self._crash.begin(self._loaded + 1)
         except OSError as refused:
             logger.warning("%s: cannot be written, so a repeated crash goes unnoticed: %s", path, refused)
         if self._rank == 0:
             place = _place_of(self._options)
             _remove(place, _listed(place, _CRASH)[: -STARTS - 1])
-
-    def begin(self, step: int) -> None:
-        """Iteration `step` is under way: a crash is of it."""
-        if self._crash is not None:
-            self._crash.begin(step)
 
     def _name(self, kind: str) -> str:
         return f"{kind}{self._generation:08d}"
@@ -342,7 +343,12 @@ class StepErrors:
         _remove(place, _listed(place, kind)[:-STARTS])
 
     def passed(self, step: int) -> None:
-        """Iteration `step` is done: errors at it and before are over. Removes their records, on rank 0."""
+        """Iteration `step` is done: errors at it and before are over. Removes their records, on rank 0.
+
+        A crash is of the next one from here on, also in an evaluation or a save, as an error is.
+        """
+        if self._crash is not None:
+            self._crash.begin(step + 1)
         if self._until is None or step < self._until:
             return
         self._until = None

@@ -61,7 +61,7 @@ class StoredCheckpoints:
         self.root = root
 
     def discover(self, load_tag: str | None) -> tuple[list[StoredCandidate], list[str]]:
-        """As discover of store/commit.py: what can be loaded, newest first, and what is wrong with others.
+        """As discover of store/search.py: what can be loaded, newest first, and what is wrong with others.
 
         One listing of all keys below the prefix and a request for each manifest, several at once. Keys that are none of
         a checkpoint's are left alone.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron.checkpointing.preflight.first_start import FirstStart, first_start
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
 from megatron.config import CheckpointConfig
 from tests.unit.megatron.checkpointing.preflight.test_first_start import options, saved_by
+from tests.unit.trace_helpers import ROOT
 
 
 def error_of(message: str, kind: type[Exception] = ValueError) -> Exception:
@@ -80,6 +83,49 @@ def test_of_several_ranks_the_first_counts_once(tmp_path: Path) -> None:
         start(tmp_path, 5, rank=rank).note(error_of(f"of rank {rank}"), 12)
     (error,) = recorded(mine(tmp_path))
     assert (error.rank, error.message) == (3, "ValueError: of rank 3")
+
+
+CRASHES = """
+import ctypes, os, sys, time
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.repeated_errors import StepErrors
+from megatron.config import CheckpointConfig
+options = CheckpointConfig(save=sys.argv[1], save_interval=1, load=sys.argv[1])
+errors = StepErrors(options, FirstStart(), int(sys.argv[2]), 10, 1)
+{fault}
+"""
+OF_A_LIBRARY = """
+libc = ctypes.CDLL(None)
+libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+time.sleep(300)
+"""
+
+
+def crashes(save: Path, generation: int, fault: str) -> None:
+    """A start whose rank 1 ends itself by a signal."""
+    (save / ".generations").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", CRASHES.format(fault=fault), str(save), str(generation)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode < 0
+
+
+@pytest.mark.slow
+def test_a_crash_is_of_the_iteration_that_an_error_would_be_of(tmp_path: Path) -> None:
+    """After iteration 11, in a save or an evaluation, it is of 12: a start that does 11 again does not get past it."""
+    crashes(tmp_path, 0, "ctypes.string_at(0)")
+    crashes(tmp_path, 1, "errors.passed(11); ctypes.string_at(0)")
+    assert [(error.step, error.rank) for error in recorded(mine(tmp_path))] == [(11, 1), (12, 1)]
+
+
+@pytest.mark.slow
+def test_an_abort_after_the_loss_of_another_rank_is_not_the_error(tmp_path: Path) -> None:
+    """NCCL's watchdog, a thread without Python, aborts a rank that has lost another one."""
+    crashes(tmp_path, 0, OF_A_LIBRARY)
+    assert recorded(mine(tmp_path)) == []
+    for generation, fault in ((1, "os.abort()"), (2, "ctypes.string_at(0)")):
+        fails(tmp_path, generation)
+        crashes(tmp_path, generation, fault)
+    found = [error.error.split(" in ")[0] for error in recorded(mine(tmp_path))]
+    assert found == ["ValueError: bad token N", "SIGSEGV"]
 
 
 def test_going_back_is_done_once_and_to_an_older_checkpoint(tmp_path: Path) -> None:
