@@ -51,7 +51,7 @@ def problems(report: Report) -> pl.DataFrame:
 
 
 def budget(report: Report) -> pl.DataFrame:
-    """A row per stretch of the run's wall time, without gaps; no row if no start-up was recorded."""
+    """A row per stretch of the run's wall time; no row if no start-up was recorded."""
     if report.budget is None:
         return pl.DataFrame(schema=_BUDGET)
     ranks = {entry.cycle: entry.rank for entry in report.budget.cycles}
