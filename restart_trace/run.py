@@ -117,6 +117,8 @@ def _scripts_without_pythonpath(command: Sequence[str]) -> Iterator[tuple[str, i
     """Shell scripts among the first two words of the command, and their line that sets or unsets PYTHONPATH anew."""
     for word in command[:2]:
         path = shutil.which(word) or word
+        if not os.path.isfile(path):  # a pipe, as of `bash <(...)`, can be read only once
+            continue
         try:
             with open(path, "rb") as file:
                 text = file.read(_SCRIPT_BYTES)

@@ -12,11 +12,12 @@ from restart_trace.recorder import Operation
 
 
 class Running(Timeline):
-    """A save or load in progress. `kind`: "save" or "load"."""
+    """A save or load in progress. `kind`: "save" or "load". `inferred`: as in Recorder.begin."""
 
-    def __init__(self, operation: Operation, kind: str, *, blocking: bool = True) -> None:
+    def __init__(self, operation: Operation, kind: str, *, blocking: bool = True, inferred: bool = False) -> None:
         super().__init__(operation, blocking=blocking)
         self.kind = kind
+        self.inferred = inferred
         self.files: set[str] = set()  # paths that its calls have written or read
         self.opaque = False  # within a call whose inner phases are not known
         self.unfinished = False  # a helper process still writes: a later commit will end the operation

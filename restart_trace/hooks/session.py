@@ -105,8 +105,10 @@ class Session:
         self._starting = Timeline(self.startup.operation)
         for start_ns, end_ns in self._imports:
             self._starting.interrupted("imports", start_ns, end_ns)
-        atexit.register(self._ended)
-        Finalize(self, self._ended, exitpriority=0)  # for processes of multiprocessing, which end without atexit
+        atexit.register(self.recorder.close)
+        atexit.register(self._ended)  # runs before the one above
+        # For processes of multiprocessing, which end without atexit, and wait for their threads after this.
+        Finalize(self, self._ended, exitpriority=0)
 
     def imported(self, start_ns: int, end_ns: int) -> None:
         """Record an import by the program, including the imports that it caused.
@@ -166,7 +168,8 @@ class Session:
         if self._is_mine():
             self.end_idle()
         operation = self.recorder.begin(kind, step=self._step if kind == "save" else None, inferred=inferred)
-        running = self._of_thread.running = Running(operation, kind, blocking=self._is_mine())
+        running = Running(operation, kind, blocking=self._is_mine(), inferred=inferred)
+        self._of_thread.running = running
         return running
 
     def resume(self, running: Running) -> bool:
@@ -199,10 +202,12 @@ class Session:
     def load_part(self, directory: str | None, function: str) -> Iterator[None]:
         """The body is a part of the load of the checkpoint at `directory`, by the trainer `function`.
 
-        None: it is a part of the load in progress, if there is one. What the trainer does between two parts is its
-        `engine_call`, too. The load ends as those of file_call do.
+        None: it is a part of the trainer's load that may go on, if there is one. What the trainer does between two
+        parts is its `engine_call`, too. The load ends as those of file_call do.
         """
-        idle, since_ns = self._idle if self._idle and self._idle[0].kind == "load" else (None, 0)
+        idle, since_ns = self._idle or (None, 0)
+        if directory is not None or (idle is not None and (idle.kind != "load" or idle.inferred)):
+            idle = None  # the program's own, such as a torch.load of data
         known = idle is not None or directory is not None
         if self.running() is not None or self.recorder is None or not self._is_mine() or not known:
             yield
@@ -261,13 +266,14 @@ class Session:
             return
         self._has_ended = True
         self.end_idle()
-        error = getattr(sys, "last_value", None)  # of an exception that nobody has caught
-        if error is not None:
+        # An exception that nobody has caught. A process of multiprocessing ends while it is raised, others after that.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        status = error.code if isinstance(error, SystemExit) else self._exit_status
+        if error is not None and not isinstance(error, SystemExit):
             reason: str | None = f"{type(error).__name__}: {error}"
         else:
-            reason = None if self._exit_status in (None, 0) else f"exit status {self._exit_status}"
+            reason = None if status in (None, 0) else f"exit status {status}"
         self.recorder.process_ended(reason)
-        self.recorder.close()
 
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:

@@ -324,6 +324,25 @@ def test_coordinates_are_told_only_where_they_are_known_of_every_rank() -> None:
     }  # fmt: skip
 
 
+def test_a_trainers_load_is_none_of_the_programs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may read data by torch.load, or a model, long before its trainer resumes, or looks whether it shall."""
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+    with session.file_call("load", "torch.load", "/data.pt"):
+        pass
+    for directory in (None, "/run/checkpoint-4", None):  # nothing to resume from; a resume in two parts
+        with session.load_part(directory, "transformers"):
+            pass
+    session.end_idle()
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    begun = {r["op"]: r.get("inferred", False) for r in trace if r["type"] == "operation_begin" and r["op"]}
+    tags = {r["op"]: r["tag"] for r in trace if r["type"] == "operation_label"}
+    assert [(tags[op], inferred) for op, inferred in begun.items()] == [("data.pt", True), ("checkpoint-4", False)]
+    calls = [tags[r["op"]] for r in trace if r.get("phase") == "engine_call"]
+    assert calls and set(calls) == {"checkpoint-4"}
+
+
 def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
     session = Session(tmp_path / "trace", now_ns())
@@ -646,6 +665,37 @@ def test_a_rank_records_its_end(tmp_path: Path, end: str, status: int, error: st
     assert ends == ([] if error == "not recorded" else [("process", error)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [
+        ("pass", 0, None),
+        ("raise SystemExit(7)", 7, "exit status 7"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_rank_that_multiprocessing_starts_records_its_end(
+    tmp_path: Path, end: str, status: int, error: str | None
+) -> None:
+    fake_torch(tmp_path)
+    (tmp_path / "train.py").write_text(f"""
+import multiprocessing, os, sys
+def rank():
+    os.environ |= {{"RANK": "0", "WORLD_SIZE": "1"}}
+    import torch
+    {end}
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=rank)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+""")
+    done = trace_command("run", "--trace-dir", "here", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    trace = list(read_records(tmp_path / "here" / "rank_00000_cycle_000.jsonl"))
+    assert [r.get("detail") for r in trace if r.get("phase") == "ended"] == [error]
+
+
 def test_a_command_without_ranks_leaves_an_empty_directory(tmp_path: Path) -> None:
     """Which the analysis explains."""
     assert trace_command("run", "--trace-dir", "a/b", "--", "true", cwd=tmp_path).returncode == 0
@@ -670,6 +720,13 @@ def test_a_script_that_takes_the_hooks_away_is_told_so(tmp_path: Path, line: str
         done = trace_command("run", "--", *command, cwd=tmp_path)
         assert done.returncode == 3
         assert (f"{command[-1]}, line 3, takes the hooks out of PYTHONPATH" in done.stderr) is told
+
+
+def test_a_script_in_a_pipe_is_left_to_its_reader(tmp_path: Path) -> None:
+    code = "import sys; from restart_trace.run import main; sys.exit(main())"
+    command = f"{sys.executable} -c '{code}' run --trace-dir {tmp_path}/trace -- bash <(echo 'exit 3')"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("RESTART_")} | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", command], env=environment, timeout=300).returncode == 3
 
 
 @pytest.mark.parametrize("name", ["save", "trainer:", "trainer:Trainer.save()", "__main__:save"])
