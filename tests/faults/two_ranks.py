@@ -7,6 +7,7 @@ them (data parallel), and save or load. Calls count from when --save is claimed,
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,13 +45,15 @@ class TwoRanks:
         return faults_at(traced[self._rank].calls)
 
     def judge(self, of: str, fault: Fault) -> Verdict:
+        began = time.monotonic()
         self._place.reset()
         traced = self._run(of, NEW, fault)
         said = [each.result.failed or passed_over(each.result) for each in traced if each.result is not None]
         wrong = self._wrong_with(of, fault, traced)
         told = any(said) or fault.effect == KILL
         outcome = wrong or ("told" if told else "whole")
-        return Verdict(self.name, of, fault, traced[self._rank].hit, outcome, next(filter(None, said), None))
+        hit, what_was_said = traced[self._rank].hit, next(filter(None, said), None)
+        return Verdict(self.name, of, fault, hit, outcome, what_was_said, time.monotonic() - began)
 
     def _wrong_with(self, of: str, fault: Fault, traced: list[Traced]) -> str | None:
         if traced[self._rank].hit is None:

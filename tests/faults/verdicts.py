@@ -32,8 +32,8 @@ class Verdict:
     fault: Fault
     hit: str | None
     outcome: str
-    said: str | None = None
-    seconds: float = 0.0
+    said: str | None
+    seconds: float
 
     @property
     def survived(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron.launch import coordinator
 from megatron.launch.coordinator import Agent, Coordinator, Launch
 from megatron.launch.messages import LaunchConnection
 from megatron.net.secret import VARIABLE
@@ -101,8 +102,9 @@ def test_nothing_is_told_before_ranks_were_started(running: Running) -> None:
     assert running.told(2) == {}
 
 
-def test_an_agent_that_is_slow_to_read_gets_its_exit_status(running: Running) -> None:
+def test_an_agent_that_is_slow_to_read_gets_its_exit_status(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection is full when the launch ends."""
+    monkeypatch.setattr(coordinator, "_EXIT_S", TIMEOUT_S)  # however slow this machine is
     slow, end = running.agents[0].connection, running.ends[0]
     number = 0
     while not slow.unsent:
@@ -121,11 +123,11 @@ def test_an_agent_that_is_slow_to_read_gets_its_exit_status(running: Running) ->
 
 def test_what_an_agent_said_before_its_end_counts(running: Running) -> None:
     """A message to it breaks its connection, in the turn in which it tells that its ranks have ended well."""
-    coordinator, first, second = running.coordinator, *running.agents[:2]
-    coordinator._generation, coordinator._state, coordinator._members = 0, "running", [first, second]
+    leading, first, second = running.coordinator, *running.agents[:2]
+    leading._generation, leading._state, leading._members = 0, "running", [first, second]
     for agent in running.agents:
         agent.heard = time.monotonic()
-        coordinator._selector.register(agent.connection, selectors.EVENT_READ)
+        leading._selector.register(agent.connection, selectors.EVENT_READ)
     first.in_generation = second.in_generation = True
     running.ends[1].send("failed", generation=0, why="rank 2: exit code 1")
 
@@ -136,5 +138,5 @@ def test_what_an_agent_said_before_its_end_counts(running: Running) -> None:
         return receive()
 
     second.connection.messages = then_the_first_ends  # type: ignore[method-assign]
-    coordinator._turn()
-    assert first not in coordinator._agents and first.failures == [], first.failures
+    leading._turn()
+    assert first not in leading._agents and first.failures == [], first.failures
