@@ -39,11 +39,11 @@ def _ready(run: Draft, tag: str) -> None:
     save.is_ready, save.ready = True, run.moment or save.ready
 
 
-@reads(r"\[\w+\] (?:Loading|Begin Load|Loaded|End Load) checkpoint from (\S+?)\.*$")
+@reads(r"\[\w+\] (?:Loading|Begin Load|Loaded|End Load) checkpoint from (\S+)$")
 def _loaded_file(run: Draft, path: str) -> None:
     """DeepSpeed's engine reads a file, before the first step: a job may load others later."""
     if not run.iterations and run.first_step is None:
-        run.files_loaded.seen(path, run.moment)
+        run.files_loaded.seen(path.rstrip("."), run.moment)
 
 
 @reads(rf"steps: (\d+) loss: \S+ iter time \(s\): {NUMBER}")

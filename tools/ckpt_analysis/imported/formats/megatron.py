@@ -87,7 +87,7 @@ def _timer(run: Draft, name: str, low: str, high: str) -> None:
 # Megatron-LM 2.x, BigScience, and DeepSpeed's wall_clock_breakdown: what one rank measured.
 @reads(r"time \(ms\) \|(.*)$")
 def _timers_of_a_rank(run: Draft, line: str) -> None:
-    for name, ms in re.findall(rf"([\w/-]+): {NUMBER}(?= |$)", line):
+    for name, ms in re.findall(rf"(?<![\w/-])([\w/-]+): {NUMBER}(?= |$)", line):
         _timer(run, name, "", ms)
 
 

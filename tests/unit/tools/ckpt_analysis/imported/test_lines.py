@@ -70,6 +70,16 @@ def test_lines_torn_and_mixed_never_crash_it(lines: list[str]) -> None:
     reader.finish("x.log", "0" * 12, 4)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["time (ms) | " + "a" * (1 << 20), "[Torch] Loading checkpoint from " + "." * (1 << 20) + "b c"],
+    ids=["word", "dots"],
+)
+def test_a_line_of_the_greatest_length_is_read_at_once(line: str) -> None:
+    """Not in hours, as where a pattern goes over the rest of it from each of its letters."""
+    assert read_lines([line]).loads == []
+
+
 @pytest.mark.parametrize("prefix", ["node7: ", "x3202c0s37b0n0.hsn.cluster: ", "0: ", "[1,3]<stdout>:"])
 def test_what_launchers_of_several_nodes_put_before_lines(prefix: str) -> None:
     plain = upstream_log(LogOptions(waits_s=[0.5, 1.0], loads_step=2))
