@@ -369,6 +369,6 @@ def _take_loaded_ahead(ctx: RunContext, ahead: Ahead, engine: Any, op: Operation
         check_training(ahead.common, ctx.config, ahead.candidate.directory)
         progress = restore_progress(engine, ahead.common, ctx.config)
         set_rng_state(dict(ahead.random_state))
-    warn_of_changes(ahead.common["args"], ctx.config)
+        warn_of_changes(ahead.common["args"], ctx.config)
     ctx.recorder.event("load", "loaded_ahead", ahead.candidate.tag)
     return progress

@@ -217,16 +217,16 @@ class DirectorySource(StorageSource):
         A save that was killed before it replaced them leaves them so, too, and then the newest is right. Called before
         the newest is opened: where that is damaged, an older one is loaded, and no pointer file was set back to it.
         """
-        assert self._listed is not None
-        self._warned, newest = True, self._listed.steps[0]
+        assert isinstance(self._listed, Search)
+        self._warned, newest = True, self._listed.listed()[0].tag
         for pointer in (names.LATEST, names.TRACKER):
             try:
                 told = read_regular(self.load_dir / pointer, _MAX_POINTER).decode().strip()
             except (OSError, ValueError):  # what is wrong with `latest`, the search has told
                 continue
             tag = told if pointer == names.LATEST else names.tag_of(int(told)) if told.isdecimal() else ""
-            if tag != names.tag_of(newest) and os.path.isfile(self.load_dir / tag / names.MANIFEST):
+            if tag != newest and os.path.isfile(self.load_dir / tag / names.MANIFEST):
                 logger.warning(
                     "%s names %s, and %s is loaded, which was committed later; --load-tag %s goes back to it",
-                    self.load_dir / pointer, tag, names.tag_of(newest), tag,
+                    self.load_dir / pointer, tag, newest, tag,
                 )  # fmt: skip

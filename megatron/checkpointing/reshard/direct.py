@@ -301,7 +301,7 @@ class DirectLoad:
             elif not self._from_masters:
                 engine.optimizer._restore_from_bit16_weights()
             progress = restore_progress(engine, self._common, self._ctx.config)
-        warn_of_changes(self._common["args"], self._ctx.config)
+            warn_of_changes(self._common["args"], self._ctx.config)
         if self._from_masters:
             update_weights(engine.optimizer, self._op)
         else:

@@ -60,6 +60,13 @@ def test_latest_of_a_damaged_newest_checkpoint_was_not_set_back(
     source = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None)
     source.candidates(op)
     assert source.open(op).candidate.step == 4 and "--load-tag global_step2 goes back to it" in caplog.text
+    (tmp_path / "of_deepspeed").mkdir()
+    (tmp_path / "of_deepspeed" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("of_deepspeed")
+    source = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None)
+    source.candidates(op)
+    assert source.open(op).candidate.manifest is None
+    assert " names global_step4, and of_deepspeed is loaded" in caplog.text
 
 
 def saved(*names: str) -> SavedCheckpoint:
