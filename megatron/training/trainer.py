@@ -266,6 +266,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     try:
         train(trainer)
     except BaseException as error:
+        trainer.errors.close()
         if is_its_own(error):
             step = trainer.progress.iteration + 1
             trainer.recorder.event("failure", "training_error", trainer.errors.note(error, step), step)
@@ -273,6 +274,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
             trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
+    trainer.errors.close()
 
 
 def is_its_own(error: BaseException) -> bool:

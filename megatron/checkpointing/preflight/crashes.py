@@ -48,7 +48,8 @@ class CrashFile:
         head = _STEP.pack(0) + json.dumps(known).encode()
         os.pwrite(self._fd, head.ljust(mmap.PAGESIZE, b"\0"), rank * _PAGE)
         self._page = mmap.mmap(self._fd, mmap.PAGESIZE, offset=rank * _PAGE)
-        if faulthandler.is_enabled():  # PYTHONFAULTHANDLER: it writes where its user wants it
+        self._is_used = not faulthandler.is_enabled()
+        if not self._is_used:  # PYTHONFAULTHANDLER: it writes where its user wants it
             logger.info("Python's fault handler is in use, so crashes by a signal are not counted")
             return
         os.lseek(self._fd, _TRACES + rank * _PAGE, os.SEEK_SET)
@@ -57,6 +58,13 @@ class CrashFile:
     def begin(self, step: int) -> None:
         """Iteration `step` is under way. It is in the file however this process ends, and costs no system call."""
         _STEP.pack_into(self._page, 0, step)
+
+    def close(self) -> None:
+        """A crash from here on is not written."""
+        if self._is_used:
+            faulthandler.disable()
+        self._page.close()
+        os.close(self._fd)
 
 
 def crash_in(path: str) -> dict[str, Any] | None:

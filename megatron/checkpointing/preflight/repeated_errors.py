@@ -356,6 +356,12 @@ class StepErrors:
         for kind in (_RECORD, _CRASH, _BACK):
             _remove(place, [name for name in _listed(place, kind) if name != self._name(_CRASH)])
 
+    def close(self) -> None:
+        """Training is over, or an error ends it: a crash while this process ends is not its cause."""
+        if self._crash is not None:
+            self._crash.close()
+            self._crash = None
+
 
 def _remove(place: _Directory | _Prefix, files: list[str]) -> None:
     for name in files:
