@@ -113,6 +113,8 @@ def pretrain(
         _train_to_the_last_commit(trainer)
         _shut_down(trainer)
         beginning.check_still_owner()
+        beginning.recorder.process_ended("a save failed" if trainer.saves.failed else None)
+        beginning.recorder.close()
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         beginning.recorder.close()
         exit_with(error, rank)
@@ -649,8 +651,6 @@ def _shut_down(trainer: Trainer) -> None:
     trainer.saves.close()
     trainer.profiler.close()
     trainer.log.close()
-    trainer.recorder.process_ended("a save failed" if trainer.saves.failed else None)
-    trainer.recorder.close()
     sys.stdout.flush()
     if dist.is_initialized():
         with UnderWay(RANKS, "end of the run"):

@@ -249,7 +249,9 @@ def test_logged_bytes_of_a_load_are_those_read(big: Big, loaded: list[dict[str, 
 # ---------------------------------------------------------------- the start of a process
 
 
-def test_process_start_is_the_kernels(zygote: Zygote, dataset: list[str], tmp_path: Path) -> None:
+def test_process_start_is_the_kernels_and_the_end_is_recorded(
+    zygote: Zygote, dataset: list[str], tmp_path: Path
+) -> None:
     asked_ns = time.monotonic_ns()
     forked_ns = []
     run = zygote.run(
@@ -261,6 +263,8 @@ def test_process_start_is_the_kernels(zygote: Zygote, dataset: list[str], tmp_pa
     processes = [r for r in records(tmp_path / "trace") if r["type"] == "process"]
     starts = [r["start_ns"] for r in records(tmp_path / "trace") if r["type"] == "operation_begin"]
     assert sorted(starts) == sorted(r["process_start_ns"] for r in processes)
+    ends = [(r["rank"], r.get("detail")) for r in records(tmp_path / "trace") if r.get("phase") == "ended"]
+    assert sorted(ends) == [(rank, None) for rank in range(PAIR.world_size)]
     for process in processes:
         assert process["process_start_source"] == "os"
         assert asked_ns - tick_ns <= process["process_start_ns"] <= forked_ns[0]
