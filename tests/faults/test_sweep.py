@@ -1,6 +1,7 @@
 """At every seventh system call of a save and of a start something goes wrong: nothing is lost, and it is said.
 
-Of two ranks, of which each fault takes a second, at every 41st.
+In object storage, of which some faults take a minute, at every 101st; of two ranks, of which each takes a second, at
+every 41st.
 
 Every fault at every call: `python -m tests.faults.sweep --processes 2`, which .ci/nightly runs.
 """
@@ -43,7 +44,13 @@ def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     directory = tmp_path_factory.mktemp("faults")
-    return swept(directory / "one.jsonl", OF_THE_SUITE, 7) + swept(directory / "two.jsonl", [*TWO_RANKS], 41)
+    stored = [name for name in OF_THE_SUITE if name.endswith("-stored")]
+    in_a_directory = [name for name in OF_THE_SUITE if name not in stored]
+    return (
+        swept(directory / "directory.jsonl", in_a_directory, 7)
+        + swept(directory / "stored.jsonl", stored, 101)
+        + swept(directory / "two.jsonl", [*TWO_RANKS], 41)
+    )
 
 
 @pytest.mark.slow
