@@ -27,7 +27,8 @@ from tests.faults.verdicts import SAVE, START, Verdict
 
 # Those of which others have all the code.
 LEFT_TO_THE_NIGHT = ("fastpersist", "dcp")
-OF_THE_SUITE = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *TWO_RANKS)]
+STORED = [name for name in SCENARIOS if name.endswith("-stored")]
+OF_THE_SUITE = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *STORED, *TWO_RANKS)]
 
 
 def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
@@ -44,18 +45,18 @@ def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     directory = tmp_path_factory.mktemp("faults")
-    stored = [name for name in OF_THE_SUITE if name.endswith("-stored")]
-    in_a_directory = [name for name in OF_THE_SUITE if name not in stored]
     return (
-        swept(directory / "directory.jsonl", in_a_directory, 7)
-        + swept(directory / "stored.jsonl", stored, 101)
+        swept(directory / "directory.jsonl", OF_THE_SUITE, 7)
+        + swept(directory / "stored.jsonl", STORED, 101)
         + swept(directory / "two.jsonl", [*TWO_RANKS], 41)
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", [*([name] for name in OF_THE_SUITE), [*TWO_RANKS]], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names", [*([name] for name in OF_THE_SUITE), STORED, [*TWO_RANKS]], ids=lambda names: names[0]
+)
 def test_a_fault_loses_nothing(verdicts: list[Verdict], names: list[str]) -> None:
     mine = [verdict for verdict in verdicts if verdict.scenario in names]
     assert {verdict.of for verdict in mine} == {SAVE, START}

@@ -234,7 +234,7 @@ def test_a_file_is_mapped_if_torchs_setting_says_so(tmp_path: Path, monkeypatch:
     torch.save(torch.arange(4), tmp_path / "a.pt")
     running = session.begin("load")
     assert running is not None
-    with config.patch("load.mmap", True), session.until_end(running):
+    with config.patch("load.mmap", True), session.until_end(running):  # type: ignore[attr-defined]  # torch puts it there
         assert module.load(tmp_path / "a.pt").tolist() == [0, 1, 2, 3]
     trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
     assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == "load"] == ["engine_call"]
