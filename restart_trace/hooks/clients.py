@@ -45,9 +45,11 @@ def hook_transformers(session: Session, module: ModuleType) -> None:
         wrap(module.Trainer, name, part)
 
 
-def _checkpoint_of_trainer(call: Call) -> str:
-    """The directory that transformers' Trainer saves to; that of a search for hyperparameters is another."""
+def _checkpoint_of_trainer(call: Call) -> str | None:
+    """The directory that transformers' Trainer saves to; None in a search for hyperparameters, which has others."""
     trainer = call.args[0]
+    if trainer.hp_search_backend is not None:
+        return None
     return os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
 
 
@@ -145,11 +147,11 @@ def _around(
 
     @contextmanager
     def around(call: Call) -> Iterator[None]:
+        path = place(call)  # a trainer of another version may raise here: before an operation is open
         running = session.begin(kind)
         if running is None:
             yield
             return
-        path = place(call)
         with session.until_end(running):
             _label(running, path, library)
             with running.phase("engine_call"):

@@ -53,6 +53,8 @@ _STEPS: dict[str, Callable[[Steps, ModuleType], None]] = {
     "torch.nn.parallel.distributed": steps.hook_ddp,
     "deepspeed": steps.hook_engines,
     "accelerate.data_loader": steps.hook_accelerate_data,
+    "lightning.pytorch.loops.fetchers": steps.hook_lightning_data,
+    "pytorch_lightning.loops.fetchers": steps.hook_lightning_data,
     "transformers.trainer": steps.hook_transformers,
 }
 _session: Session | None = None

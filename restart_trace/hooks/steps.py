@@ -93,6 +93,13 @@ class Steps:
         yield
 
     @contextmanager
+    def prefetched(self, call: Call) -> Iterator[None]:
+        """Around the begin of an iteration by Lightning, which requests batches then if their number is not known."""
+        yield
+        if self._session.is_training_thread():
+            self._ahead = len(call.args[0].batches)
+
+    @contextmanager
     def optimizer_step(self, call: Call) -> Iterator[None]:
         """Around the end of a step of a torch optimizer. Of several optimizers the first counts while it exists."""
         yield
@@ -172,6 +179,11 @@ def hook_accelerate_data(steps: Steps, module: ModuleType) -> None:
     """Hook accelerate.data_loader, whose data loaders look one batch ahead to see where the data end."""
     wrap(module.DataLoaderShard, "__iter__", steps.iterator_ahead)
     wrap(module.DataLoaderDispatcher, "__iter__", steps.iterator_ahead)
+
+
+def hook_lightning_data(steps: Steps, module: ModuleType) -> None:
+    """Hook Lightning's module of data fetchers."""
+    wrap(module._PrefetchDataFetcher, "__iter__", steps.prefetched)
 
 
 def hook_ddp(steps: Steps, module: ModuleType) -> None:

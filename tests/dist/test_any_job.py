@@ -21,7 +21,7 @@ from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import analyse
 
 RANKS = 2
-WIDTH = "512"
+WIDTH = 512
 # client -> script and its first argument, and the steps up to which it trains in each launch
 JOBS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "path": (["ddp_snapshot.py", "path"], (2, 4)),
@@ -89,10 +89,12 @@ def ranks() -> Iterator[Zygote]:
     started.close()
 
 
-def launch(zygote: Zygote, name: str, steps: int, directory: Path, trace_dir: Path | None) -> Run:
+def launch(
+    zygote: Zygote, name: str, steps: int, directory: Path, trace_dir: Path | None, width: int = WIDTH
+) -> Run:
     script, *how = JOBS[name][0]
     words = [str(directory), str(trace_dir or "-"), str(SCRIPTS / script), *how, str(steps)]
-    env = {"WIDTH": WIDTH, "LOCAL_SIZE": str(RANKS)}
+    env = {"WIDTH": str(width), "LOCAL_SIZE": str(RANKS)}
     run = zygote.run(words, RANKS, directory.parent / "logs", env=env, script=str(SCRIPTS / "hooked.py"))
     assert run.ok, run.output[-3000:]
     return run
@@ -186,7 +188,7 @@ def test_saves_and_loads_are_covered(job: Job, ranks: Zygote) -> None:
     """By their phases, at least 95 % of the time of all saves and of all loads over the ranks.
 
     They take 5 to 50 ms each, so that a rank that waits for a core between two calls costs several percent: then
-    another run is looked at. A call that is not hooked costs a third and more, every time.
+    runs with a larger model are looked at. A call that is not hooked costs a third and more, every time.
     """
     runs, trace_dir = len(job.runs), job.directory / "trace"
     for attempt in range(4):
@@ -197,7 +199,7 @@ def test_saves_and_loads_are_covered(job: Job, ranks: Zygote) -> None:
         (again / "traced").mkdir(parents=True)
         trace_dir = again / "trace"
         for steps in JOBS[job.name][1]:
-            launch(ranks, job.name, steps, again / "traced", trace_dir)
+            launch(ranks, job.name, steps, again / "traced", trace_dir, 2 * WIDTH)
     pytest.fail(f"of saves and loads are covered {shares}")
 
 

@@ -133,7 +133,7 @@ def without_ranks(report: Report) -> Analysis:
     """The analysis of a run with a report but without data of single ranks (an imported log)."""
     frames = no_frames()
     times = rank_times(frames)
-    tables = rank_tables(times["save"], times["load"], start_times(frames))
+    tables = rank_tables(times["save"], times["load"], start_times(frames, {}))
     hosts = pl.DataFrame(schema=_HOSTS)
     return Analysis(report, frames, tables, hosts, probe_values(frames))
 
@@ -144,7 +144,8 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
-    times, of_starts = rank_times(frames, trace.measured), start_times(frames)
+    times = rank_times(frames, trace.measured)
+    of_starts = start_times(frames, {info.cycle: info.expected for info in cycles})
     saves = measure(frames, "save", times["save"], per_rank=per_rank)
     loads = measure(frames, "load", times["load"], per_rank=per_rank)
     seen = steps_seen(trace.ranks, frames)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from ..model.frame import Frames
-from .failures import clean_ends, failure_of
+from .failures import failure_of
 from .rank_totals import blocking_spans
 from .results import StartStats
 from .starts import StartTimes
@@ -108,7 +108,7 @@ def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> 
 
     After one that ended well it begins with its own start.
     """
-    clean = clean_ends(frames)
+    clean = times.clean_ends
     begun = times.startups.group_by("cycle").agg(pl.col("start_ns").min(), pl.col("end_ns").max()).sort("cycle")
     rows = list(begun.iter_rows())
     begins: list[int] = []

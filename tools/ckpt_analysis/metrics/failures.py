@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import polars as pl
@@ -47,14 +48,20 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
     )
 
 
-def clean_ends(frames: Frames) -> dict[int, int]:
-    """cycle -> Unix ns of its end, of cycles in which every rank ended by itself, without an error."""
+def clean_ends(frames: Frames, world_sizes: Mapping[int, int]) -> dict[int, int]:
+    """cycle -> Unix ns of its end, of cycles in which every rank ended by itself, without an error.
+
+    `world_sizes`: cycle -> ranks that were launched. How a rank without a trace ended is unknown.
+    """
     ended = frames.events.filter((pl.col("operation") == "process") & (pl.col("phase") == "ended"))
-    ranks = frames.operations.group_by("cycle").agg(pl.col("rank").n_unique().alias("ranks"))
     well = pl.col("detail").is_null().all().alias("well")
     of_cycle = ended.group_by("cycle").agg(pl.col("rank").n_unique().alias("ended"), well, pl.col("time_ns").max())
-    clean = of_cycle.join(ranks, on="cycle").filter(pl.col("well") & (pl.col("ended") == pl.col("ranks")))
-    return dict(clean.select("cycle", "time_ns").iter_rows())
+    clean = of_cycle.filter(pl.col("well"))
+    return {
+        cycle: time_ns
+        for cycle, ranks, time_ns in clean.select("cycle", "ended", "time_ns").iter_rows()
+        if ranks == world_sizes[cycle]
+    }
 
 
 def _first(events: pl.DataFrame, phase: str, began_ns: int) -> float | None:

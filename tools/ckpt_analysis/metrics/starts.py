@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class StartTimes:
     loads     loads within them, with column `startup`
 
     `last_records`: cycle -> time of the last record of a rank in it, Unix ns.
+    `clean_ends`: cycle -> Unix ns of its end, where every rank is known to have ended well.
     """
 
     startups: pl.DataFrame
@@ -35,10 +37,11 @@ class StartTimes:
     totals: pl.DataFrame
     moved: Volumes
     last_records: dict[int, int]
+    clean_ends: dict[int, int]
 
 
-def start_times(frames: Frames) -> StartTimes:
-    """Measure every rank in the start of every cycle that recorded one."""
+def start_times(frames: Frames, world_sizes: Mapping[int, int]) -> StartTimes:
+    """Measure every rank in the start of every cycle that recorded one. `world_sizes`: cycle -> ranks launched."""
     startups = startups_to_first_step(frames)
     loads = loads_inside(frames, startups)
     phase_spans, of_loads = startup_spans(frames, startups, loads)
@@ -47,7 +50,8 @@ def start_times(frames: Frames) -> StartTimes:
     seconds = phase_seconds(phase_spans, pl.concat([named, as_details(of_loads)]))
     parts = rank_busy(phase_spans.filter(pl.col("phase") != "caught_up"))
     totals = join_totals(startups, parts.join(own_time(seconds), on=["group", "rank"], how="left"))
-    return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads), _last_records(frames))
+    moved, clean = _moved(phase_spans, of_loads), clean_ends(frames, world_sizes)
+    return StartTimes(startups, loads, seconds, totals, moved, _last_records(frames), clean)
 
 
 def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
@@ -72,13 +76,13 @@ def measure_starts(frames: Frames, times: StartTimes, steps: StepsSeen, *, per_r
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         loads = times.loads.filter(pl.col("startup") == group)
-        around = _circumstances(frames, mine, loads, times.last_records, steps)
+        around = _circumstances(frames, mine, loads, times, steps)
         results.append(StartStats(**over_ranks[group], **around))
     return results
 
 
 def _circumstances(
-    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_records: dict[int, int], steps: StepsSeen
+    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, start_times: StartTimes, steps: StepsSeen
 ) -> dict[str, Any]:
     """What happened around one start: the fields of StartStats that are not statistics over ranks."""
     cycle: int = startups["cycle"][0]
@@ -97,8 +101,8 @@ def _circumstances(
     times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
     repeated = repeated_losses(frames.iterations, cycle)
     failure = failure_of(frames.events, cycle - 1)
-    newest = max((earlier for earlier in last_records if earlier < cycle), default=-1)
-    was_down_ns = None if newest in clean_ends(frames) else last_records.get(newest)
+    newest = max((earlier for earlier in start_times.last_records if earlier < cycle), default=-1)
+    was_down_ns = None if newest in start_times.clean_ends else start_times.last_records.get(newest)
     return {
         "cycle": cycle,
         "ranks": startups.height,

@@ -33,6 +33,14 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Of unknown length, so Lightning requests the second batch before it trains on the first."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        return iter(torch.randn(16, width, generator=generator))
+
+
 class TimedTrainer(lightning.Trainer):
     def save_checkpoint(self, *args, **kwargs):
         began = time.monotonic_ns()
@@ -54,7 +62,7 @@ trainer = TimedTrainer(
     max_steps=steps, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", logger=False,
     callbacks=[saver], plugins=[TimedFiles()], enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-data = torch.utils.data.DataLoader(torch.randn(16, width), batch_size=1)
+data = torch.utils.data.DataLoader(Stream(), batch_size=1)
 last = "checkpoints/last.ckpt"
 trainer.fit(Model(), data, ckpt_path=last if os.path.exists(last) else None)
 torch.distributed.destroy_process_group()

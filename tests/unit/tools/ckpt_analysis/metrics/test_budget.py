@@ -119,15 +119,22 @@ def test_nothing_recorded_has_no_budget(tmp_path: Path) -> None:
     assert result(tmp_path)["budget"] is None
 
 
-@pytest.mark.parametrize(("errors", "idle_ms"), [((None, None), 5000), ((None, "exit status 1"), 0), ((None,), 0)])
+@pytest.mark.parametrize(
+    ("errors", "world_size", "idle_ms"),
+    [((None, None), 2, 5000), ((None, "exit status 1"), 2, 0), ((None,), 2, 0), ((None, None), 3, 0)],
+)
 def test_time_after_a_clean_end_is_none_of_the_run(
-    tmp_path: Path, errors: tuple[str | None, ...], idle_ms: float
+    tmp_path: Path, errors: tuple[str | None, ...], world_size: int, idle_ms: float
 ) -> None:
-    """Cycle 0 ends well only if both ranks say so; its last step and its end count in any case."""
+    """Cycle 0 ends well only if all ranks say so, and one without a trace does not.
+
+    Its last step and its end count in any case.
+    """
     for rank in (0, 1):
         first, second = started(0, 0, 1), started(1, 5200, 2)
         for log in (first, second):
             log.rank = log.records[0]["rank"] = rank
+            log.records[0]["world_size"] = world_size
         if rank < len(errors):
             detail = {} if errors[rank] is None else {"detail": errors[rank]}
             ended = {"time_ns": first.ns(200), "wall_ns": Options().wall_ns + 200 * 1_000_000}
