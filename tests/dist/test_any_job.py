@@ -89,9 +89,7 @@ def ranks() -> Iterator[Zygote]:
     started.close()
 
 
-def launch(
-    zygote: Zygote, name: str, steps: int, directory: Path, trace_dir: Path | None, width: int = WIDTH
-) -> Run:
+def launch(zygote: Zygote, name: str, steps: int, directory: Path, trace_dir: Path | None, width: int = WIDTH) -> Run:
     script, *how = JOBS[name][0]
     words = [str(directory), str(trace_dir or "-"), str(SCRIPTS / script), *how, str(steps)]
     env = {"WIDTH": str(width), "LOCAL_SIZE": str(RANKS)}
