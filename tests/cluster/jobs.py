@@ -18,8 +18,8 @@ from tests.dist.hold import held_environment
 SCRIPT = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
 RANKS_PER_NODE = 2
 SAVED_AT = 3
-HELD_AT = 5  # 4 and 5 are trained again
-ITERATIONS = 6
+HELD_AT = 5  # iterations of a launch: the last two are trained again
+ITERATIONS = 9
 # Set by the user on the login node; every rank must have them.
 CARRIED = {
     "NCCL_DEBUG_FILE": '/logs/it\'s a "file" of $HOME',
@@ -64,22 +64,25 @@ class Job:
         return started
 
     def train_and_kill(self, **settings: str) -> None:
-        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
-        started = self._start_and_hold(0, HELD_AT, **settings)
+        """Launch; kill the ranks of the last node when all have trained HELD_AT iterations: the launch ends, and
+        nothing is left."""
+        started = self._start_and_hold(HELD_AT, **settings)
         assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
         assert started.wait(HANGS_S) != 0, self.log[-6000:]
         for node in (*self.nodes, self.preset.cluster.login):
             wait_for(lambda node=node: not self.left_on(node), f"the end of the launch on {node.name}")
 
-    def resume(self) -> None:
+    def resume(self, **settings: str) -> None:
         """Launch again, and wait for the good end."""
-        started = self._start_and_hold(1, 1)
-        injected = json.dumps({"phase": "injected", "cycle": 1}) + "\n"
+        cycle = len(self.launches)
+        started = self._start_and_hold(1, **settings)
+        injected = json.dumps({"phase": "injected", "cycle": cycle}) + "\n"
         (self.trace / "supervisor.jsonl").write_text(injected * ITERATIONS)  # they wait for no more than this
         assert started.wait(HANGS_S) == 0, self.log[-6000:]
 
-    def _start_and_hold(self, cycle: int, after: int, **settings: str) -> subprocess.Popen[bytes]:
+    def _start_and_hold(self, after: int, **settings: str) -> subprocess.Popen[bytes]:
         """Launch, and return when all ranks wait after so many iterations; they were started with all of CARRIED."""
+        cycle = len(self.launches)
         held = held_environment(cycles=cycle + 1, after=after)
         started = self.start(**settings, **held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
         ranks, step = range(self.world_size), after + cycle * SAVED_AT
