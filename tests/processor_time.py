@@ -32,6 +32,20 @@ def seconds_of_descendants() -> float:
     return total
 
 
+class Meter:
+    """Processor seconds since it was made, of this process and of all that it starts."""
+
+    def __init__(self) -> None:
+        self._of_descendants = seconds_of_descendants()
+        self._own = own_seconds()
+
+    def seconds(self) -> float:
+        """Never negative: those of a descendant that has ended and that nobody has waited for are gone."""
+        own = own_seconds() - self._own
+        of_descendants = seconds_of_descendants() - self._of_descendants
+        return max(own + of_descendants, 0.0)
+
+
 class ProcessorTime:
     def __init__(self, shown: int) -> None:
         self._shown = shown
@@ -40,8 +54,7 @@ class ProcessorTime:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._of_descendants = seconds_of_descendants()
-        self._own = own_seconds()
+        self._meter = Meter()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -49,8 +62,7 @@ class ProcessorTime:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, object, object]:
         if call.when == "teardown":  # the report of this phase takes it from a worker to the process that sums up
-            own = own_seconds() - self._own
-            item.user_properties.append((PROPERTY, own + seconds_of_descendants() - self._of_descendants))
+            item.user_properties.append((PROPERTY, self._meter.seconds()))
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
