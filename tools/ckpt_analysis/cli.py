@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "report": ".commands.report",
     "summary": ".commands.summary",
     "compare": ".commands.compare",
+    "goodput": ".commands.goodput",
     "timeline": ".commands.timeline",
     "export": ".commands.export",
     "validate": ".commands.validate",

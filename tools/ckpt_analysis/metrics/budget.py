@@ -36,20 +36,30 @@ class Segment:
 
 @dataclass(frozen=True)
 class CycleBudget:
-    """One cycle: the rank it is told on (None: no rank recorded a step), and seconds of each of PARTS."""
+    """One cycle: the rank it is told on (None: no rank recorded a step), and seconds of each of PARTS.
+
+    Its moments are in s since the begin of the run: where it begins and ends, its first process, the end of the last
+    rank's first step, and where all ranks ended by themselves; None: it has none.
+    """
 
     cycle: int
     rank: int | None
     seconds: dict[str, float]
+    begin_s: float
+    started_s: float
+    ready_s: float | None
+    end_s: float
+    ended_well_s: float | None
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A run. `seconds` has each of PARTS and adds up to `wall_s`.
+    """A run, which begins at `origin_ns` (Unix time). `seconds` has each of PARTS and adds up to `wall_s`.
 
     `segments` follow one another without a gap, but for those of `idle_s` in all: after a cycle that ended well.
     """
 
+    origin_ns: int
     wall_s: float
     idle_s: float
     seconds: dict[str, float]
@@ -64,12 +74,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class _Cycle:
-    """Unix ns: `ready` is the end of the last rank's first step, `end` where it has none."""
+    """Unix ns: `ready` is the end of the last rank's first step, `end` where it has none; see CycleBudget."""
 
     number: int
     begin: int
+    started: int
+    first_step: int | None
     ready: int
     end: int
+    ended_well: int | None
     starting: str
     kept: int | None  # last step that no later cycle resumed before; None: all count
     is_complete: bool  # it is the last one, or ended well: nothing is lost after its last step
@@ -89,18 +102,33 @@ def make_budget(
     blocked, _ = blocking_spans(saves.join(chosen, on=_PLACE, how="semi"))
     steps = frames.iterations.filter(of_ranks).join(chosen, on=_PLACE, how="semi")
     origin = cycles[0].begin
+
+    def since(moment_ns: int) -> float:
+        return (moment_ns - origin) / 1e9
+
     segments: list[Segment] = []
     entries: list[CycleBudget] = []
     for cycle in cycles:
         mine = pl.col("cycle") == cycle.number
         rows = _cut(cycle, steps.filter(mine), blocked.filter(mine))
-        found = [Segment(cycle.number, part, (a - origin) / 1e9, (b - origin) / 1e9) for part, a, b in rows.iter_rows()]
+        found = [Segment(cycle.number, part, since(a), since(b)) for part, a, b in rows.iter_rows()]
         segments += found
         seconds = {part: sum(one.end_s - one.start_s for one in found if one.part == part) for part in PARTS}
-        entries.append(CycleBudget(cycle.number, told_on.get(cycle.number), seconds))
+        entries.append(
+            CycleBudget(
+                cycle=cycle.number,
+                rank=told_on.get(cycle.number),
+                seconds=seconds,
+                begin_s=since(cycle.begin),
+                started_s=since(cycle.started),
+                ready_s=None if cycle.first_step is None else since(cycle.first_step),
+                end_s=since(cycle.end),
+                ended_well_s=None if cycle.ended_well is None else since(cycle.ended_well),
+            )
+        )
     total = {part: sum(entry.seconds[part] for entry in entries) for part in PARTS}
     wall_ns = sum(cycle.end - cycle.begin for cycle in cycles)
-    return Budget(wall_ns / 1e9, (cycles[-1].end - origin - wall_ns) / 1e9, total, entries, segments)
+    return Budget(origin, wall_ns / 1e9, (cycles[-1].end - origin - wall_ns) / 1e9, total, entries, segments)
 
 
 def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> list[_Cycle]:
@@ -123,14 +151,16 @@ def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> 
     resumed = {start.cycle: start.resumed_step for start in starts}
     restarts = {start.cycle for start in starts if start.is_restart}
     found = []
-    for index, (number, _, ready) in enumerate(rows):
+    for index, (number, started, ready) in enumerate(rows):
         is_last = index == len(rows) - 1
         is_complete = is_last or (number in clean and begins[index + 1] >= clean[number])
         end = max(times.last_records[number] if is_complete else begins[index + 1], begins[index])
         later = [step for cycle, step in resumed.items() if cycle > number and step is not None]
         starting = RESTARTING if number in restarts else LAUNCHING
         until = end if ready is None else min(max(ready, begins[index]), end)
-        found.append(_Cycle(number, begins[index], until, end, starting, min(later, default=None), is_complete))
+        kept = min(later, default=None)
+        ended_well = clean.get(number)
+        found.append(_Cycle(number, begins[index], started, ready, until, end, ended_well, starting, kept, is_complete))
     return found
 
 

@@ -1,0 +1,32 @@
+"""`goodput`: shows how much of a run was useful, by the definitions of several organisations side by side."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...common.cli import OK
+from .common import add_format, add_logdir, read_analysis, write_document
+
+HELP = "show what share of a run was useful by Meta's, NVIDIA's and Google's definitions, and Google's types of badput"
+EXAMPLES = """\
+  %(prog)s $trace                        a row per definition, with its formula and source
+  %(prog)s --format json $trace          for programs: null with the reason where the trace does not tell
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    add_logdir(parser)
+    add_format(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Returns the exit status."""
+    from ..metrics.goodput.definitions import goodputs
+    from ..render.goodput import document
+
+    analysis = read_analysis(arguments.logdir, arguments)
+    report = analysis.report
+    found = goodputs(analysis.frames, analysis.tables, report.budget, report.saves)
+    write_document(arguments, document(report.run_id, found))
+    return OK

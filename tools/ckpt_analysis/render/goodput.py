@@ -1,0 +1,52 @@
+"""Output of the goodputs by several definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...common.escaping import shown
+from ...common.formatting import percent
+from ...common.tables import Column, numbers, times
+from ..metrics.goodput.definitions import Measured
+from .document import Block, Document, Heading, Notes, table_of
+
+_COLUMNS: list[Column[Measured]] = [
+    Column("by", lambda one: one.definition.owner),
+    Column("goodput or badput", lambda one: one.definition.name),
+    numbers("share", lambda one: one.share, percent),
+    times("seconds", lambda one: one.seconds, 3),
+    Column("formula", lambda one: one.definition.formula),
+]
+_HEADER = ("name", "owner", "share", "seconds", "missing", "formula", "source")
+
+
+def document(run_id: str, found: Sequence[Measured]) -> Document:
+    """A row per definition; docs/metrics.md has the terms of the formulas."""
+    rows = [(*(_fields(one)[name] for name in _HEADER),) for one in found]
+    data = {"kind": "goodput", "run_id": run_id, "definitions": [_fields(one) for one in found]}
+    return Document(data, _HEADER, rows, lambda safe: _blocks(shown(run_id, safe), shown(list(found), safe)))
+
+
+def _fields(one: Measured) -> dict[str, str | float | None]:
+    each = one.definition
+    return {
+        "name": each.name,
+        "owner": each.owner,
+        "share": one.share,
+        "seconds": one.seconds,
+        "missing": one.missing,
+        "formula": each.formula,
+        "source": each.source,
+    }
+
+
+def _blocks(run_id: str, found: Sequence[Measured]) -> list[Block]:
+    missing: dict[str, list[str]] = {}
+    for one in found:
+        if one.missing is not None:
+            missing.setdefault(one.missing, []).append(one.definition.name)
+    sources = {one.definition.owner: one.definition.source for one in found}
+    blocks: list[Block] = [Heading(f"Goodput of run {run_id} by several definitions"), table_of(_COLUMNS, found)]
+    if missing:
+        blocks.append(Notes("Not known", [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]))
+    return [*blocks, Notes("Sources", [f"{owner}: {source}" for owner, source in sources.items()])]
