@@ -10,6 +10,7 @@ from benchmarks.scaling.__main__ import main
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_what_a_rank_does_is_the_same_for_eight_and_sixteen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ranks", "8", "16", "--repeat", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -11,6 +11,7 @@ from tests.unit.trace_helpers import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_this_version_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bytes", "1MiB", "--engine", "torch", "--rounds", "1", "--dir", str(tmp_path)]
     assert main(["--before", str(ROOT), "--only", "replay, 1 rank", "analysis", *sizes]) == 0

@@ -21,6 +21,7 @@ from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPers
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
+from tests.dist import forked_writers
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
     NAME,
     load,
@@ -31,7 +32,7 @@ from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
 )
 from tests.unit.trace_helpers import start_python
 
-pytestmark = pytest.mark.slow  # each starts processes that import torch
+pytestmark = pytest.mark.slow  # most start processes that import torch
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,15 @@ def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def decoupled() -> Iterator[FastPersistDecoupledEngine]:
+def forked() -> Iterator[None]:
+    """For the tests from the first that asks for it: their writers are forked, and import nothing. The one before, and
+    the programs that are started here, begin theirs as users begin it."""
+    with forked_writers.installed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def decoupled(forked: None) -> Iterator[FastPersistDecoupledEngine]:
     engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
     yield engine
     engine.close()
@@ -63,7 +72,7 @@ def test_a_save_is_handed_over_before_the_process_listens(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_close_ends_the_process_and_gives_everything_back(tmp_path: Path) -> None:
+def test_close_ends_the_process_and_gives_everything_back(forked: None, tmp_path: Path) -> None:
     engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2):  # a closed engine can be used again
