@@ -211,9 +211,12 @@ def test_a_launch_by_hand_that_is_refused_ends_those_that_wait_for_it(
     ("flags", "message"),
     [
         (["--failure-domain", "racks"], "error: --failure-domain racks: does not name node0"),
-        (["--replicas", "3"], "error: --replicas 3: more copies than hosts (2); give 2 at most"),
+        pytest.param(
+            ["--replicas", "3"], "error: --replicas 3: more copies than hosts (2); give 2 at most",
+            marks=pytest.mark.nightly(minutes=1),
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_ranks_refuse_over_hosts_is_not_tried_again(
     flags: list[str], message: str, cluster: Cluster, preset: Preset
 ) -> None:

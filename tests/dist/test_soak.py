@@ -25,7 +25,8 @@ SAMPLED = ("torch", "lazy", "memory", "fastpersist-decoupled")
 
 @pytest.mark.slow
 def test_saves_and_restarts_lose_and_leave_nothing(tmp_path: Path, dataset: list[str]) -> None:
-    """Each fault is injected at least once, whatever the engine. A second call has nothing more to do, and prints the same."""
+    """Each fault is injected at least once, with some engine. A second call has nothing more to do, and prints the
+    same."""
     out, disk = tmp_path / "soak", tmp_path / "disk"
     with small_disk(disk, DISK_BYTES) as mounted:
         options = ["--out", str(out), "--saves", str(SAVES), "--restarts", str(RESTARTS), "--time-limit", str(HANGS_S)]
