@@ -6,40 +6,37 @@ import argparse
 import os
 import random
 import shlex
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from megatron.checkpointing import ObjectStoreError
 
+from ..common.stopping import StoppedBySignal, stop_on_signals
 from . import command as commands
 from .checkpoints import checkpoints_at
-from .drill import run_drill
+from .drill import in_turn, run_drill
 from .full_disk import GIB
-from .launch import DrillError, StoppedBySignal
+from .launch import DrillError
 from .matrix import cells, run_matrix
 from .options import MATRIX, ONE, PRESET, SOAK, STOPS, parse_arguments
 from .output import report
 from .own_shm import enter_own_shm
-from .plan import RELAUNCH, Injection, Plan, planned_injections, say
-from .preset import expanded, preset_of, small
+from .plan import RELAUNCH, Injection, Plan, PlannedInjection, planned_injections, say
+from .preset import expanded, hosts_of_job, preset_of, small
 from .reference import run_reference, stored_reference
 from .soak.engine_soak import SoakOptions
-from .soak.soak import claim, goals, hosts_of_hostfile, run_soak
+from .soak.soak import claim, goals, run_soak
 from .soak.stop_soak import run_stops
 
 VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status. A caller with an `argv` of its own is not replaced to get a private /dev/shm."""
     args = parse_arguments(argv)
     own_shm = argv is None and args.selection in (SOAK, STOPS) and enter_own_shm()
-    catch_stop_signals()
+    stop_on_signals()
     run: dict[str, Callable[[], bool]] = {
         ONE: lambda: _one(args),
         MATRIX: lambda: _matrix(args),
@@ -48,21 +45,29 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         return VERIFIED if run[args.selection]() else NOT_VERIFIED
-    except (DrillError, StoppedBySignal, ObjectStoreError, OSError) as error:
+    except StoppedBySignal as stopped:
+        say(f"error: stopped by signal {stopped}")
+    except (DrillError, ObjectStoreError, OSError) as error:
         say(f"error: {error}")
-        return COULD_NOT_RUN
+    return COULD_NOT_RUN
 
 
-def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
-    """The plan that the options give, without injections."""
+def base_plan(args: argparse.Namespace, training: list[str], *, continued: bool = False) -> Plan:
+    """The plan that the options give, without faults.
+
+    Raises DrillError if there are checkpoints at its place already, unless it is `continued`.
+    """
     out = args.out.absolute()
+    place = out / "checkpoints" if args.checkpoints is None else args.checkpoints
+    if not continued and not checkpoints_at(place).is_empty():
+        new = "directory" if isinstance(place, Path) else "prefix"
+        raise DrillError(f"--checkpoints {place}: is not empty; give a new {new}")
     return Plan(
         command=training,
         resumed_command=training,
-        injections=(),
         supervisor=RELAUNCH,
         out=out,
-        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints,
+        checkpoints=place,
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
@@ -73,16 +78,12 @@ def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
     )
 
 
-def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
-    """The plan of one fault. Raises DrillError, before anything is launched, if it cannot be carried out."""
+def plan_of(args: argparse.Namespace, training: list[str], planned: tuple[PlannedInjection, ...]) -> Plan:
+    """The plan of these injections. Raises DrillError, before anything is launched, if it cannot be carried out."""
     plan = replace(
-        base_plan(args, training),
-        injections=planned_injections(args.fault, args.at, args.cycles, args.supervisor),
+        base_plan(args, training), faults=tuple(one.fault for one in planned), restarts=len(planned),
         supervisor=args.supervisor, cold_cache=args.cold_cache, to_the_end=not args.until_caught_up,
     )  # fmt: skip
-    if not checkpoints_at(plan.checkpoints).is_empty():
-        new = "directory" if isinstance(plan.checkpoints, Path) else "prefix"
-        raise DrillError(f"--checkpoints {plan.checkpoints}: is not empty; give a new {new}")
     sizes = commands.Sizes(args.resume_tp, args.resume_pp, args.resume_dp)
     plan = commands.with_commands(plan, training, args.checkpoint_engine, sizes=sizes)
     if args.supervisor != RELAUNCH and args.fault == "sigterm" and "--exit-signal-handler" in plan.command:
@@ -98,10 +99,11 @@ def _one(args: argparse.Namespace) -> bool:
         preset_of(args.command)
         return True
     training = expanded(args.command)
-    plan = plan_of(args, training)
+    planned = planned_injections(args.fault, args.at, args.cycles, args.supervisor)
+    plan = plan_of(args, training, planned)
     reference = None if args.reference is None else stored_reference(args.reference, training)
     injections: list[Injection] = []
-    run_drill(plan, say, injections)
+    run_drill(plan, in_turn(planned), injections)
     if reference is None and not args.no_reference:
         say("the reference run: the same training without a fault")
         reference = run_reference(plan, training, args.checkpoint_engine)
@@ -135,23 +137,12 @@ def _matrix(args: argparse.Namespace) -> bool:
 
 def _soak(args: argparse.Namespace, *, own_shm: bool) -> bool:
     # --nodes-command may differ: that of tests/cluster has the address of the cluster.
-    claim(args.out, {name: value for name, value in vars(args).items() if name not in ("out", "nodes_command")})
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "nodes_command")}
+    continued = claim(args.out, given)
     on_nodes = args.nodes_command is not None
-    options = SoakOptions(
-        training=small(args.command, on_nodes=on_nodes, in_place=True),
-        out=args.out.absolute(),
-        faults=args.faults,
-        seed=args.seed,
-        limit_s=args.time_limit,
-        hang_limit_s=args.hang_limit,
-        memory_MiB=args.memory_limit,
-        own_shm=own_shm,
-        checkpoints=args.checkpoints,
-        disk_bytes=int(args.disk_limit * GIB),
-        nodes_command=tuple(shlex.split(args.nodes_command or "")),
-        hosts=hosts_of_hostfile() if on_nodes else (),
-        spares=args.spares,
-    )
+    base = base_plan(args, small(args.command, on_nodes=on_nodes, in_place=True), continued=continued)
+    hosts = hosts_of_job() if on_nodes else ()
+    options = SoakOptions(base, args.faults, args.seed, args.memory_limit, own_shm, hosts, args.spares)
     divided = goals(len(args.engines), len(args.faults), args.minutes, args.saves, args.restarts)
     return run_soak(options, dict(zip(args.engines, divided, strict=True)))
 
@@ -161,16 +152,3 @@ def _stops(args: argparse.Namespace, *, own_shm: bool) -> bool:
     return run_stops(
         training, args.out.absolute(), args.stops, args.stop, args.minutes, args.seed, args.time_limit, own_shm=own_shm
     )
-
-
-def catch_stop_signals() -> None:
-    """Let these signals end the drill as an error does: with no process left."""
-    for signum in STOP_SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # what is to be ignored (nohup) stays so
-            signal.signal(signum, _stop)
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    for further in STOP_SIGNALS:
-        signal.signal(further, signal.SIG_IGN)  # cleanup must not be interrupted
-    raise StoppedBySignal(f"stopped by signal {signal.Signals(signum).name}")

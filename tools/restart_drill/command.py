@@ -102,34 +102,24 @@ def with_launcher_option(command: list[str], names: tuple[str, ...], value: int)
     return [*command[:end], names[0], str(value), *without_option(command[end:], names)]
 
 
-def with_restarts(command: list[str], supervisor: str, restarts: int) -> list[str]:
-    """The command with `restarts` as the number of restarts in place by torchrun or megatron.launch.
-
-    Raises DrillError if the command does not start the launcher that belongs to `supervisor`.
-    """
-    launcher = launcher_of(command)
-    if launcher is None or launcher[0] != _LAUNCHERS[supervisor]:
-        raise DrillError(_NO_LAUNCHER[supervisor].format(command[0]))
-    return with_launcher_option(command, _RESTARTS, restarts)
-
-
-def without_restarts(command: list[str]) -> list[str]:
-    """The command without restarts by torchrun or megatron.launch, so that the drill sees every failure."""
-    return command if launcher_of(command) is None else with_launcher_option(command, _RESTARTS, 0)
-
-
 def supervised(
     command: list[str], supervisor: str, restarts: int, hang_limit_s: float, *, on_nodes: bool = False
 ) -> list[str]:
     """The command for this supervisor: its launcher restarts the ranks in place, or leaves restarts to the drill.
 
     `on_nodes`: a preset over HOSTFILE reads the number of restarts from its environment, and the ranks themselves
-    detect a rank that hangs within `hang_limit_s`.
+    detect a rank that hangs within `hang_limit_s`. Raises DrillError if the command does not start the launcher that
+    belongs to `supervisor`.
     """
     if on_nodes:
         deadline = ["--distributed-timeout-minutes", f"{hang_limit_s / 60:g}"]
         return ["env", f"MAX_RESTARTS={restarts}", *command, *deadline]
-    return without_restarts(command) if supervisor == RELAUNCH else with_restarts(command, supervisor, restarts)
+    launcher = launcher_of(command)
+    if supervisor == RELAUNCH:  # the drill must see every failure
+        return command if launcher is None else with_launcher_option(command, _RESTARTS, 0)
+    if launcher is None or launcher[0] != _LAUNCHERS[supervisor]:
+        raise DrillError(_NO_LAUNCHER[supervisor].format(command[0]))
+    return with_launcher_option(command, _RESTARTS, restarts)
 
 
 def world_size(command: list[str]) -> int | None:
@@ -291,26 +281,18 @@ def completed(
 
 
 def with_commands(
-    plan: Plan,
-    training: list[str],
-    engine: str | None,
-    *,
-    restarts: int | None = None,
-    flags: Sequence[str] = (),
-    sizes: Sizes = _AS_IN_THE_COMMAND,
+    plan: Plan, training: list[str], engine: str | None, *, flags: Sequence[str] = (), sizes: Sizes = _AS_IN_THE_COMMAND
 ) -> Plan:
     """`plan` with the commands of its launches, and how often these save.
 
-    `engine`: None for that of `training`. `restarts`: number of restarts in place (default: one for each injection).
-    `sizes`: layout of the launches after the first fault. Raises DrillError if the training cannot be drilled so.
+    `engine`: None for that of `training`. `sizes`: layout of the launches after the first fault. Raises DrillError if
+    the training cannot be drilled so.
     """
     command = [*completed(training, plan.checkpoints, plan.trace_dir, engine, plan.persist_interval), *flags]
-    restarts = len(plan.injections) if restarts is None else restarts
-    on_nodes = bool(plan.nodes_command)
-    command = supervised(command, plan.supervisor, restarts, plan.hang_limit_s, on_nodes=on_nodes)
-    if any(planned.fault in STORAGE_FAULTS for planned in plan.injections):
+    command = supervised(command, plan.supervisor, plan.restarts, plan.hang_limit_s, on_nodes=plan.on_nodes)
+    if not set(plan.faults).isdisjoint(STORAGE_FAULTS):
         command = with_deadline(command)
-    found = saves_of(command, on_nodes=on_nodes)
+    found = saves_of(command, on_nodes=plan.on_nodes)
     return replace(
         plan, command=command, resumed_command=on_layout(command, sizes) if sizes.given else command,
         saves_in_memory=found.in_memory, save_interval=found.interval, saves_until_stored=found.until_stored,

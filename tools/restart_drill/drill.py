@@ -1,10 +1,11 @@
-"""The sequence of a drill: one injection after the other, then the last launch to its end."""
+"""A drill: the faults of a schedule are injected into one training, one after the other."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from restart_trace.schema import LOCAL_MEMORY, STORAGE
@@ -17,14 +18,16 @@ from .injection import inject_and_watch
 from .injection_points import wait_for_span
 from .launch import GRACE_S, DrillError, Launch
 from .memory_saves import MemorySaves, ResumeSource, newest_resume_source
-from .plan import Injection, Plan, PlannedInjection
+from .plan import Injection, Plan, PlannedInjection, say
 from .supervisors import Supervisor, supervisor_of
 
-Say = Callable[[str], None]
+# Starts each cycle of a supervisor and yields what is to be injected into it, one after the other; in the end it lets
+# the last cycle train on, and ends it.
+Schedule = Callable[[Supervisor], Generator[PlannedInjection, None, None]]
 
 
-def run_drill(plan: Plan, say: Say, done: list[Injection]) -> None:
-    """Carry out all injections of `plan` and train on. Each one that is done is appended to `done`.
+def run_drill(plan: Plan, schedule: Schedule, done: list[Injection]) -> None:
+    """Carry out `schedule`. Each injection is appended to `done` before the schedule is asked for the next one.
 
     Raises DrillError, with no process left.
     """
@@ -32,23 +35,33 @@ def run_drill(plan: Plan, say: Say, done: list[Injection]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     checkpoints = checkpoints_at(plan.checkpoints)
     checkpoints.create()
-    if any(planned.fault == DISK_FULL for planned in plan.injections):
+    if DISK_FULL in plan.faults:
         assert isinstance(plan.checkpoints, Path)
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
-    with supervisor_of(plan) as supervisor:
-        for cycle, planned in enumerate(plan.injections):
-            supervisor.start(cycle)
-            done.append(inject_and_restart(supervisor, cycle, planned, checkpoints))
+    with supervisor_of(plan) as supervisor, closing(schedule(supervisor)) as injections:
+        for cycle, planned in enumerate(injections):
+            done.append(_inject_and_restart(supervisor, cycle, planned, checkpoints))
             say(_summary(done[-1]))
-        _finish(supervisor, len(plan.injections))
 
 
-def inject_and_restart(
+def in_turn(injections: Sequence[PlannedInjection]) -> Schedule:
+    """The schedule of these injections, after which the training is finished."""
+
+    def schedule(supervisor: Supervisor) -> Generator[PlannedInjection, None, None]:
+        for cycle, planned in enumerate(injections):
+            supervisor.start(cycle)
+            yield planned
+        _finish(supervisor, len(injections))
+
+    return schedule
+
+
+def _inject_and_restart(
     supervisor: Supervisor, cycle: int, planned: PlannedInjection, checkpoints: Checkpoints
 ) -> Injection:
     """Run a cycle that was started until the fault has brought it down, and let the next one start.
 
-    The caller must call `start` for the next cycle at once, since any delay adds to the restart time.
+    The schedule must call `start` for the next cycle at once, since any delay adds to the restart time.
     """
     effect = inject_and_watch(supervisor, cycle, planned)
     exit_code = supervisor.wait_until_down(cycle, planned.fault, effect.hangs)

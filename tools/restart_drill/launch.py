@@ -37,10 +37,6 @@ class DrillError(Exception):
     """The fault could not be injected, or the job did not end as it should have."""
 
 
-class StoppedBySignal(Exception):
-    """The drill itself was told to end. No DrillError: those who go on after one do not go on after this."""
-
-
 class Launch:
     """One run of the command. All processes that it starts, directly or not, carry a mark in their environment.
 

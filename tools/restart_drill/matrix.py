@@ -20,7 +20,7 @@ from ..common.formatting import count, number, plural
 from ..common.tables import markdown_table
 from . import command as commands
 from .checkpoints import checkpoints_at
-from .drill import run_drill
+from .drill import in_turn, run_drill
 from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
@@ -121,14 +121,14 @@ def run_sequence(base: Plan, number: int, sequence: list[Cell], reference: Refer
     at_given_place = fills_disk or not isinstance(base.checkpoints, Path)
     checkpoints = below(base.checkpoints, out.name) if at_given_place else out / "checkpoints"
     plan = replace(
-        base, injections=injections, supervisor=sequence[0].supervisor, out=out, checkpoints=checkpoints,
-        to_the_end=False,
+        base, faults=tuple(planned.fault for planned in injections), restarts=len(injections),
+        supervisor=sequence[0].supervisor, out=out, checkpoints=checkpoints, to_the_end=False,
     )  # fmt: skip
     plan = commands.with_commands(plan, base.command, sequence[0].engine)
     done: list[Injection] = []
     error: str | None = None
     try:
-        run_drill(plan, say, done)
+        run_drill(plan, in_turn(injections), done)
     except DrillError as exc:
         error = str(exc)
         say(f"error: {error}")

@@ -16,7 +16,7 @@ from .facts import CycleFacts, facts_of
 from .launch import DrillError
 from .plan import Injection, Plan, say
 from .reference import Reference
-from .verify import TOLERANCES, Verdict, check_losses, judge, repeated, repetition_table, with_last_resume_source
+from .verify import TOLERANCES, Verdict, check_losses, repeated, repetition_table, verdicts
 
 ROOT = Path(__file__).absolute().parents[2]
 _ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
@@ -89,8 +89,7 @@ def describe(
     restarts = {restart["cycle"]: restart for restart in report["restarts"]} if report is not None else {}
     losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated_within)
     entries = []
-    for injection, expected in zip(injections, with_last_resume_source(injections, cycles), strict=True):
-        verdict = judge(expected, cycles, losses)
+    for injection, verdict in zip(injections, verdicts(injections, cycles, losses), strict=True):
         entries.append(_entry(injection, restarts.get(injection.cycle + 1), verdict, cycles))
     return {
         "supervisor": supervisor,

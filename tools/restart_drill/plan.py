@@ -35,17 +35,19 @@ def injection_before_restart(supervisor: str) -> PlannedInjection:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a drill does. Both commands are complete; `resumed_command` trains after the first fault."""
+    """What each launch of a drill runs. Both commands are complete; `resumed_command` trains after the first fault."""
 
     command: list[str]
     resumed_command: list[str]
-    injections: tuple[PlannedInjection, ...]
     supervisor: str
     out: Path
     checkpoints: Location
     limit_s: float
     hang_limit_s: float  # time without an iteration after which a job counts as hanging
     echo: bool
+    faults: tuple[str, ...] = ()  # that may be injected
+    restarts: int = 0  # number of restarts in place that the launcher may make
+    launches_again: bool = False  # with LAUNCH: a launch that a fault has ended is started again
     cold_cache: bool = False
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
     to_the_end: bool = True  # False: the last launch is ended once it has caught up

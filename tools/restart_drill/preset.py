@@ -8,8 +8,10 @@ import sys
 
 from ..restart_bench.errors import LaunchEnded, SettingsError
 from ..restart_bench.modes import command_for
+from ..restart_bench.nodes import hosts_of
 from ..restart_bench.places import INSTALLED
 from ..restart_bench.presets import Preset, preset_of_word, scripted_names
+from ..restart_bench.settings import Settings
 from . import command as commands
 from .launch import DrillError
 from .plan import FORK
@@ -42,6 +44,17 @@ def small(words: list[str], *, on_nodes: bool = False, in_place: bool = False) -
     if in_place and not on_nodes and (launcher is None or launcher[0] != FORK):
         raise DrillError(f"the soak restarts ranks in place; give a command of megatron.launch, not {training[0]} ...")
     return training
+
+
+def hosts_of_job() -> tuple[str, ...]:
+    """The hosts of the job, spares included. Raises DrillError if the environment names none."""
+    try:
+        hosts = hosts_of(Settings.read(os.environ), os.environ, FORK).names
+    except SettingsError as error:
+        raise DrillError(str(error)) from None
+    if not hosts:
+        raise DrillError("--nodes-command: no hosts are given; set HOSTFILE to a file that lists them")
+    return hosts
 
 
 def expanded(words: list[str]) -> list[str]:

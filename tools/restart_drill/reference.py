@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,39 +36,38 @@ class Reference:
 
 def run_reference(plan: Plan, training: list[str], engine: str | None) -> Reference:
     """Train without a fault, with separate checkpoints and trace. Raises DrillError."""
-    where = plan.out / DIRECTORY
-    (where / "trace").mkdir(parents=True)
-    command = commands.completed(training, where / "checkpoints", where / "trace", engine, plan.persist_interval)
-    _train(command, training, where, plan.limit_s, echo=plan.echo)
-    return Reference(facts_of(where / "trace")[0], where)
+    return _train(training, plan.out / DIRECTORY, engine, plan.persist_interval, plan.limit_s, echo=plan.echo)
 
 
 def reference_of(training: list[str], out: Path, steps: int, limit_s: float) -> Reference:
-    """A run of at least `steps` iterations without faults and checkpoints, in `out`: that of an earlier call, or a new
-    one. Raises DrillError.
+    """A run of at least `steps` iterations without faults and checkpoints: that of an earlier call, or a new one.
 
-    The run may take `limit_s`, and one second for each iteration.
+    It may take `limit_s`, and one second for each iteration. Raises DrillError.
     """
     where = out / DIRECTORY
-    facts = facts_of(where)[0] if (where / _TRAINING).is_file() else None
-    if facts is None or max(facts.losses) < steps:
-        shutil.rmtree(where, ignore_errors=True)
-        where.mkdir(parents=True)
-        words = [*commands.completed(training, where / "checkpoints", where, "none"), "--exit-interval", str(steps)]
-        _train(words, training, where, limit_s + steps, echo=False)
-        facts = facts_of(where)[0]
-    return Reference(facts, where)
+    if (where / _TRAINING).is_file():
+        facts = facts_of(where / "trace")[0]
+        if max(facts.losses) >= steps:
+            return Reference(facts, where)
+    shutil.rmtree(where, ignore_errors=True)
+    return _train(training, where, "none", None, limit_s + steps, flags=("--exit-interval", str(steps)))
 
 
-def _train(command: list[str], training: list[str], where: Path, limit_s: float, *, echo: bool) -> None:
-    """Run `command` until it ends with 0, then record the `training` it was made from. Raises DrillError."""
-    log = where / "launch.log"
+def _train(
+    training: list[str], where: Path, engine: str | None, persist_interval: int | None, limit_s: float,
+    *, flags: Sequence[str] = (), echo: bool = False,
+) -> Reference:  # fmt: skip
+    """Train until the command ends with 0, then record `training`. Raises DrillError."""
+    trace, log = where / "trace", where / "launch.log"
+    trace.mkdir(parents=True)
+    command = [*commands.completed(training, where / "checkpoints", trace, engine, persist_interval), *flags]
     with launched(command, log, echo) as launch:
         exit_code = launch.wait(limit_s)
         if exit_code != 0:
             raise DrillError(f"the reference run ended with exit code {exit_code}; see {log}")
         launch.wait_until_gone(GRACE_S)
     (where / _TRAINING).write_text(json.dumps({"command": redact_command(training)}) + "\n")
+    return Reference(facts_of(trace)[0], where)
 
 
 def stored_reference(out: Path, training: list[str]) -> Reference:

@@ -49,7 +49,7 @@ class Supervisor(ABC):
         self.proxy: FaultProxy | None = None  # in front of the store, if faults are injected into that
 
     def __enter__(self) -> Supervisor:
-        if any(proxy_fault(planned.fault) for planned in self.plan.injections):
+        if any(map(proxy_fault, self.plan.faults)):
             self.proxy = self._stack.enter_context(FaultProxy(store_endpoint()).running())
         self.trace = self._stack.enter_context(open_supervisor_trace(self.plan.trace_dir))
         return self
@@ -327,5 +327,6 @@ class AgentsOnNodes(LauncherInPlace):
 
 def supervisor_of(plan: Plan) -> Supervisor:
     """The supervisor of a plan."""
-    in_place = AgentsOnNodes if plan.on_nodes else LauncherInPlace
+    alone = LauncherAgain if plan.launches_again else LauncherInPlace
+    in_place = AgentsOnNodes if plan.on_nodes else alone
     return {TORCHRUN: TorchrunAgent, LAUNCH: in_place}.get(plan.supervisor, Relaunch)(plan)

@@ -97,6 +97,13 @@ def with_last_resume_source(injections: Sequence[Injection], cycles: dict[int, C
     return found
 
 
+def verdicts(
+    injections: Sequence[Injection], cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]
+) -> list[Verdict]:
+    """The verdict on each injection."""
+    return [judge(injection, cycles, losses) for injection in with_last_resume_source(injections, cycles)]
+
+
 def judge(injection: Injection, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
     """The verdict on one injection, by the first later cycle that trained: a fault may have ended others before."""
     trained = [cycle for cycle, facts in cycles.items() if cycle > injection.cycle and facts.losses]

@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.config import ConfigError
 
+    from ..common.stopping import StoppedBySignal, stop_on_signals
     from .directory import SweepError
-    from .stopping import Stopped, stop_on_signals
     from .sweep_file import SweepFileError, read_sweep
 
     stop_on_signals()
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_stdout(listing(sweep, cells))
             return OK
         return _run(arguments, sweep, cells)
-    except Stopped as exc:
+    except StoppedBySignal as exc:
         print(f"restart-sweep: stopped by {exc}; the same command resumes", file=sys.stderr)
     except (SweepError, SweepFileError, ConfigError) as exc:
         print(f"restart-sweep: {exc}", file=sys.stderr)

@@ -6,27 +6,25 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.config.uris import below
 
 from .. import command as commands
-from ..checkpoints import Checkpoints, left_files
-from ..drill import inject_and_restart
+from ..checkpoints import checkpoints_at, left_files
+from ..drill import run_drill
 from ..facts import CycleFacts, facts_of
-from ..faults import DISK_FULL
-from ..full_disk import check_disk
 from ..injection_points import TraceTail, stage_begun_by
 from ..launch import GRACE_S, DrillError, recorded_ranks
 from ..nodes import LOST, TAKES_A_SPARE
 from ..plan import LAUNCH, Injection, Plan, PlannedInjection
 from ..reference import reference_of
-from ..supervisors import AgentsOnNodes, LauncherAgain
-from ..verify import check_losses, judge, with_last_resume_source
+from ..supervisors import AgentsOnNodes, Supervisor
+from ..verify import check_losses, verdicts
+from .growth import MIB, OTHERS, RANKS, RESTARTS, SAVES, Samples
 from .hosts import Hosts, private_tmpdir
 from .result import EngineResult, Goal
-from .samples import OTHERS, RANKS, RESTARTS, SAVES, Samples, largest
 from .schedule import in_order, random_injection_point
 from .snapshot import Snapshot
 
@@ -44,20 +42,19 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """What the soaks of all engines have in common."""
+    """What the soaks of all engines have in common.
 
-    training: list[str]
-    out: Path
+    `base`: the plan without faults; its checkpoints are those of all engines, its command is the training's.
+    `memory_MiB`: allowed growth of each process, and of the ranks of a host in total. `own_shm`: this process has a
+    private /dev/shm. `hosts`: the nodes, if any, spares included.
+    """
+
+    base: Plan
     faults: tuple[str, ...]
     seed: int
-    limit_s: float  # of each wait
-    hang_limit_s: float
-    memory_MiB: float  # allowed growth of each process, and of the ranks of a host in total
-    own_shm: bool  # this process has a private /dev/shm
-    checkpoints: Path | None = None  # on a small file system of at most `disk_bytes`; None: below `out`
-    disk_bytes: int = 0
-    nodes_command: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()  # with nodes_command: the nodes, spares included
+    memory_MiB: float
+    own_shm: bool
+    hosts: tuple[str, ...] = ()
     spares: int = 0
 
 
@@ -67,8 +64,7 @@ class EngineSoak:
         self.result = EngineResult(engine)
         self._rng = random.Random(f"{options.seed}/{engine}")
         self._faults = in_order(options.faults, options.seed, goal.first)
-        self._plan, directory = _plan(options, engine)
-        self._checkpoints = Checkpoints(directory)
+        self._plan = _plan(options, engine)
         self._injections: list[Injection] = []
         self._lost_nodes = 0
         self._samples = Samples()
@@ -76,55 +72,50 @@ class EngineSoak:
         self._commits = 0  # of the current cycle
 
     def run(self) -> EngineResult:
-        begin = time.monotonic()
-        for directory in (self._plan.out / "logs", self._plan.trace_dir):
-            directory.mkdir(parents=True)
-        self._checkpoints.create()
-        if DISK_FULL in self._options.faults:
-            check_disk(self._checkpoints.directory, self._plan.trace_dir, self._options.disk_bytes)
-        with ExitStack() as stack:
-            temporary = stack.enter_context(private_tmpdir())
-            on_nodes = AgentsOnNodes(self._plan) if self._plan.on_nodes else None
-            self._supervisor = stack.enter_context(on_nodes or LauncherAgain(self._plan))
-            nodes = None if on_nodes is None else on_nodes.nodes
-            options = self._options
-            self._hosts = Hosts(temporary, own_shm=options.own_shm, nodes=nodes, names=options.hosts)
-            stack.callback(self._hosts.remove_temporary)
-            seconds = self._goal.seconds or 0.0
-            self._inject_faults(begin + _TIME_OF_FAULTS * seconds)
-            self._train_without_faults(begin + seconds)
-            self._end()
+        self._begin = time.monotonic()
+        with private_tmpdir() as self._temporary:
+            run_drill(self._plan, self._schedule, self._injections)
+        checkpoints = checkpoints_at(self._plan.checkpoints)
         self.result.shared_memory = "checked" if self._options.own_shm else "not checked on this host: needs root"
-        self.result.leaked += left_files(self._checkpoints, KEPT)
+        self.result.leaked += left_files(checkpoints, KEPT)
         self._check_growth()
         self._check_trace()
-        if self.result.passed and self._options.checkpoints is not None:
-            self._checkpoints.remove()  # the next engine needs the space
-        self.result.seconds = time.monotonic() - begin
+        if self.result.passed:
+            checkpoints.remove()  # the next engine may need the space
+        self.result.seconds = time.monotonic() - self._begin
         return self.result
+
+    def _schedule(self, supervisor: Supervisor) -> Generator[PlannedInjection, None, None]:
+        """Faults for the time or the restarts of the goal, each followed by checks; then saves without faults."""
+        options, seconds = self._options, self._goal.seconds or 0.0
+        nodes = supervisor.nodes if isinstance(supervisor, AgentsOnNodes) else None
+        self._supervisor = supervisor
+        self._hosts = Hosts(self._temporary, own_shm=options.own_shm, nodes=nodes, names=options.hosts)
+        try:
+            supervisor.start(0)
+            while self._faults_go_on(self._begin + _TIME_OF_FAULTS * seconds):
+                yield self._plan_injection()
+                if supervisor.launch.exit_code is not None:
+                    self._check_hosts_after(self._injections[-1].fault)
+                cycle = len(self._injections)
+                supervisor.start(cycle)
+                self._tail, self._commits = TraceTail(self._plan.trace_dir, cycle), 0
+            self._train_without_faults(self._begin + seconds)
+            self._end()
+        finally:
+            self._hosts.remove_temporary()
 
     # Faults
 
-    def _inject_faults(self, until: float) -> None:
+    def _faults_go_on(self, until: float) -> bool:
         """Until the restarts of the goal are done or, without that number, until this time (monotonic, s)."""
-        goal, supervisor = self._goal, self._supervisor
-        restarts = _UNLIMITED if goal.restarts is None else goal.restarts
-        commits_each = max(2, (goal.saves - WITHOUT_FAULTS - SETTLED) // restarts)
-        supervisor.start(0)
-        while len(self._injections) < restarts:
-            if goal.restarts is None and time.monotonic() > until and self._injections:
-                break
-            planned = self._plan_injection(commits_each)
-            injection = inject_and_restart(supervisor, len(self._injections), planned, self._checkpoints)
-            self._injections.append(injection)
-            if supervisor.launch.exit_code is not None:
-                self._check_hosts_after(injection.fault)
-            cycle = len(self._injections)
-            supervisor.start(cycle)
-            self._tail, self._commits = TraceTail(self._plan.trace_dir, cycle), 0
+        if self._goal.restarts is not None:
+            return len(self._injections) < self._goal.restarts
+        return not self._injections or time.monotonic() <= until
 
-    def _plan_injection(self, commits: int) -> PlannedInjection:
-        """The next fault. If it comes during training, this cycle makes at least `commits` commits before."""
+    def _plan_injection(self) -> PlannedInjection:
+        """The next fault. If it comes during training, this cycle makes its share of the saves of the goal before."""
+        commits = max(2, (self._goal.saves - WITHOUT_FAULTS - SETTLED) // (self._goal.restarts or _UNLIMITED))
         fault = next(fault for fault in self._faults if not self._takes_last_spare(fault))
         plan, injections = self._plan, self._injections
         # A fault during the restart after damage may end the launcher, and the damaged slot with it, before a rank has
@@ -135,7 +126,7 @@ class EngineSoak:
             self._lost_nodes += fault == LOST
             self._supervisor.nodes.which = (self._rng.choice((0, -1)),)
             if fault in TAKES_A_SPARE:
-                self._supervisor.on_nodes.await_spare(self._options.limit_s)
+                self._supervisor.on_nodes.await_spare(plan.limit_s)
         if point.during_restart:
             return PlannedInjection(fault, point)
         self._await_commits(1 if injections or not plan.saves_in_memory else PERSIST_INTERVAL)
@@ -152,14 +143,15 @@ class EngineSoak:
     def _await_commits(self, number: int) -> None:
         """Wait until this cycle has made `number` commits."""
         launch = self._supervisor.launch
-        deadline = time.monotonic() + self._options.limit_s
+        limit_s = self._plan.limit_s
+        deadline = time.monotonic() + limit_s
         while self._count_commits() < number:
             if launch.exit_code is not None:
                 raise DrillError(f"the launch ended with exit code {launch.exit_code}; see {launch.log_path}")
             if time.monotonic() > deadline:
                 raise DrillError(
-                    f"no {number} checkpoints were committed within {self._options.limit_s:g} s; raise --time-limit, "
-                    f"or see {launch.log_path}"
+                    f"no {number} checkpoints were committed within {limit_s:g} s; raise --time-limit, or see"
+                    f" {launch.log_path}"
                 )
             time.sleep(_POLL_S)
 
@@ -194,7 +186,7 @@ class EngineSoak:
         supervisor, launch = self._supervisor, self._supervisor.launch
         asked = supervisor.on_nodes.coordinator() if isinstance(supervisor, AgentsOnNodes) else launch.launcher()
         launch.send(signal.SIGTERM, asked)
-        code = launch.wait(self._options.limit_s)
+        code = launch.wait(self._plan.limit_s)
         if code != 0:
             self.result.wrong.append(f"after SIGTERM the launch ended with {code}")
         try:
@@ -211,23 +203,24 @@ class EngineSoak:
 
     def _check_growth(self) -> None:
         growth = self._samples.growth()
-        self.result.samples = self._samples.as_lists()
-        self.result.growth = {whose: largest(growth, whose).memory_MiB for whose in (RANKS, OTHERS)}
-        for (_, over, name), grown in growth.items():
-            self.result.leaked += [f"{name}: {line} of {over}" for line in grown.excess(self._options.memory_MiB)]
+        self.result.samples = self._samples.by_name()
+        for whose in (RANKS, OTHERS):
+            grown = [one.memory for key, one in growth.items() if key[0] == whose]
+            self.result.growth[whose] = max(grown, default=0) / MIB
+        for (_, over, name), one in growth.items():
+            self.result.leaked += [f"{name}: {line} of {over}" for line in one.excess(self._options.memory_MiB)]
 
     def _check_trace(self) -> None:
         """Check every restart as a drill does, and all losses against a run without faults."""
         result, cycles, injections = self.result, facts_of(self._plan.trace_dir), self._injections
         steps = max(step for facts in cycles.values() for step in facts.losses)
-        reference = reference_of(self._options.training, self._options.out, steps, self._options.limit_s)
+        reference = reference_of(self._options.base.command, self._options.base.out, steps, self._plan.limit_s)
         losses = check_losses(cycles, reference.facts, 0.0)
         result.compared = sum(check.compared for check in losses.values())
-        for injection in with_last_resume_source(injections, cycles):
-            wrong = judge(injection, cycles, losses).wrong
-            result.verified += not wrong
+        for injection, verdict in zip(injections, verdicts(injections, cycles, losses), strict=True):
+            result.verified += not verdict.wrong
             name = f"cycle {injection.cycle}, {injection.fault} at {injection.injection_point}"
-            result.wrong += [f"{name}: {line}" for line in wrong]
+            result.wrong += [f"{name}: {line}" for line in verdict.wrong]
         different = losses[max(cycles)].different
         result.wrong += [line for line in different if not any(line in other for other in result.wrong)]
         if len(cycles) != len(injections) + 1:
@@ -258,17 +251,15 @@ def lost_checkpoints(cycles: dict[int, CycleFacts], injections: Sequence[Injecti
     return found
 
 
-def _plan(options: SoakOptions, engine: str) -> tuple[Plan, Path]:
-    """The plan, and the directory of the checkpoints."""
-    out = options.out / engine
-    checkpoints = out / "checkpoints" if options.checkpoints is None else options.checkpoints / engine
-    plan = Plan(
-        command=[], resumed_command=[], injections=(), supervisor=LAUNCH, out=out, checkpoints=checkpoints,
-        limit_s=options.limit_s, hang_limit_s=options.hang_limit_s, echo=False, disk_limit_bytes=options.disk_bytes,
-        persist_interval=PERSIST_INTERVAL, nodes_command=options.nodes_command,
+def _plan(options: SoakOptions, engine: str) -> Plan:
+    """The plan of the soak of an engine."""
+    base = options.base
+    plan = replace(
+        base, faults=options.faults, restarts=_UNLIMITED, launches_again=True, supervisor=LAUNCH, out=base.out / engine,
+        checkpoints=below(base.checkpoints, engine), persist_interval=PERSIST_INTERVAL, echo=False,
     )  # fmt: skip
     flags = ("--keep-last", str(KEPT), "--exit-signal-handler")
-    plan = commands.with_commands(plan, options.training, engine, restarts=_UNLIMITED, flags=flags)
+    plan = commands.with_commands(plan, base.command, engine, flags=flags)
     if not commands.repeats_exactly(plan.command):
         raise DrillError("the soak compares losses bit for bit, and this training on GPUs need not repeat them")
-    return plan, checkpoints
+    return plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...common.escaping import markdown as escaped
 from ...common.tables import markdown_table
-from .samples import OTHERS, RANKS
+from .growth import OTHERS, RANKS, Usage
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EngineResult:
     compared: int = 0  # number of losses compared with the reference run
     faults: dict[str, int] = field(default_factory=dict)
     growth: dict[str, float] = field(default_factory=dict)  # RANKS, OTHERS -> largest growth of memory in MiB
-    samples: dict[str, list[list[int]]] = field(default_factory=dict)  # see Samples.as_lists
+    samples: dict[str, list[Usage]] = field(default_factory=dict)  # see Samples.by_name
     shared_memory: str = ""
     leaked: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from megatron.config.uris import below
 
 from ..launch import DrillError
 from ..plan import say
@@ -32,27 +33,19 @@ def goals(engines: int, faults: int, minutes: float | None, saves: int | None, r
     return found
 
 
-def hosts_of_hostfile() -> tuple[str, ...]:
-    """The nodes that HOSTFILE names. Raises DrillError."""
-    hostfile = os.environ.get("HOSTFILE", "")
-    try:
-        lines = [line.split() for line in Path(hostfile).read_text().splitlines()]
-    except OSError as error:
-        raise DrillError(
-            f"--nodes-command: set HOSTFILE to a file that lists the nodes; {hostfile!r}: {error.strerror}"
-        ) from None
-    return tuple(words[0] for words in lines if words and not words[0].startswith("#"))
+def claim(out: Path, options: dict[str, Any]) -> bool:
+    """Create `out`. Returns True if it is that of an earlier call with the same options, which this one continues.
 
-
-def claim(out: Path, options: dict[str, Any]) -> None:
-    """Create `out`, or accept that of an earlier call with the same options. Raises DrillError for any other."""
+    Raises DrillError for any other directory.
+    """
     file, text = out / "soak.json", json.dumps(options, default=str)
     if file.exists() and file.read_text() == text:
-        return
+        return True
     if out.exists() and any(out.iterdir()):
         raise DrillError(f"--out {out}: already exists and is not of a soak with these options; give a new directory")
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
+    return False
 
 
 def run_soak(options: SoakOptions, goal_of: Mapping[str, Goal]) -> bool:
@@ -60,18 +53,19 @@ def run_soak(options: SoakOptions, goal_of: Mapping[str, Goal]) -> bool:
     results: list[EngineResult] = []
     for engine, goal in goal_of.items():
         results.append(_of_engine(options, engine, goal))
-        (options.out / "soak.md").write_text(markdown(results, LEFT_OUT))
+        (options.base.out / "soak.md").write_text(markdown(results, LEFT_OUT))
     print(markdown(results, LEFT_OUT))
     return all(result.passed for result in results)
 
 
 def _of_engine(options: SoakOptions, engine: str, goal: Goal) -> EngineResult:
     """Run the soak of an engine, or read its result if it is finished."""
-    directory = options.out / engine
-    file = directory / "result.json"
+    base = options.base
+    file = base.out / engine / "result.json"
     if file.exists():
         return EngineResult(**json.loads(file.read_text()))
-    shutil.rmtree(directory, ignore_errors=True)  # an earlier call may have been stopped
+    for place in (base.out / engine, below(base.checkpoints, engine)):
+        shutil.rmtree(str(place), ignore_errors=True)  # an earlier call may have been stopped
     say(f"engine {engine}")
     result = EngineSoak(options, engine, goal).run()
     file.write_text(json.dumps(asdict(result), indent=1))

@@ -25,6 +25,7 @@ from ..injection_points import TraceTail, parse_injection_point, stage_begun_by,
 from ..launch import GRACE_S, DrillError, Launch, launched
 from ..plan import say
 from ..reference import DIRECTORY, reference_of
+from ..verify import check_losses
 from .hosts import Hosts, private_tmpdir
 from .launchers import LAUNCHERS, Training, split
 from .stop_results import StopResult, stop_tables
@@ -337,10 +338,9 @@ class StopSoak:
             return
         say(f"a run without stops, to iteration {steps}")
         expected = reference_of(self._training, self._out, steps, self._limit_s)
-        for cycle, facts in cycles.items():
-            self.compared += len(facts.losses)
-            different = [step for step, loss in facts.losses.items() if expected.facts.losses.get(step) != loss]
-            self.wrong += [f"cycle {cycle}: another loss at iteration {step}" for step in different[:1]]
+        for cycle, check in check_losses(cycles, expected.facts, 0.0).items():
+            self.compared += check.compared
+            self.wrong += [f"cycle {cycle}: {line}" for line in check.different[:1]]
         evaluated = dict(_EVALUATED.findall((self._out / DIRECTORY / "launch.log").read_text(errors="replace")))
         for result in self.results:
             for step, loss in _EVALUATED.findall(Path(result.log).read_text(errors="replace")):

@@ -14,10 +14,9 @@ from typing import cast
 import pytest
 
 from tests.unit.script_helpers import TINY, run_script
+from tools.common.stopping import stop_on_signals
 from tools.restart_bench.launchers.launch import Launch
 from tools.restart_bench.launchers.processes import processes
-from tools.restart_drill.cli import catch_stop_signals
-from tools.restart_sweep.stopping import stop_on_signals
 
 HERE = cast(Launch, SimpleNamespace(run=SimpleNamespace(environ=os.environ)))  # of a launch, its environment alone
 STOPS = 6
@@ -80,13 +79,11 @@ def test_a_launch_under_nohup_ignores_what_nohup_does(launcher: str, tmp_path: P
     assert done.returncode in (-signal.SIGHUP, -signal.SIGINT)  # which otherwise end it
 
 
-@pytest.mark.parametrize("catch", [catch_stop_signals, stop_on_signals])
-def test_a_drill_and_a_sweep_under_nohup_do_so_too(catch: object) -> None:
+def test_a_drill_and_a_sweep_under_nohup_do_so_too() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert callable(catch)
-        catch()
+        stop_on_signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         assert callable(signal.getsignal(signal.SIGTERM))
     finally:

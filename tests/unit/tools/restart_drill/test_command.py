@@ -51,10 +51,10 @@ def test_ranks_of_a_command(launcher: list[str], ranks: int | None) -> None:
 
 def test_restarts_go_to_the_launcher_that_restarts() -> None:
     command = [*MODULE, "--max_restarts", "0", "--nnodes", "1", "t.py", "x"]
-    assert commands.with_restarts(command, "torchrun", 3) == [
+    assert commands.supervised(command, "torchrun", 3, 30.0) == [
         *MODULE, "--max-restarts", "3", "--nnodes", "1", "t.py", "x",
     ]  # fmt: skip
-    assert commands.with_restarts(["torchrun", "--max-restarts=7", "t.py"], "torchrun", 1) == [
+    assert commands.supervised(["torchrun", "--max-restarts=7", "t.py"], "torchrun", 1, 30.0) == [
         "torchrun", "--max-restarts", "1", "t.py",
     ]  # fmt: skip
     for command in (
@@ -63,12 +63,12 @@ def test_restarts_go_to_the_launcher_that_restarts() -> None:
         ["python", "pretrain_gpt.py", "--data-path", "torchrun"],
     ):
         with pytest.raises(DrillError, match="--supervisor torchrun: the command does not start torchrun"):
-            commands.with_restarts(command, "torchrun", 1)
-    assert commands.with_restarts([*FORK, "t.py"], "launch", 2) == [*FORK, "--max-restarts", "2", "t.py"]
+            commands.supervised(command, "torchrun", 1, 30.0)
+    assert commands.supervised([*FORK, "t.py"], "launch", 2, 30.0) == [*FORK, "--max-restarts", "2", "t.py"]
     with pytest.raises(
         DrillError, match=r"--supervisor launch: the command does not start megatron\.launch, .*: torch"
     ):
-        commands.with_restarts(["torchrun", "t.py"], "launch", 1)
+        commands.supervised(["torchrun", "t.py"], "launch", 1, 30.0)
 
 
 def test_what_the_command_says_of_its_saves() -> None:
@@ -99,8 +99,8 @@ def test_what_a_preset_on_nodes_says_of_its_saves() -> None:
 def test_no_launcher_restarts_what_the_drill_relaunches() -> None:
     for launcher in (["torchrun"], FORK):
         wanted = [*launcher, "--max-restarts", "0", "t.py"]
-        assert commands.without_restarts([*launcher, "--max_restarts=3", "t.py"]) == wanted
-    assert commands.without_restarts(["deepspeed", "t.py"]) == ["deepspeed", "t.py"]
+        assert commands.supervised([*launcher, "--max_restarts=3", "t.py"], "relaunch", 3, 30.0) == wanted
+    assert commands.supervised(["deepspeed", "t.py"], "relaunch", 3, 30.0) == ["deepspeed", "t.py"]
 
 
 def test_another_layout_under_each_launcher() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from megatron.config.uris import ObjectUri
 from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
+from tools.common.stopping import StoppedBySignal
 from tools.restart_drill import cli, matrix
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
-from tools.restart_drill.launch import DrillError, StoppedBySignal
+from tools.restart_drill.launch import DrillError
 from tools.restart_drill.matrix import INJECTION_POINTS, Cell, Result, cells, injections_of, markdown, sequences
 from tools.restart_drill.options import ENGINES, MATRIX
 from tools.restart_drill.plan import SUPERVISORS, Injection, Plan
@@ -82,9 +83,9 @@ def run(
     """One sequence whose drill ends with `error` after `injected` faults. The drill is a stand-in: what is looked at is
     what is made of its outcome."""
 
-    def drill(plan: Plan, say: Any, done: list[Injection]) -> None:
-        for number, planned in enumerate(plan.injections[:injected]):
-            done.append(Injection(number, planned.fault, planned.point.text, 1, 1, 1, 5))
+    def drill(plan: Plan, schedule: Any, done: list[Injection]) -> None:
+        for number, fault in enumerate(plan.faults[:injected]):
+            done.append(Injection(number, fault, "mid-step", 1, 1, 1, 5))
         if error is not None:
             raise DrillError(error) if isinstance(error, str) else error
 
@@ -128,26 +129,6 @@ def test_the_table_shows_what_failed() -> None:
     assert "1 of 3 cells verified, in 1.5 minutes." in text
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--sample", "0"], "--sample: 0: must be a whole number, at least 1"),
-        (["--supervisors", "slurm"], "choose from relaunch, torchrun"),
-        (["--supervisors", "relaunch", "--nodes-command", "mine"], "only faults of nodes use it"),
-        (["--supervisors", "launch,relaunch", "--nodes-command", "mine"], "only launch can supervise"),
-        (["--faults", "flood"], "--faults flood: choose from sigkill-one,"),
-        (["--injection-points", "noon"], "--injection-points noon: choose from mid-step,"),
-        (["--moments", "mid-step"], "--moments: no such option"),
-    ],
-)
-def test_a_wrong_command_line(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.parse_arguments(["--matrix", "--out", str(tmp_path / "out"), *argv])
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("own_environment")
 def test_the_reference_run_of_another_matrix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -160,7 +141,7 @@ def test_the_reference_run_of_another_matrix(
         return [Result(cell, True) for cell in chosen]
 
     monkeypatch.setattr(matrix, "run_cells", sequence)
-    monkeypatch.setattr(cli, "catch_stop_signals", lambda: None)
+    monkeypatch.setattr(cli, "stop_on_signals", lambda: None)
     earlier = drilled(tmp_path / "earlier", TRAINING)
     argv = ["--matrix", "--sample", "2", "--reference", str(earlier), "--"]
     assert cli.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == cli.VERIFIED

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tools.restart_drill.cli import parse_arguments
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import commits_needed
 from tools.restart_drill.injection_points import STAGES, parse_injection_point, stage_begun_by
@@ -107,84 +106,6 @@ def test_phases_follow_one_another_and_add_up() -> None:
 
 ROOT = Path(__file__).resolve().parents[4]
 RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--cycles", "0"], "--cycles 0: must be at least 1"),
-        (["--at", "lunch"], "lunch: not an injection point"),
-        (["--fault", "flood"], "invalid choice: 'flood'"),
-        (["--out", "/"], "--out /: already exists"),
-        (["--out", __file__], "already exists"),
-        (["--resume-tp", "0"], "must be a whole number, at least 1"),
-        (
-            ["--fault", "sigkill-node", "--supervisor", "torchrun"],
-            "--fault sigkill-node ends the launcher that --supervisor torchrun needs; use --supervisor relaunch",
-        ),
-        (["--fault", "disk-full", "--at", "mid-load"], "--fault disk-full --at mid-load: nothing is saved then"),
-        (
-            ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
-            "--fault truncate --at mid-startup --cycles 2: nothing is saved between such faults",
-        ),
-        (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give only one of them"),
-        (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
-        (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun with --resume-tp"),
-        (["--soak"], "argument --soak: not allowed with argument --fault"),
-        (["--sample", "3"], "--sample 3: has no meaning for --fault; remove one of the two"),
-        (["--faults", "sigterm,sigstop"], "--faults sigterm,sigstop: has no meaning for --fault"),
-        (["--fault", "node-loss"], "node-loss is a fault of a node; use --supervisor launch and --nodes-command"),
-        (
-            ["--supervisor", "launch", "--nodes-command", "mine"],
-            "--fault sigkill-all reaches no other node; with --nodes-command use one of",
-        ),
-        (
-            ["--supervisor", "launch", "--fault", "node-loss"],
-            "node-loss is a fault of a node; use --supervisor launch and",
-        ),
-        (["--supervisor", "launch", "--fault", "sigkill-launcher"], "ends the launcher that --supervisor launch needs"),
-        (["--persist-interval", "0"], "must be a whole number, at least 1"),
-        (["--node=1,b"], "1,b: must be node numbers separated by commas"),
-        (["--node=1,0"], "--node 1,0: has no effect without --nodes-command; remove it, or give that, too"),
-        (["--hang-limit", "0"], "--hang-limit: 0: must be a number of more than 0"),
-        (["--time-limit", "-1"], "--time-limit: -1: must be a number of more than 0"),
-        (["--disk-limit", "nan"], "--disk-limit: nan: must be a number of more than 0"),
-        (["--nodes-command", "mine"], "--nodes-command mine: only faults of nodes use it"),
-        (
-            ["--supervisor", "launch", "--fault", "node-loss", "--nodes-command", "mine", "--resume-pp", "2"],
-            "--supervisor launch with --resume-tp",
-        ),
-    ],
-)
-def test_a_wrong_command_line_ends_with_status_2(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = [*RIGHT, "--out", str(tmp_path / "new")]
-    assert parse_arguments([*right, "--", "train"]).command == ["train"]
-    with pytest.raises(SystemExit) as stopped:
-        parse_arguments([*right, *argv, "--", "train"])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "one of the arguments --fault --matrix --soak --stops is required"),
-        (["--fault", "sigterm"], "the following arguments are required: --at WHEN and, after --, the training command"),
-        (["--soak", "--cold-cache"], "--cold-cache: has no meaning for --soak; remove one of the two"),
-        (["--stops", "3", "--nodes-command", "mine"], "--nodes-command mine: has no meaning for --stops"),
-        (["--matrix", "--spares", "3"], "--spares 3: has no effect without --nodes-command"),
-        (["--soak", "--memory-limit", "0"], "--memory-limit: 0: must be a number of more than 0"),
-        (["--matrix", "--engines", "torch,slow"], "--engines: --checkpoint-engine slow: no such engine"),
-    ],
-)
-def test_options_of_another_selection_are_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse_arguments(["--out", "x", *argv])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 NEVER_SAVES = """

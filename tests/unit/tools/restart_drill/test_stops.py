@@ -15,7 +15,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments as parse_launch
 from tools.restart_drill import command as commands
-from tools.restart_drill.cli import main, parse_arguments
+from tools.restart_drill.cli import main
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.soak.launchers import LAUNCHERS, split
 from tools.restart_drill.soak.stop_results import StopResult, stop_tables
@@ -70,25 +70,6 @@ def test_what_is_no_stop_is_refused(changed: str, message: str) -> None:
     with pytest.raises(ValueError, match="^launcher=") as refused:
         parse_stop(",".join(f"{name}={value}" for name, value in parts.items()))
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--soak", "--stop", HELPER], f"--stop {HELPER}: has no meaning for --soak"),
-        (["--stops", "0"], "--stops: 0: must be a whole number, at least 1"),
-        (["--stops", "3", "--minutes", "0"], "--minutes: 0: must be a number of more than 0"),
-        (["--stops", "3", "--engines", "lazy"], "--engines lazy: has no meaning for --stops; remove one of the two"),
-        (["--stops", "3", "--memory-limit", "1"], "--memory-limit 1.0: has no meaning for --stops"),
-        (["--stops", "3", "--stop", "signal=SIGHUP"], "signal=SIGHUP: give launcher=..."),
-    ],
-)
-def test_options_that_do_not_fit_stops_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--out", "x", *arguments])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_every_launcher_starts_the_same_training() -> None:

@@ -1,4 +1,4 @@
-"""Signals that end a sweep: as an error does, so that nothing of the cell under way is left running."""
+"""Signals that end a program as an error does, so that nothing that it has started is left running."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NoReturn
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(Exception):
-    """A signal asked the sweep to end; the message is its name."""
+class StoppedBySignal(Exception):
+    """A signal asked the program to end; the message is its name."""
 
 
 def stop_on_signals() -> None:
-    """From here on these signals raise Stopped."""
+    """From here on these signals raise StoppedBySignal."""
     for signum in _STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # what is to be ignored (nohup) stays so
             signal.signal(signum, _stop)
@@ -22,5 +22,5 @@ def stop_on_signals() -> None:
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     for further in _STOP_SIGNALS:
-        signal.signal(further, signal.SIG_IGN)  # what ends the cell's processes must not be interrupted
-    raise Stopped(signal.Signals(signum).name)
+        signal.signal(further, signal.SIG_IGN)  # cleanup must not be interrupted
+    raise StoppedBySignal(signal.Signals(signum).name)
