@@ -46,31 +46,42 @@ class Launch:
     def __init__(self, command: list[str], log_path: Path, echo: bool) -> None:
         self.log_path = log_path
         self.id = self._mark = uuid.uuid4().hex  # in LAUNCH_ID_VARIABLE of its processes on all hosts
-        environment = os.environ | {MARK_VARIABLE: self._mark, LAUNCH_ID_VARIABLE: self._mark}
-        # An outer launcher may have set these; the command's own launcher must not read them.
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            environment.pop(name, None)
-        self._launcher = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._command = command
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
         self._echo = self._wants_echo = echo
         # When the agent's first line on a failure arrived, since `expect_failure` (monotonic, ns).
         self.agent_saw_ns: int | None = None
         self._found: int | None = None  # the cycle whose ranks are all known
         self._ranks: list[psutil.Process] = []
         self._of_ranks: set[psutil.Process] = set()
-        self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
+
+    def start(self) -> None:
+        """Run the command."""
+        environment = os.environ | {MARK_VARIABLE: self._mark, LAUNCH_ID_VARIABLE: self._mark}
+        # An outer launcher may have set these; the command's own launcher must not read them.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            environment.pop(name, None)
+        self._launcher = subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         self._reader.start()
 
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        assert self._launcher is not None
+        return self._launcher
+
     def _read_output(self, log_path: Path) -> None:
-        assert self._launcher.stdout is not None
+        output = self._started.stdout
+        assert output is not None
         with log_path.open("wb") as log:
-            for line in self._launcher.stdout:
+            for line in output:
                 log.write(line)
                 log.flush()
                 if self.agent_saw_ns is None and _AGENT_SAW_A_FAILURE.search(line):
@@ -152,11 +163,11 @@ class Launch:
     @property
     def pid(self) -> int:
         """The process id of the command itself, which is the launcher."""
-        return self._launcher.pid
+        return self._started.pid
 
     def launcher(self) -> list[psutil.Process]:
         """The process of the command itself, if it lives."""
-        return _living([psutil.Process(self._launcher.pid)]) if self._launcher.poll() is None else []
+        return _living([psutil.Process(self.pid)]) if self.exit_code is None else []
 
     def everything(self) -> list[psutil.Process]:
         """All living processes of the launch."""
@@ -192,12 +203,12 @@ class Launch:
     @property
     def exit_code(self) -> int | None:
         """The launcher's exit code; None while it runs."""
-        return self._launcher.poll()
+        return self._started.poll()
 
     def wait(self, time_limit_s: float) -> int:
         """Wait for the launcher's exit code. Raises DrillError if the time passes first."""
         try:
-            return self._launcher.wait(time_limit_s)
+            return self._started.wait(time_limit_s)
         except subprocess.TimeoutExpired:
             message = f"the command had not ended after {time_limit_s:g} s; raise --time-limit"
             raise DrillError(message) from None
@@ -219,8 +230,10 @@ class Launch:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=POLL_S)
-        self._launcher.wait()
-        self._reader.join(1.0)
+        if self._launcher is not None:
+            self._launcher.wait()
+        if self._reader.is_alive():
+            self._reader.join(1.0)
 
 
 class RankLocation(NamedTuple):
@@ -273,8 +286,9 @@ def launched(command: list[str], log_path: Path, echo: bool = True) -> Iterator[
 
 @contextlib.contextmanager
 def cleaned_up(launch: AnyLaunch) -> Iterator[AnyLaunch]:
-    """`launch`; when the context ends none of its processes is left."""
+    """`launch`, started; when the context ends, a signal as it starts included, none of its processes is left."""
     try:
+        launch.start()
         yield launch
     finally:
         launch.clean_up()

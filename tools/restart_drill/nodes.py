@@ -158,8 +158,8 @@ class LaunchOnNodes(Launch):
     """A launch with ranks on several nodes. They are found through their traces; `nodes` injects the faults."""
 
     def __init__(self, command: list[str], log_path: Path, echo: bool, nodes: Nodes, trace_dir: Path) -> None:
-        # Rank that ended with an error since the last fault -> (time at which the line arrived, the line). Set first,
-        # since super().__init__ starts to read the output.
+        super().__init__(command, log_path, echo)
+        # Rank that ended with an error since the last fault -> (time at which the line arrived, the line).
         self._errors: dict[int, tuple[int, str]] = {}
         self._spares: set[int] = set()  # numbers of the spare nodes that wait to replace a lost node
         if os.environ.get("LAUNCHER") == FORK:
@@ -167,7 +167,6 @@ class LaunchOnNodes(Launch):
                 make_secret()  # by which the drill may ask which saves hosts hold; the scripts take it
             except SecretError as error:
                 raise DrillError(str(error)) from None
-        super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir
         self._locations: list[RankLocation] = []  # of the ranks of a cycle, in order

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from restart_trace.clock import boot_id
+from tools.common.stopping import StoppedBySignal
 from tools.restart_drill.faults import inject
 from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
 
@@ -50,6 +53,20 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         started.await_ranks(trace, 0, 300, lambda: started.exit_code is not None)
         until(lambda: len(started.of_ranks()) == 4, "the children of the ranks")
         yield started
+
+
+def test_a_launch_that_a_signal_interrupts_as_it_starts_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise StoppedBySignal("SIGTERM")
+
+    command = ["sleep", f"60{os.getpid()}"]
+    with monkeypatch.context() as patched, pytest.raises(StoppedBySignal):
+        patched.setattr(threading.Thread, "start", interrupted)
+        with launched(command, tmp_path / "log", echo=False):
+            pass
+    assert [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == command] == []
 
 
 def test_ranks_are_those_that_have_recorded(launch: Launch, tmp_path: Path) -> None:

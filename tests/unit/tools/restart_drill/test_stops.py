@@ -11,6 +11,7 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments as parse_launch
@@ -147,3 +148,5 @@ def test_a_soak_of_stops_ends_when_it_is_told_to(tmp_path: Path) -> None:
     _, told = running.communicate(timeout=300)
     assert running.returncode == 2 and "error: stopped by signal SIGTERM" in told, told
     assert not (tmp_path / "out" / "stops.json").exists(), "no stop counts"
+    program = str(tmp_path / "pretrain_gpt.py")
+    assert not [one.pid for one in psutil.process_iter(["cmdline"]) if program in (one.info["cmdline"] or [])]
