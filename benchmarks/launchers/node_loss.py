@@ -11,53 +11,46 @@ could not run.
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launchers.over_nodes import (
-    RANKS,
-    check,
-    directories_in,
-    ended,
-    hosts_of_hostfile,
-    measured,
-    named,
-    parser_of,
-    preset_command,
-    restarted,
-    trace_in,
-)
-from benchmarks.launchers.rounds import figures, interleaved, times
+from benchmarks.launchers.measure import IterationLines
+from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, figures, interleaved, times
 from benchmarks.launchers.variants import ROOT, MeasurementError
 from megatron.net.free_port import free_port
-from tools.restart_drill.launch import recorded_ranks
-from tools.restart_drill.nodes import Nodes
+from restart_trace.clock import now_ns
+from restart_trace.command_line import CommandParser
+from tools.common.machine import machine
+from tools.restart_bench.presets import preset_named
+from tools.restart_drill.launch import DrillError, launched, recorded_ranks
+from tools.restart_drill.nodes import Nodes, nodes_of
+from tools.restart_drill.preset import command_of, hosts_of_job
 
-NODES = 2  # that train, with RANKS each: TP2 x PP2
+_PRESET = "tiny_tp2_pp2_dp2"
+NODES, RANKS = 2, 2  # nodes that train, and ranks of each: TP2 x PP2
+_END_S = 30.0  # for the end of a launch
 _SAVE_INTERVAL, _FAULT_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
-_OF_SLURM = ("slurm", "slurm-requeue")
-
-SPARE = "launch"
+SPARE, TORCHRUN, SLURM = "launch", "torchrun", "slurm"
 # Name -> what it is.
 VARIANTS = {
     SPARE: "megatron.launch with a hot spare, --heartbeat-timeout 2 (its default)",
-    "torchrun": "torchrun, c10d rendezvous, --nnodes 2:2, and a third agent that waits; its defaults: a node counts as "
+    TORCHRUN: "torchrun, c10d rendezvous, --nnodes 2:2, and a third agent that waits; its defaults: a node counts as "
     "dead after 3 intervals of 5 s",
-    "torchrun-2s": "the same, a node counts as dead after 2 intervals of 1 s (--rdzv-conf)",
-    "slurm": "Slurm: salloc --no-kill of three nodes, srun --kill-on-bad-exit on two, and a new step on those that are "
+    SLURM: "Slurm: salloc --no-kill of three nodes, srun --kill-on-bad-exit on two, and a new step on those that are "
     "left; SlurmdTimeout as configured (300 s by default)",
-    "slurm-requeue": "Slurm: a batch job that loses a node and is queued again (sbatch --requeue); slurmctld holds it "
-    "back as long as its credential may be in use (cred_expire, 120 s by default)",
 }
 
 # The store outlives the loss of a node: it is on the host that launches. The spare joins once the others train.
@@ -89,24 +82,6 @@ for try in 0 1; do
 done
 """
 
-# The batch script. slurmctld starts it again itself, on the nodes that are left.
-_REQUEUED = r"""#!/bin/bash
-hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((STORE_PORT + ${SLURM_RESTART_COUNT:-0}))
-export RESTART_TRACE_LAUNCH_ID=$ID/${SLURM_RESTART_COUNT:-0}
-srun --kill-on-bad-exit=1 --export=ALL --unbuffered bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' \
-    rank $RANK_COMMAND
-"""
-_SUBMIT = r"""
-trap 'scancel "$job"; kill %1; wait' EXIT
-trap 'exit 143' TERM
-touch "$PLACE/output"
-tail -n +1 -f "$PLACE/output" &
-job=$(sbatch --parsable --requeue --open-mode=append --output="$PLACE/output" --export=ALL --nodes="$NODES" \
-    --ntasks-per-node="$RANKS" "$PLACE/job.slurm")
-while [[ -n $(squeue --noheader --jobs="$job" 2>/dev/null) ]]; do sleep 1 & wait $!; done
-"""
-
 _EPILOG = """\
 variants:
 {variants}
@@ -134,32 +109,55 @@ class Setting:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    """Parse the command line; exits with status 2 and a message if it or the environment is wrong (argparse)."""
     shown = "\n".join(f"  {name:12} {what}" for name, what in VARIANTS.items())
     what = (__doc__ or "").splitlines()[0]
-    parser = parser_of("node_loss", what, _EPILOG.format(variants=shown), VARIANTS, engine="lazy")
-    return check(parser, parser.parse_args(argv))
+    parser = CommandParser(
+        prog="python -m benchmarks.launchers.node_loss", description=what, epilog=_EPILOG.format(variants=shown)
+    )
+    add_options(parser, VARIANTS, repeat=3, engine="lazy", time_limit_s=300)
+    arguments = parser.parse_args(argv)
+    check_options(parser, arguments)
+    for name in ("HOSTFILE", "NODES_COMMAND"):
+        if not os.environ.get(name):
+            parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-
-    def measure(directory: Path, nodes: Nodes) -> dict[str, Any]:
-        setting = _setting(directory, nodes, arguments)
-        return analyse(interleaved(arguments, lambda name, number: sample(name, setting, number)))
-
-    return measured("node_loss", arguments, measure, render)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
+    before = machine()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
+            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
+        ):
+            setting = _setting(Path(directory), nodes, arguments)
+            samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
+    except (OSError, MeasurementError, DrillError) as exc:
+        print(f"node_loss: {exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    found = {"machine": before} | analyse(samples)
+    print(json.dumps(found) if arguments.format == "json" else render(found))
+    return OK
 
 
 def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Setting:
     """Prepare the preset's data and ask for its flags. Raises MeasurementError, DrillError or OSError."""
-    hosts = hosts_of_hostfile()
+    hosts = hosts_of_job()
     if len(hosts) != NODES + 1:
         raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
-    command = preset_command(
-        directory, DP=1, ITERS=_ITERATIONS, SAVE_INTERVAL=_SAVE_INTERVAL, ENGINE=arguments.engine, SPARES=1
-    )
+    # They stay in the environment: the command is a script that reads them again.
+    os.environ |= {
+        "LAUNCHER": "fork", "MAX_RESTARTS": "1", "SPARES": "1", "DP": "1", "KILL_AT": "none",
+        "WORK_DIR": str(directory), "ITERS": str(_ITERATIONS), "SAVE_INTERVAL": str(_SAVE_INTERVAL),
+        "ENGINE": arguments.engine,
+    }  # fmt: skip
+    preset = preset_named(_PRESET)
+    assert preset is not None
+    command = command_of(preset)
     program = next(i for i, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     return Setting(directory, hosts, nodes, command[: program + 1], command[program + 1 :], arguments.time_limit)
 
@@ -168,17 +166,48 @@ def sample(variant: str, setting: Setting, number: int) -> float:
     """Seconds from the loss of a node to the end of the next step. Raises MeasurementError."""
     place = setting.directory / f"{variant}_{number}"
     place.mkdir()
-    if variant in _OF_SLURM:
+    if variant == SLURM:
         _await_idle_nodes(len(setting.hosts), setting.limit_s)
-    with named(variant), ended(setting.nodes, setting.hosts, place):
-        return restarted(
-            _command(variant, setting, place),
-            place,
-            at=_FAULT_AT,
-            saved=_SAVE_INTERVAL,
-            aim=lambda: functools.partial(setting.nodes.inject, "node-loss", last_host(trace_in(place)), 0, 0),
-            limit_s=setting.limit_s,
-        )
+    try:
+        with _ended(setting, place):
+            return _restarted(_command(variant, setting, place), setting, place)
+    except (DrillError, MeasurementError) as error:
+        raise MeasurementError(f"{variant}: {error}") from error
+
+
+def _restarted(command: list[str], setting: Setting, place: Path) -> float:
+    """Seconds from the loss of a node to the end of the next step, which must be the one after the checkpoint."""
+    log = IterationLines(place / "launch.log")
+    with launched(command, log.path, echo=False) as launch:
+        try:
+            log.wait_for(lambda iteration: iteration >= _FAULT_AT, launch, setting.limit_s)
+            lost = last_host(place / "trace")
+            injected_ns = now_ns()
+            setting.nodes.inject("node-loss", lost, 0, 0)
+            resumed = log.wait_for(lambda iteration: iteration <= _FAULT_AT, launch, setting.limit_s)
+            seconds = (now_ns() - injected_ns) / 1e9
+        finally:
+            launch.send(signal.SIGTERM, launch.launcher())
+            with contextlib.suppress(DrillError):
+                launch.wait(_END_S)
+    if resumed != _SAVE_INTERVAL + 1:
+        raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {_SAVE_INTERVAL}")
+    return seconds
+
+
+@contextlib.contextmanager
+def _ended(setting: Setting, place: Path) -> Iterator[None]:
+    """At the end the lost node is there again, and nothing of the launch is left on any."""
+    try:
+        yield
+    finally:
+        setting.nodes.repair()
+        deadline = time.monotonic() + _END_S
+        for host in setting.hosts:
+            while left := setting.nodes.processes(host, str(place)):
+                if time.monotonic() > deadline:
+                    raise MeasurementError(f"{len(left)} processes are left on {host}: {left[0][:300]}")
+                time.sleep(0.2)
 
 
 def last_host(trace_dir: Path) -> str:
@@ -202,7 +231,8 @@ def _await_idle_nodes(count: int, limit_s: float) -> None:
 
 def _command(variant: str, setting: Setting, place: Path) -> list[str]:
     """The command that launches a variant, with all that it leaves in `place`."""
-    flags = [*setting.flags, *directories_in(place)]
+    checkpoints = str(place / "checkpoints")
+    flags = [*setting.flags, "--save", checkpoints, "--load", checkpoints, "--restart-trace-dir", str(place / "trace")]
     if variant == SPARE:
         return [*setting.command, *flags]
     program = [str(ROOT / "pretrain_gpt.py"), *flags]
@@ -212,22 +242,17 @@ def _command(variant: str, setting: Setting, place: Path) -> list[str]:
         "WORLD_SIZE": str(NODES * RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
     }  # fmt: skip
     port = str(free_port())
-    if variant in _OF_SLURM:
+    if variant == SLURM:
         script = {"STORE_PORT": port, "ID": place.name, "RANK_COMMAND": shlex.join([sys.executable, *program])}
-        if variant == "slurm-requeue":
-            (place / "job.slurm").write_text(_REQUEUED)
-            script |= {"PLACE": str(place), "NODES": str(NODES), "RANKS": str(RANKS)}
-            return ["env", *_assigned(rank | script), "bash", "-c", _SUBMIT]
         return ["env", *_assigned(rank | script), "salloc", "--no-kill", f"--nodes={len(setting.hosts)}",
                 f"--ntasks-per-node={RANKS}", "bash", "-c", _SLURM]  # fmt: skip
-    conf = "" if variant == "torchrun" else "keep_alive_interval=1,keep_alive_max_attempt=2"
     agent = [
         "env", *_assigned({name: value for name, value in rank.items() if not name.endswith("SIZE")}),
         # Without it torch 2.13 hangs: an agent that stays does not tell a new one where the ranks' store is.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         f"RESTART_TRACE_LAUNCH_ID={place.name}", sys.executable, "-m", "torch.distributed.run",
         "--nnodes", f"{NODES}:{NODES}", "--nproc_per_node", str(RANKS), "--rdzv_backend", "c10d", "--rdzv_id", port,
-        "--rdzv_endpoint", f"{socket.gethostname()}:{port}", *(["--rdzv_conf", conf] if conf else []),
+        "--rdzv_endpoint", f"{socket.gethostname()}:{port}",
         "--max_restarts", "3", *program,
     ]  # fmt: skip
     script = {
