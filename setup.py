@@ -72,6 +72,7 @@ DEV = [
     *CLIENTS,
     *S3TORCHCONNECTOR,
     "moto>=5.1",  # an S3 server
+    "opentelemetry-proto>=1.40",  # reads exported spans in tests
     "flask>=3.0",  # which moto serves with
     "flask-cors>=5.0",
     "pytest>=8.0",

@@ -1,4 +1,6 @@
-"""`export`: writes one frame of the analysis to a file, for pandas, DuckDB, R or a spreadsheet."""
+"""`export`: writes a run for other programs: one frame of the analysis for pandas, DuckDB, R or a spreadsheet, or all
+records as OpenTelemetry spans.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from ...common.cli import OK
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, open_run, output_file, progress_of
 
-HELP = "write spans, or another table of the analysis, as Parquet or CSV"
+HELP = "write a table of the analysis as Parquet or CSV, or the run as OpenTelemetry spans"
 EXAMPLES = """\
   %(prog)s $trace -o spans.parquet                        a row per span
   %(prog)s $trace -o steps.csv --table iterations         a row per training iteration and rank
   %(prog)s $trace -o ranks.csv --table rank_phases        each rank's time in each phase
+  %(prog)s $trace -o spans.jsonl --format otlp            OpenTelemetry: a trace per launch, all ranks and supervisors
   %(prog)s $trace -o out.gz --format csv                  the format is the ending's, unless --format names it
 """
 # Methods of TraceAnalysis, whose module needs polars.
@@ -27,27 +30,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
-    parser.add_argument("--format", choices=("parquet", "csv"), help="default: by the ending of FILE")
-    parser.add_argument(
-        "--table", choices=TABLES, default="spans", help="docs/guides/notebooks.md lists their columns (default: spans)"
-    )
+    help_ = "default: by the ending of FILE. otlp: spans in OTLP/JSON (docs/opentelemetry.md)"
+    parser.add_argument("--format", choices=("parquet", "csv", "otlp"), help=help_)
+    help_ = "of parquet and csv; docs/guides/notebooks.md lists their columns (default: spans)"
+    parser.add_argument("--table", choices=TABLES, help=help_)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the table. Returns the exit status."""
     # Checked first, so that a wrong name is reported before minutes are spent on reading.
     file_format = arguments.format or _format_of(arguments.output)
+    if file_format == "otlp":
+        return _export_spans(arguments)
     from ..common.table_files import write_table
 
-    table = getattr(open_run(arguments.logdir, arguments), arguments.table)()
+    name = arguments.table or "spans"
+    table = getattr(open_run(arguments.logdir, arguments), name)()
     with output_file(arguments.output) as draft:
         write_table(table, draft, file_format)
-    progress_of(arguments).remark(f"{arguments.output}: {table.height} rows of {arguments.table}")
+    progress_of(arguments).remark(f"{arguments.output}: {table.height} rows of {name}")
+    return OK
+
+
+def _export_spans(arguments: argparse.Namespace) -> int:
+    """Write OTLP/JSON. Returns the exit status."""
+    if arguments.table is not None:
+        raise CouldNotRunError(f"--table {arguments.table}: --format otlp writes all records; leave it out")
+    from ..render.otlp import write_otlp
+
+    trace = open_run(arguments.logdir, arguments).trace
+    progress = progress_of(arguments)
+    with (
+        output_file(arguments.output) as draft,
+        progress.bar(None, "writing spans", "record") as advance,
+        draft.open("w", encoding="utf-8") as stream,
+    ):
+        written = write_otlp(stream, arguments.logdir, trace.run_id, advance)
+    left_out = f"; {written.unusable_lines} lines of the trace are invalid" if written.unusable_lines else ""
+    progress.remark(f"{arguments.output}: {written.spans} spans{left_out}")
     return OK
 
 
 def _format_of(path: Path) -> str:
     ending = path.suffix.removeprefix(".")
     if ending not in ("parquet", "csv"):
-        raise CouldNotRunError(f"-o {path}: say with --format parquet or --format csv what to write")
+        raise CouldNotRunError(f"-o {path}: say with --format parquet, --format csv or --format otlp what to write")
     return ending

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "read the log of a run without instrumentation, for report, summary and compare"
+HELP = "read the log of a run without instrumentation, or OpenTelemetry spans of one with it, for the other commands"
 EXAMPLES = """\
   %(prog)s train.log                      writes train-imported/ beside the log
   %(prog)s train.log -o runs/baseline     the same into runs/baseline
   ckpt-analysis report train-imported     show what the log contains; the rest is marked as not recorded
   zcat train.log.gz | %(prog)s - -o runs/baseline
+  %(prog)s spans.jsonl --from otlp -o runs/again       the trace that `export --format otlp` wrote as spans
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
 reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
@@ -23,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o")
     help_ = "directory to write (default: beside the log)"
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
+    help_ = "what the file is: otlp for OTLP/JSON of a restart trace (default: log)"
+    parser.add_argument("--from", dest="source", choices=("log", "otlp"), default="log", help=help_)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of ranks, if the log has no line of it")
     parser.add_argument("--force", action="store_true", help="replace an earlier import in DIR")
 
@@ -37,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
+    if arguments.source == "otlp":
+        return _import_spans(arguments)
     if arguments.output is None and is_pipe(arguments.log):
         raise CouldNotRunError(f"{arguments.log}: is a pipe, which has no directory: give one with -o")
     imported = import_log(arguments.log, arguments.world_size)
@@ -47,4 +52,24 @@ def run(arguments: argparse.Namespace) -> int:
             f"{path}: {len(imported.saves)} saves, {len(imported.loads)} loads, {len(imported.iterations)} "
             f"iterations on {imported.launched.world_size} ranks\n"
         )
+    return OK
+
+
+def _import_spans(arguments: argparse.Namespace) -> int:
+    """Write the trace that OTLP/JSON is of. Returns the exit status."""
+    from ...common.cli import OK
+    from ..common.errors import CouldNotRunError
+    from ..imported.otlp import read_otlp, write_trace
+    from .common import write_stdout
+
+    given = [("--world-size", arguments.world_size is not None), ("--force", arguments.force)]
+    for flag, is_given in given:
+        if is_given:
+            raise CouldNotRunError(f"{flag}: applies to logs, not to --from otlp; leave it out")
+    files = read_otlp(arguments.log)
+    directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
+    write_trace(files, directory)
+    if not arguments.quiet:
+        records = sum(map(len, files.records.values()))
+        write_stdout(f"{directory}: {records} records in {len(files.records)} trace files\n")
     return OK

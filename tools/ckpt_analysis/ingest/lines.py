@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from restart_trace.regular import read_regular
 from restart_trace.schema import AXES, RECORD_FIELDS, SCHEMA_VERSION, SPAN, check_phase, check_record, type_of
 
 from .discover import TraceFile
@@ -202,3 +203,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # json.loads would make one for each line.
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
+
+
+def valid_records(file: TraceFile) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """(line number, record) of the lines of `file` that can be used, its process record first; and how many cannot.
+
+    Without a process record of this version, none can. Raises OSError if the file cannot be read.
+    """
+    lines = read_regular(file.path).split(b"\n")
+    torn = bool(lines.pop())  # what follows the last newline
+    if not lines:
+        return [], int(torn)
+    process, _ = process_record(lines[0], file)
+    if process is None or other_version(process) is not None:
+        return [], len(lines) + torn
+    reader = LineReader(process)
+    found = [(1, process)]
+    for number, line in enumerate(lines[1:], start=2):
+        record = reader.read(line, number).record
+        if record is not None:
+            found.append((number, record))
+    return found, len(lines) + torn - len(found)
