@@ -73,6 +73,7 @@ DEV = [
     *S3TORCHCONNECTOR,
     "moto>=5.1",  # an S3 server
     "opentelemetry-proto>=1.40",  # reads exported spans in tests
+    "prometheus-client>=0.20",  # and exported metrics
     "flask>=3.0",  # which moto serves with
     "flask-cors>=5.0",
     "pytest>=8.0",

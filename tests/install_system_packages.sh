@@ -7,6 +7,7 @@ packages=() cluster=()
 command -v chromium chromium-browser google-chrome >/dev/null || packages+=(chromium)
 command -v strace >/dev/null || packages+=(strace)
 command -v etcd >/dev/null || packages+=(etcd-server)
+command -v prometheus promtool >/dev/null || packages+=(prometheus)
 command -v mount umount >/dev/null || packages+=(mount)
 command -v unshare nsenter setpriv >/dev/null || packages+=(util-linux)
 # For tests/cluster

@@ -95,7 +95,7 @@ def test_tests_of_a_cuda_build_are_no_part_of_the_suite() -> None:
         assert named.returncode == pytest.ExitCode.OK and "tests/cuda_build/test_launch.py" in named.stdout
 
 
-OTHERS = ("google-chrome", "strace", "etcd", "mount", "umount", "unshare")
+OTHERS = ("google-chrome", "strace", "etcd", "prometheus", "promtool", "mount", "umount", "unshare")
 CLUSTER = ("ip", "ssh", "sshd", "pdsh", "munged", "slurmd")
 
 
@@ -122,10 +122,13 @@ def test_what_is_missing_is_installed_by_root(tmp_path: Path) -> None:
     assert done.returncode == 0
     if os.geteuid() == 0:
         assert asked.splitlines()[0].startswith("update")
-        assert re.fullmatch("install .* chromium strace etcd-server", asked.splitlines()[1])
+        assert re.fullmatch("install .* chromium strace etcd-server prometheus", asked.splitlines()[1])
         assert asked.endswith(" slurm-wlm\n")
     else:
-        assert asked == "" and "tests will be skipped without: chromium strace etcd-server slurm-wlm" in done.stderr
+        assert (
+            asked == ""
+            and "tests will be skipped without: chromium strace etcd-server prometheus slurm-wlm" in done.stderr
+        )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="no cluster here: it takes root")

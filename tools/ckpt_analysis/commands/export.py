@@ -1,5 +1,5 @@
 """`export`: writes a run for other programs: one frame of the analysis for pandas, DuckDB, R or a spreadsheet, or all
-records as OpenTelemetry spans.
+records as OpenTelemetry spans, or its numbers as metrics for Prometheus.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from ...common.cli import OK
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, open_run, output_file, progress_of
 
-HELP = "write a table of the analysis as Parquet or CSV, or the run as OpenTelemetry spans"
+HELP = "write a table as Parquet or CSV, or the run as OpenTelemetry spans or as metrics for Prometheus"
 EXAMPLES = """\
   %(prog)s $trace -o spans.parquet                        a row per span
   %(prog)s $trace -o steps.csv --table iterations         a row per training iteration and rank
   %(prog)s $trace -o ranks.csv --table rank_phases        each rank's time in each phase
   %(prog)s $trace -o spans.jsonl --format otlp            OpenTelemetry: a trace per launch, all ranks and supervisors
+  %(prog)s $trace -o restart_trace.prom                    metrics for node_exporter's textfile collector
   %(prog)s $trace -o out.gz --format csv                  the format is the ending's, unless --format names it
 """
 # Methods of TraceAnalysis, whose module needs polars.
@@ -30,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
-    help_ = "default: by the ending of FILE. otlp: spans in OTLP/JSON (docs/opentelemetry.md)"
-    parser.add_argument("--format", choices=("parquet", "csv", "otlp"), help=help_)
+    help_ = "default: by the ending of FILE. otlp: spans in OTLP/JSON (docs/opentelemetry.md); prometheus (.prom): "
+    help_ += "metrics in its text format (docs/prometheus.md)"
+    parser.add_argument("--format", choices=("parquet", "csv", "otlp", "prometheus"), help=help_)
     help_ = "of parquet and csv; docs/guides/notebooks.md lists their columns (default: spans)"
     parser.add_argument("--table", choices=TABLES, help=help_)
 
@@ -40,8 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the table. Returns the exit status."""
     # Checked first, so that a wrong name is reported before minutes are spent on reading.
     file_format = arguments.format or _format_of(arguments.output)
+    if file_format in ("otlp", "prometheus") and arguments.table is not None:
+        raise CouldNotRunError(f"--table {arguments.table}: --format {file_format} writes no table; leave it out")
     if file_format == "otlp":
         return _export_spans(arguments)
+    if file_format == "prometheus":
+        return _export_metrics(arguments)
     from ..common.table_files import write_table
 
     name = arguments.table or "spans"
@@ -54,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _export_spans(arguments: argparse.Namespace) -> int:
     """Write OTLP/JSON. Returns the exit status."""
-    if arguments.table is not None:
-        raise CouldNotRunError(f"--table {arguments.table}: --format otlp writes all records; leave it out")
     from ..render.otlp import write_otlp
 
     trace = open_run(arguments.logdir, arguments).trace
@@ -71,8 +75,23 @@ def _export_spans(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _export_metrics(arguments: argparse.Namespace) -> int:
+    """Write Prometheus' text format. Returns the exit status."""
+    from ..render.prometheus import to_prometheus
+
+    text = to_prometheus(open_run(arguments.logdir, arguments).analysis)
+    with output_file(arguments.output) as draft:
+        draft.write_text(text, encoding="utf-8")
+    progress_of(arguments).remark(f"{arguments.output}: {text.count(chr(10))} lines")
+    return OK
+
+
 def _format_of(path: Path) -> str:
     ending = path.suffix.removeprefix(".")
+    if ending == "prom":
+        return "prometheus"
     if ending not in ("parquet", "csv"):
-        raise CouldNotRunError(f"-o {path}: say with --format parquet, --format csv or --format otlp what to write")
+        raise CouldNotRunError(
+            f"-o {path}: say with --format parquet or --format csv what to write, or with --format otlp or prometheus"
+        )
     return ending

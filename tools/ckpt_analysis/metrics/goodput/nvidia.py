@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import polars as pl
-
 from ...model.frame import Frames
 from ..budget import BLOCKED, Budget
+from ..checkpoint_times import usable_since_ns
 from ..results import OperationStats
 
 
@@ -40,7 +39,8 @@ def nvidia_goodput(frames: Frames, budget: Budget, saves: Sequence[OperationStat
     if not begun:
         return None
     cycles = budget.cycles[begun[0] :]
-    first_s, saved = cycles[0].ready_s or 0.0, _saved(frames, budget, saves)
+    first_s = cycles[0].ready_s or 0.0
+    saved = [(save.cycle, (ns - budget.origin_ns) / 1e9) for save, ns in usable_since_ns(frames, saves)]
     lost = scheduling = resuming = 0.0
     for before, after in pairwise(cycles):
         stopped_s = before.end_s
@@ -51,17 +51,3 @@ def nvidia_goodput(frames: Frames, budget: Budget, saves: Sequence[OperationStat
         resuming += max(0.0, (after.end_s if after.ready_s is None else after.ready_s) - after.started_s)
     blocked = sum(cycle.seconds[BLOCKED] for cycle in cycles)
     return NvidiaGoodput(cycles[-1].end_s - first_s, lost, scheduling, resuming, blocked)
-
-
-def _saved(frames: Frames, budget: Budget, saves: Sequence[OperationStats]) -> list[tuple[int, float]]:
-    """Cycle and moment at which each checkpoint counted, or its save ended where no commit is recorded."""
-    of_group = frames.operations.group_by("group").agg(pl.col("start_ns").min(), pl.col("end_ns").max())
-    times = {group: (start_ns, end_ns) for group, start_ns, end_ns in of_group.iter_rows()}
-    found = []
-    for save in saves:
-        start_ns, end_ns = times[save.group]
-        if save.committed_s is not None:
-            found.append((save.cycle, (start_ns - budget.origin_ns) / 1e9 + save.committed_s))
-        elif save.outcome == "ok" and end_ns is not None:
-            found.append((save.cycle, (end_ns - budget.origin_ns) / 1e9))
-    return found
