@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import Cluster, Node
-from tests.cluster.jobs import Preset
+from tests.cluster.jobs import Job, Preset
 from tests.cluster.probe import has_time_namespaces, why_no_cluster
 from tests.dist.harness import ROOT, Starvation, wait_for
 from tools.restart_drill.launch import recorded_ranks
@@ -36,31 +36,44 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def job(cluster: Cluster, preset: Preset) -> Job:
+    """One training for all drills, each of which has its own --out."""
+    job = preset.job("drills", cluster.compute_nodes[:2], LAUNCHER="fork", MAX_RESTARTS="1", ITERS="24")
+    settings = {"HEARTBEAT_TIMEOUT": HEARTBEAT_TIMEOUT, "SAVE_INTERVAL": "2"}
+    job.settings |= settings | {"EXTRA_ARGS": "--keep-last 3 --split 100,0,0"}
+    return job
+
+
 def drilled(
-    cluster: Cluster, preset: Preset, name: str, nodes: Sequence[Node], program: str, *options: str, **settings: str
+    cluster: Cluster, job: Job, name: str, nodes: Sequence[Node], *options: str, **settings: str
 ) -> tuple[Path, str]:
     """--out of a drill on `nodes`, the first two of which train, and what it printed. It must end well."""
-    job = preset.job(name, nodes[:2], **settings)
-    job.settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1", "HEARTBEAT_TIMEOUT": HEARTBEAT_TIMEOUT}
-    job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
-    job.settings |= {"ITERS": "24", "SAVE_INTERVAL": "2", "EXTRA_ARGS": "--keep-last 3 --split 100,0,0"}
+    out = job.directory / name
+    settings["HOSTFILE"] = str(job.preset.hostfile(job, {node.name: "slots=2" for node in nodes}))
     command = [
-        sys.executable, "-m", program, "--quiet", "--nodes-command", shlex.join(cluster.control.program), "--out",
-        str(job.directory / "out"), *options, "--", "tiny_tp2_pp2_dp2",
+        sys.executable, "-m", "tools.restart_drill", "--quiet", "--nodes-command", shlex.join(cluster.control.program),
+        "--out", str(out), *options, "--", "tiny_tp2_pp2_dp2",
     ]  # fmt: skip
-    done = cluster.login.run(*command, env=job.settings, cwd=ROOT, check=False)
+    done = cluster.login.run(*command, env=job.settings | settings, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return job.directory / "out", done.stdout
+    return out, done.stdout
 
 
-def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset) -> None:
-    """Three faults are injected into one launch; the matrix compares all losses with a run without faults."""
-    kept, lost, ahead, last = cluster.compute_nodes
+@pytest.fixture(scope="module")
+def faults(cluster: Cluster, job: Job) -> tuple[list[Node], Path, str]:
+    """The nodes of a drill of FAULTS in one launch, its --out, and what it printed. The matrix compares all losses with
+    a run without faults, which serves another drill, too."""
+    nodes = cluster.compute_nodes
     out, printed = drilled(
-        cluster, preset, "faults", (kept, lost, ahead, last), "tools.restart_drill", "--matrix", "--supervisors",
-        "launch", "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--injection-points",
-        "mid-step", "--hang-limit", "10",
+        cluster, job, "faults", nodes, "--matrix", "--supervisors", "launch", "--spares", "2", "--engines", "lazy",
+        "--faults", ",".join(FAULTS), "--injection-points", "mid-step", "--hang-limit", "10",
     )  # fmt: skip
+    return nodes, out, printed
+
+
+def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, faults: tuple[list[Node], Path, str]) -> None:
+    (kept, lost, ahead, last), out, printed = faults
     assert "3 of 3 cells verified" in printed
     entries = json.loads((out / "matrix.json").read_text())["cells"]
     assert [cell["cell"]["fault"] for cell in entries] == FAULTS
@@ -77,13 +90,16 @@ def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset)
         wait_for(lambda node=node: not left_on(node, out), f"the end of the launch on {node.name}")
 
 
-def test_a_stopped_rank_is_named_on_every_node_in_time(cluster: Cluster, preset: Preset) -> None:
+def test_a_stopped_rank_is_named_on_every_node_in_time(
+    cluster: Cluster, job: Job, faults: tuple[list[Node], Path, str]
+) -> None:
     """In step, save, load and start-up of one launch; what a busy machine adds is taken off."""
+    _, of_reference, _ = faults
     with Starvation.noted() as busy:
         out, _ = drilled(
-            cluster, preset, "stopped", cluster.compute_nodes[-2:], "tools.restart_drill", "--matrix",
-            "--supervisors", "launch", "--engines", "lazy", "--faults", "rank-stopped",
-            "--injection-points", ",".join(POINTS), "--hang-limit", str(DEADLINE_S),
+            cluster, job, "stopped", cluster.compute_nodes[-2:], "--matrix", "--supervisors", "launch",
+            "--engines", "lazy", "--faults", "rank-stopped", "--injection-points", ",".join(POINTS),
+            "--hang-limit", str(DEADLINE_S), "--reference", str(of_reference),
         )  # fmt: skip
     sequence = out / "sequence_000"
     entries = json.loads((sequence / "drill.json").read_text())["cycles"]
@@ -97,12 +113,12 @@ def test_a_stopped_rank_is_named_on_every_node_in_time(cluster: Cluster, preset:
         wait_for(lambda node=node: not left_on(node, out), f"the end of the launch on {node.name}")
 
 
-def test_without_a_spare_the_job_shrinks(cluster: Cluster, preset: Preset) -> None:
+def test_without_a_spare_the_job_shrinks(cluster: Cluster, job: Job) -> None:
     """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard."""
     kept, lost = cluster.compute_nodes[:2]
     out, _ = drilled(
-        cluster, preset, "shrinks", (kept, lost), "tools.restart_drill", "--supervisor", "launch", "--fault",
-        "node-loss", "--at", "mid-step", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
+        cluster, job, "shrinks", (kept, lost), "--supervisor", "launch", "--fault", "node-loss", "--at", "mid-step",
+        "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
     )  # fmt: skip
     (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"

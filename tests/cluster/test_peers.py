@@ -122,7 +122,7 @@ def test_interleaved_copies_restore_a_lost_node(cluster: Cluster, preset: Preset
     for node in list(cluster.lost.values()):
         node.repair()
     first, second, third = cluster.compute_nodes[:3]
-    job = started(preset, cluster.compute_nodes, "interleaved", 1, "--replication-traffic", "interleave")
+    job = started(preset, [first, second, third], "interleaved", 1, "--replication-traffic", "interleave")
     until_held(job, 0, 5)
     for rank in range(job.world_size):
         found = records(job.trace, 0, rank)

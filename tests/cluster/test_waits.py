@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(cluster: Cluster, preset: Preset) -> None:
     near, cut = cluster.compute_nodes[:2]
-    job = preset.job("cut_link", [near, cut], ITERS="100000", SAVE_INTERVAL="100000", LAUNCHER="torchrun")
+    job = preset.job("cut_link", [near, cut], ITERS="100000", SAVE_INTERVAL="100000", LAUNCHER="fork")
     deadline = "--distributed-timeout-minutes 0.25"
     job.settings |= {"HOSTFILE": str(preset.hostfile(job)), "EXTRA_ARGS": f"{job.settings['EXTRA_ARGS']} {deadline}"}
     started = job.start()

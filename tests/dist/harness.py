@@ -166,7 +166,7 @@ def end_all(left: Callable[[], list[psutil.Process]]) -> None:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Poll `condition` every millisecond; one that takes longer, with pauses of four times as long."""
+    """Poll `condition` every millisecond; one that takes longer, with pauses of nine times as long."""
     deadline = time.monotonic() + HANGS_S
     while True:
         asked = time.monotonic()
@@ -174,7 +174,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
             return
         answered = time.monotonic()
         assert answered < deadline, f"{what} did not happen within {HANGS_S:g} s"
-        time.sleep(min(max(0.001, 4 * (answered - asked)), 0.2))
+        time.sleep(min(max(0.001, 9 * (answered - asked)), 0.2))
 
 
 class Starvation:

@@ -20,6 +20,7 @@ from tests.dist.tiny_runs import DROPOUT, Launcher, saving
 from tools.restart_drill.injection_points import TraceTail
 
 LAYOUT = Layout(tp=1, pp=2, dp=2)
+TWO = Layout(tp=1, pp=1, dp=2)
 # Some 10 MB per rank and next to no arithmetic, so that a save takes longer than an iteration.
 MODEL = [
     *LLAMA_STYLE, "--num-layers", "4", "--hidden-size", "256", "--ffn-hidden-size", "512", "--seq-length", "16",
@@ -96,8 +97,14 @@ def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "stages"), [("torch", STAGES), ("lazy", IN_BACKGROUND)])
-def test_sigkill_at_random_instants_of_saves(launcher: Launcher, engine: str, stages: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stages", "layout"),
+    [("torch", STAGES, LAYOUT), ("lazy", IN_BACKGROUND, TWO)],
+    ids=["torch", "lazy"],  # on four ranks: test_engines_training.py
+)
+def test_sigkill_at_random_instants_of_saves(
+    launcher: Launcher, engine: str, stages: tuple[str, ...], layout: Layout
+) -> None:
     """One job, killed many times: each start loads what was saved last, bit for bit, and goes on as if unharmed.
 
     Rank 0 waits in the stage that it is to be killed in, so that each stage has its kill however fast the machine is.
@@ -120,14 +127,14 @@ def test_sigkill_at_random_instants_of_saves(launcher: Launcher, engine: str, st
         delay_s = rng.uniform(0.0, 0.001 if target in SHORT else 0.01)
         killer = Killer(trace, cycle, target, nth, delay_s, order)
         hold = {"HOLD_STAGE": target, "HOLD_SAVE": str(nth)}
-        run = launcher.run(LAYOUT, *flags, during=killer, **({"script": HELD_IN_SAVE, "env": hold} if held else {}))
+        run = launcher.run(layout, *flags, during=killer, **({"script": HELD_IN_SAVE, "env": hold} if held else {}))
         # Between two kills a rank may find another gone, and end by itself.
         assert -9 in run.exit_codes and 0 not in run.exit_codes, run.output[-4000:]
         assert not held or target in killed_in(trace, cycle), f"cycle {cycle}"
-    last = launcher.train(LAYOUT, *flags, "--exit-interval", "1")
+    last = launcher.train(layout, *flags, "--exit-interval", "1")
     assert "passed over" not in last.output
-    check_what_was_loaded(trace, kills)
-    check_losses(launcher, trace, reference, kills)
+    check_what_was_loaded(trace, kills, layout.world_size)
+    check_losses(launcher, trace, reference, kills, layout)
     assert sorted(p.name for p in save.iterdir() if p.is_dir()) == sorted(
         ["restart_trace", ".generations", *(f"global_step{step}" for step in newest_steps(save, 2))]
     )
@@ -138,11 +145,11 @@ def newest_steps(save: Path, count: int) -> list[int]:
     return list(range(last - count + 1, last + 1))
 
 
-def check_what_was_loaded(trace: Path, kills: int) -> None:
+def check_what_was_loaded(trace: Path, kills: int, world_size: int) -> None:
     """Never older than the newest save that was acknowledged, never newer than the newest that was begun."""
     acknowledged = begun = 0
     for cycle in range(kills + 1):
-        for rank in range(LAYOUT.world_size):
+        for rank in range(world_size):
             loaded = [r["step"] for r in finished(trace, "load", cycle, rank) if "step" in r]
             assert loaded or not acknowledged, f"rank {rank} loaded nothing in cycle {cycle}"
             assert all(acknowledged <= step <= begun for step in loaded), (cycle, rank, loaded)
@@ -153,12 +160,12 @@ def check_what_was_loaded(trace: Path, kills: int) -> None:
     assert acknowledged >= kills // 2, "the job hardly got anywhere, so the test shows little"
 
 
-def check_losses(launcher: Launcher, trace: Path, reference: Path, kills: int) -> None:
+def check_losses(launcher: Launcher, trace: Path, reference: Path, kills: int, layout: Layout) -> None:
     """Every iteration that any cycle finished has the loss of a run that was never interrupted."""
     cycles = [losses(trace, cycle) for cycle in range(kills + 1)]
     last = max(max(steps) for steps in cycles if steps)
     flags = [*MODEL, *TRAINING, "--restart-trace-dir", str(reference), "--exit-interval", str(last)]
-    launcher.train(LAYOUT, *flags)
+    launcher.train(layout, *flags)
     expected = losses(reference)
     assert sorted(expected) == list(range(1, last + 1))
     for cycle, mine in enumerate(cycles):
@@ -191,7 +198,6 @@ def test_sigkill_of_one_rank(launcher: Launcher) -> None:
     assert tags(save) == ["global_step1", "global_step2"]
 
 
-TWO = Layout(tp=1, pp=1, dp=2)
 CRASH = str(SCRIPTS / "crash_in_commit.py")
 
 

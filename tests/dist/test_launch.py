@@ -114,10 +114,14 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
 def test_what_standby_ranks_do_ahead_leaves_no_trace_in_a_training_from_its_beginning(
     tmp_path: Path, dataset: list[str]
 ) -> None:
-    """With random numbers in the step, and no checkpoint yet that would replace what was changed."""
+    """With random numbers in the step, and no checkpoint yet that would replace what was changed.
+
+    The suite has --finetune (below), of whose checkpoint the restart takes the weights alone.
+    """
     flags = "--standby", "--standby-load"
     trained_and_killed(tmp_path, [*dataset, *DROPOUT], *flags, standby=2, held_at=3)
 
