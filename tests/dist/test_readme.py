@@ -48,10 +48,11 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re
 
 # What is cut, because it would take minutes, a network or these tests themselves: command -> what is set before it, and
 # what is added to it. The environment is there (SKIP_SETUP), where the first command would install it; a launcher that
-# imports once forks the ranks (LAUNCHER); the drill has half as many (DP), and one kill of two (it has its own tests);
-# 64 ranks are not started; ckpt-replay repeats nothing; run_tests.sh only tells about itself. Everything else is run
-# uncut: torchrun, all analyses, the commands of a 70B run.
-_FORKED = "SKIP_SETUP=1 DEVICE=cpu LAUNCHER=fork"
+# imports once forks the ranks (LAUNCHER); their sequences are short (SEQ_LENGTH); the drill has half of the ranks (DP),
+# and one kill of two (it has its own tests); 64 ranks are not started; ckpt-replay repeats nothing; run_tests.sh only
+# tells about itself. Everything else is run uncut: torchrun, all analyses, the commands of a 70B run.
+_SHORT = "SKIP_SETUP=1 DEVICE=cpu SEQ_LENGTH=16"
+_FORKED = f"{_SHORT} LAUNCHER=fork"
 CUT = {
     "bash examples_deepspeed/restart_bench/run_tiny_tp2_pp2_dp2.sh": (_FORKED, ""),
     # More iterations than by default: with ranks that wait for their kills a launch does HELD_AFTER and one save more.
@@ -140,7 +141,7 @@ def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, 
     # ranks; what there is already is not built again.
     shutil.copytree(directory / "checkpoints", tmp_path / "checkpoints")
     command = BLOCKS[0].strip()
-    settings = f"SKIP_SETUP=1 DEVICE=cpu DP=1 GLOBAL_BATCH=8 SAVE_DIR={tmp_path}/checkpoints"
+    settings = f"{_SHORT} DP=1 GLOBAL_BATCH=8 SAVE_DIR={tmp_path}/checkpoints"
     again = run(demo.checkout, f"{settings} {command}", KILLED_AFTER)
     assert "resuming from global_step12" in again.stderr
     assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr

@@ -30,10 +30,11 @@ from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.dist import forked_writers
+from tests.dist.harness import Zygote
 from tests.dist.storage import fill, small_disk
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import NAME, load, save, state, without_launcher
 from tests.unit.megatron.checkpointing.engines.recorded import recorded_save_and_load, time_in_no_window
-from tests.unit.trace_helpers import ROOT, start_python
+from tests.unit.trace_helpers import ROOT
 
 BOTH = ("fastpersist", "fastpersist-decoupled")
 PY_FILE_WRITER = "DeepSpeed's PyFileWriter: there is no CUDA device"
@@ -260,8 +261,8 @@ def test_full_disk(engine: CheckpointEngine, tmp_path: Path, room: int) -> None:
 
 
 @pytest.mark.slow
-def test_no_permission(tmp_path: Path) -> None:
-    """In processes of their own, since rights that are given up are gone."""
+def test_no_permission(tmp_path: Path, zygote: Zygote) -> None:
+    """In a process of its own, since rights that are given up are gone."""
     code = f"""
         import torch
         from pathlib import Path
@@ -280,10 +281,12 @@ def test_no_permission(tmp_path: Path) -> None:
                 print(error.errno, error.filename)
             engine.close()
     """
-    process = start_python(code)
-    output, _ = process.communicate(timeout=300)
-    assert output.splitlines()[-2:] == [f"{errno.EACCES} {tmp_path / 'forbidden' / NAME}"] * 2
-    assert process.returncode == 0
+    script = tmp_path / "saves.py"
+    script.write_text(textwrap.dedent(code))
+    environment = {forked_writers.FORKED_WRITERS: "1"}
+    run = zygote.run([], 1, tmp_path / "logs", script=str(script), env=environment)
+    assert run.ok, run.output[-3000:]
+    assert run.output.splitlines()[-2:] == [f"{errno.EACCES} {tmp_path / 'forbidden' / NAME}"] * 2
 
 
 def test_name_used_twice(engine: CheckpointEngine, tmp_path: Path) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.unit.trace_helpers import start_python
+from tests.dist.harness import Zygote
 
 ENGINES = ["dcp", "dcp-async", *(["torchsnapshot"] if importlib.util.find_spec("torchsnapshot") else [])]
 
 
 @pytest.mark.slow
-def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
+def test_ranks_save_and_load_alone(tmp_path: Path, zygote: Zygote) -> None:
     """Within a process group, each rank a different number of times."""
     code = """
-        import pathlib, sys, torch
+        import os, pathlib, sys, torch
         import torch.distributed as dist
         from datetime import timedelta
         from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
         from megatron.checkpointing.engines.registry import create_engine
         from restart_trace.recorder import untraced_operation
 
-        directory, rank, engines = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+        directory, rank, engines = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2:]
         store = dist.FileStore(str(directory / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
         for name in engines:
@@ -39,11 +40,7 @@ def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
         dist.barrier()
         dist.destroy_process_group()
         """
-    ranks = [start_python(code, tmp_path, rank, *ENGINES) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [output.count("done") for output in outputs] == [1, 1]
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(code))
+    run = zygote.run([str(tmp_path), *ENGINES], 2, tmp_path / "logs", script=str(script))
+    assert run.ok and run.output.count("done") == 2, run.output[-3000:]

@@ -256,12 +256,19 @@ def directory_of(content: bytes) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("filled_memory")
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_flipped_bits_of_the_zip_directory_never_load_as_other_data(saved: Saved) -> None:
-    """Each bit of it alone: torch's reader does not read a record that is marked as a directory, and says nothing."""
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(bit, marks=pytest.mark.nightly(minutes=1)) for bit in range(1, 5))]
+)
+def test_flipped_bits_of_the_zip_directory_never_load_as_other_data(saved: Saved, first: int) -> None:
+    """Each bit of it alone: torch's reader does not read a record that is marked as a directory, and says nothing.
+
+    Each fifth bit in the suite: of every field some.
+    """
     start = min(directory_of(saved.content).values())
-    for bit in range(8 * start, 8 * len(saved.content)):
+    for bit in range(8 * start + first, 8 * len(saved.content), 5):
         content = bytearray(saved.content)
         content[bit // 8] ^= 1 << bit % 8
         with contextlib.suppress(CheckpointDamagedError):
