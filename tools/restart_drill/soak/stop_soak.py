@@ -116,10 +116,8 @@ class StopSoak:
                 launch, cycle = self._start(stop, log, result, stack)
                 if stop.next in (BESIDE, TAKE_OVER):
                     launch, cycle = self._start_beside(stop, launch, cycle, result, stack)
-                targets = self._targets(stop, launch)
                 launch.expect_failure()
-                if launch.send(stop.number, targets) == 0 and stop.target != "helper":
-                    raise DrillError(f"the launch ended before the stop, with exit code {launch.exit_code}")
+                send(stop, launch, self._rng, self._limit_s)
                 if stop.next == AT_ONCE:
                     if stop.target == "helper":  # training may continue, without its writer or with another one
                         launch.kill(Launch.everything)
@@ -231,17 +229,6 @@ class StopSoak:
         launch.find_ranks(self._trace, cycle)
         time.sleep(self._rng.uniform(0.0, _DELAYS_S.get(stop.moment, 0.0)))
 
-    def _targets(self, stop: Stop, launch: Launch) -> list[psutil.Process]:
-        if stop.target == "launcher":
-            return launch.launcher()
-        if stop.target == "all":
-            everything = launch.everything()
-            return self._rng.sample(everything, len(everything))
-        ranks = launch.ranks()
-        if stop.target == "helper":
-            ranks = [process for process in launch.of_ranks() if process not in ranks]
-        return self._rng.sample(ranks, min(1, len(ranks)))
-
     def _await_end(self, stop: Stop, launch: Launch, cycle: int, result: StopResult) -> None:
         """Wait until the launcher has ended. One that restarts the ranks is asked to end once they train again."""
         this, following = TraceTail(self._trace, cycle), TraceTail(self._trace, cycle + 1)
@@ -349,6 +336,32 @@ class StopSoak:
                     result.wrong.append(
                         f"another validation loss at iteration {step}: {loss}, not {evaluated.get(step)}"
                     )
+
+
+def send(stop: Stop, launch: Launch, rng: random.Random, limit_s: float) -> None:
+    """Send the signal of the stop. A helper is waited for: there is none before the first batch or save.
+
+    Raises DrillError if it reaches no process: the launch has ended, or no helper was there for `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while launch.send(stop.number, _targets(stop, launch, rng)) == 0:
+        if stop.target != "helper" or launch.exit_code is not None:
+            raise DrillError(f"the launch ended before the stop, with exit code {launch.exit_code}")
+        if time.monotonic() > deadline:
+            raise DrillError(f"the stop reached nobody: the ranks had no helper process for {limit_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _targets(stop: Stop, launch: Launch, rng: random.Random) -> list[psutil.Process]:
+    if stop.target == "launcher":
+        return launch.launcher()
+    if stop.target == "all":
+        everything = launch.everything()
+        return rng.sample(everything, len(everything))
+    ranks = launch.ranks()
+    if stop.target == "helper":
+        ranks = [process for process in launch.of_ranks() if process not in ranks]
+    return rng.sample(ranks, min(1, len(ranks)))
 
 
 def _await_log(launch: Launch) -> None:

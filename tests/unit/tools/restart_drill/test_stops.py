@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -17,9 +19,10 @@ import pytest
 from megatron.launch.cli import parse_arguments as parse_launch
 from tools.restart_drill import command as commands
 from tools.restart_drill.cli import main
-from tools.restart_drill.launch import DrillError
+from tools.restart_drill.launch import DrillError, Launch, launched
 from tools.restart_drill.soak.launchers import LAUNCHERS, split
 from tools.restart_drill.soak.stop_results import StopResult, stop_tables
+from tools.restart_drill.soak.stop_soak import send
 from tools.restart_drill.soak.stops import ENGINES, MOMENTS, NEXT, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
 
 FORK = [
@@ -30,6 +33,46 @@ FORK = [
 ROOT = Path(__file__).resolve().parents[4]
 HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save,next=later"
 ASKED = "launcher=deepspeed,workers=4,engine=torch,signal=SIGUSR1,target=all,moment=evaluation,next=later"
+
+
+# A rank that starts a helper once the file "begin" is there, and ends as it does.
+JOB = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+first = {"type": "process", "rank": 0, "world_size": 1, "pid": os.getpid(), "boot_id": boot_id}
+(here / "rank_00000_cycle_000.jsonl").write_text(json.dumps(first) + chr(10))
+while not (here / "begin").exists():
+    time.sleep(0.01)
+sys.exit(-subprocess.Popen(["sleep", "600"]).wait())
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with launched([sys.executable, "-c", JOB, str(tmp_path)], tmp_path / "log", echo=False) as started:
+        started.await_ranks(tmp_path, 0, 300, lambda: started.exit_code is not None)
+        yield started
+
+
+def test_a_helper_is_waited_for(launch: Launch, tmp_path: Path) -> None:
+    """It is there with the first batch, or the first save; until then the stop would reach nobody."""
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send, parse_stop(HELPER), launch, random.Random(1), 300)
+        assert sending.done() is False
+        (tmp_path / "begin").touch()
+        sending.result(300)
+    assert launch.wait(300) == signal.SIGKILL
+
+
+def test_a_stop_that_reaches_nobody_is_no_stop(launch: Launch, tmp_path: Path) -> None:
+    with pytest.raises(DrillError, match="reached nobody: the ranks had no helper process for 0.2 s"):
+        send(parse_stop(HELPER), launch, random.Random(1), 0.2)
+    launch.send(signal.SIGKILL, launch.launcher())
+    assert launch.wait(300) == -signal.SIGKILL
+    with pytest.raises(DrillError, match="ended before the stop, with exit code -9"):
+        send(parse_stop(HELPER), launch, random.Random(1), 300)
 
 
 def test_all_kinds_of_stops_come_before_one_comes_again() -> None:
