@@ -276,7 +276,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
             trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
-    trainer.errors.close()
+    trainer.errors.close(trained=True)
 
 
 def is_its_own(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from tests.dist.harness import ROOT, Run, Zygote, losses, records
 from tests.dist.light_starts import IMPORTS, light_starts
 from tests.dist.test_launch import environment
 from tests.dist.tiny_runs import SINGLE, Launcher
+from tests.object_storage import BUCKET, serving
 
 SEQ_LENGTH = 16
 RUN = (
@@ -124,3 +125,26 @@ def test_a_crash_at_the_same_iteration_counts_by_its_signal(tmp_path: Path, name
     assert ended.returncode == REPEATED, ended.stderr[-3000:]
     assert f"iteration 3 has ended 3 starts in a row with the same error (rank 1: {name} in " in ended.stderr
     assert f"ended by {name}" in ended.stderr and "/global_step2. That checkpoint, or the data of" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("SIGSEGV in ", "ctypes.string_at(0)"), ("ValueError: a bad sample", "raise ValueError('a bad sample')")],
+)
+def test_going_back_with_save_in_object_storage(tmp_path: Path, name: str, fault: str) -> None:
+    """One launch: three starts end so, the fourth goes on from the checkpoint before, to no avail."""
+    script, uri, node = tmp_path / "crashes.py", f"s3://{BUCKET}/repeated", tmp_path / "node"
+    script.write_text(CRASHES.format(root=str(ROOT), fault=fault))
+    command = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2", "--max-restarts", "9"]
+    flags = ["--save", uri, "--load", uri, "--storage-cache", str(node), "--on-repeated-error", "back"]
+    command += [str(script), *write_corpus(tmp_path / "corpus", damaged=False), *RUN, *flags]
+    command += ["--restart-trace-dir", str(tmp_path / "trace")]
+    with serving() as server:
+        env = environment(tmp_path) | server.environment()
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    told = ended.stderr
+    assert ended.returncode == REPEATED, told[-3000:]
+    assert told.count("starting all ranks again") == 4 and told.count("going back to global_step1, as") == 1
+    assert f"iteration 3 has ended 3 starts in a row with the same error (rank 1: {name}" in told
+    assert f"going on from {uri}/global_step1 and {uri}/global_step2. As going back has not helped" in told
+    assert len([path for path in node.rglob("*") if path.is_file()]) <= 1  # where a crash of the last one would be

@@ -5,14 +5,16 @@ its start; every later start reads these records. If three starts of one run in 
 same step, another restart does not help: the checkpoint that they resumed from, or the data of that step, is suspected.
 A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
-A crash, such as SIGSEGV, leaves a record of its own (crashes.py) if --save is in a file system. SIGKILL, or the loss of
-another rank or node, leaves no record; nor does the abort with which NCCL's watchdog answers such a loss. A start that
-passes the step removes the records.
+A crash, such as SIGSEGV, leaves a record of its own (crashes.py). No fault handler writes into object storage: with a
+--save there the record is on the node's own disk, and the next start on that node puts it beside the others. SIGKILL
+and the loss of another rank or node leave no record; nor does the abort with which NCCL's watchdog answers such a loss.
+A start that passes the step removes the records.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -88,37 +90,43 @@ class _Back(NamedTuple):
 class _Directory:
     """Where the records of a --save in a file system are. All methods raise OSError."""
 
-    def __init__(self, save: str) -> None:
-        self._path = Path(save) / names.GENERATIONS
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.crashes = self
 
     def list(self) -> list[str]:
-        return os.listdir(self._path)
+        return os.listdir(self.path)
 
     def read(self, name: str) -> Any:
         """Raises ValueError if it is no JSON."""
-        return read_json(self._path / name, _MAX_BYTES)
+        return read_json(self.path / name, _MAX_BYTES)
 
     def crash(self, name: str) -> dict[str, Any] | None:
         """As `crash_in`."""
-        return crash_in(str(self._path / name))
+        return crash_in(str(self.path / name))
 
     def create(self, name: str, content: str) -> None:
         """One that is there already stays."""
-        with contextlib.suppress(FileExistsError), open(self._path / name, "x") as file:
+        with contextlib.suppress(FileExistsError), open(self.path / name, "x") as file:
             file.write(content)
 
     def remove(self, name: str) -> None:
-        os.unlink(self._path / name)
+        os.unlink(self.path / name)
 
 
 class _Prefix:
-    """Where the records of a --save in object storage are. As _Directory; raises ObjectStoreError."""
+    """Where the records of a --save in object storage are. As _Directory; raises ObjectStoreError.
+
+    `crashes`: where the ranks of this node write theirs.
+    """
 
     def __init__(self, options: CheckpointConfig) -> None:
         from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         stored = open_checkpoints("--save", str(options.save), options)
         self._bucket, self._prefix = stored.bucket, stored.uri.key(f"{names.GENERATIONS}/")
+        run = hashlib.sha256(f"{stored.bucket.endpoint} {stored.uri}".encode()).hexdigest()[:16]
+        self.crashes = _Directory(stored.root / f"crashes_{run}")
 
     def list(self) -> list[str]:
         return [info.key.removeprefix(self._prefix) for info in self._bucket.list(self._prefix)]
@@ -127,8 +135,21 @@ class _Prefix:
         return parse_json(self._bucket.get(self._prefix + name, _MAX_BYTES)[0].decode())
 
     def crash(self, name: str) -> dict[str, Any] | None:
-        """A fault handler writes into no object."""
-        raise ValueError(name)
+        """One that was published, as the node's file told it. Raises ValueError if it is no JSON."""
+        return self.read(name)
+
+    def publish_crashes(self) -> None:
+        """Put the crashes that earlier starts have left on this node beside the other records.
+
+        Of the ranks of several nodes the first counts whose node starts again.
+        """
+        for name in _listed(self.crashes, _CRASH):
+            with contextlib.suppress(*_AWAY, ValueError):
+                crash = self.crashes.crash(name)
+                if crash is not None:
+                    self.create(name, json.dumps(crash))
+                    self.crashes.remove(name)
+                    _remove(self, _listed(self, _CRASH)[:-STARTS])
 
     def create(self, name: str, content: str) -> None:
         self._bucket.create(self._prefix + name, content.encode())
@@ -141,7 +162,8 @@ _AWAY = (OSError, ObjectStoreError)  # what storage refuses
 
 
 def _place_of(options: CheckpointConfig) -> _Directory | _Prefix:
-    return _Prefix(options) if is_uri(str(options.save)) else _Directory(str(options.save))
+    save = str(options.save)
+    return _Prefix(options) if is_uri(save) else _Directory(Path(save) / names.GENERATIONS)
 
 
 def _listed(place: _Directory | _Prefix, kind: str) -> list[str]:
@@ -199,6 +221,9 @@ def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     """
     if options.save is None:
         return None
+    place = _place_of(options)
+    if isinstance(place, _Prefix):
+        place.publish_crashes()
     last = recorded(options)[-STARTS:]
     if len(last) < STARTS or not all(error.same(last[-1]) for error in last):
         return None
@@ -301,19 +326,25 @@ class StepErrors:
             newest = newest_manifest(options)
             back = _Back(generation, back_to, 0 if newest is None else newest.sequence)
             self._write(_BACK, back._asdict())
-        if save is not None and not is_uri(save):
-            self._expect_crash(Path(save) / names.GENERATIONS / self._name(_CRASH))
+        if save is not None:
+            self._expect_crash()
 
-    def _expect_crash(self, path: Path) -> None:
+    def _expect_crash(self) -> None:
         known = asdict(StepError(self._generation, self._run, 0, self._loaded, self._place, "", "", self._rank))
+        place = _place_of(self._options)
+        path = place.crashes.path / self._name(_CRASH)
+        earlier = [name for name in _listed(place.crashes, _CRASH) if name < path.name]
         try:
+            if isinstance(place, _Prefix):
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._crash = CrashFile(str(path), self._rank, known)
             self._crash.begin(self._loaded + 1)
         except OSError as refused:
             logger.warning("%s: cannot be written, so a repeated crash goes unnoticed: %s", path, refused)
-        if self._rank == 0:
-            place = _place_of(self._options)
-            _remove(place, _listed(place, _CRASH)[: -STARTS - 1])
+        if isinstance(place, _Prefix):  # this node's, which publish_crashes has read
+            _remove(place.crashes, earlier)
+        elif self._rank == 0:
+            _remove(place, earlier[:-STARTS])
 
     def _name(self, kind: str) -> str:
         return f"{kind}{self._generation:08d}"
@@ -356,11 +387,20 @@ class StepErrors:
         for kind in (_RECORD, _CRASH, _BACK):
             _remove(place, [name for name in _listed(place, kind) if name != self._name(_CRASH)])
 
-    def close(self) -> None:
-        """Training is over, or an error ends it: a crash while this process ends is not its cause."""
-        if self._crash is not None:
-            self._crash.close()
-            self._crash = None
+    def close(self, *, trained: bool = False) -> None:
+        """Training is over, or an error ends it: a crash while this process ends is not its cause.
+
+        `trained`: it is over as it should be, and leaves nothing on the node's own disk.
+        """
+        if self._crash is None:
+            return
+        self._crash.close()
+        self._crash = None
+        place = _place_of(self._options)
+        if trained and isinstance(place, _Prefix):
+            _remove(place.crashes, [self._name(_CRASH)])
+            with contextlib.suppress(OSError):  # another rank has done so
+                place.crashes.path.rmdir()
 
 
 def _remove(place: _Directory | _Prefix, files: list[str]) -> None:

@@ -129,6 +129,11 @@ class Bucket:
     def uri(self, key: str = "") -> str:
         return f"s3://{self.name}/{key}"
 
+    @property
+    def endpoint(self) -> str:
+        """The URL of the store."""
+        return self._client.meta.endpoint_url
+
     def with_deadline(self, deadline_s: float) -> Bucket:
         """This bucket for requests that may take `deadline_s` at most; they count in its traffic, too."""
         if deadline_s >= self._deadline_s:

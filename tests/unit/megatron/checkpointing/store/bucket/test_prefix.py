@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from restart_trace.cycles import claim_cycle
 from restart_trace.schema import RANK_FILE_PATTERN
 from tests.object_storage import BUCKET
 from tests.unit.megatron.checkpointing.preflight.test_compatibility import HERE, VOCAB, candidate, config
+from tests.unit.trace_helpers import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 
@@ -45,6 +49,67 @@ def test_an_error_that_repeats_itself_is_known_from_the_prefix(caplog: pytest.Lo
     StepErrors(options, FirstStart(), 5, 10, 0).passed(12)
     assert recorded(options) == [] and checkpoint_before(options, later=False) is None
     assert caplog.messages == []
+
+
+CRASHES = """
+import ctypes, sys
+from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.repeated_errors import StepErrors
+from megatron.config import CheckpointConfig
+uri, cache, generation, rank = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+options = CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=cache)
+StepErrors(options, FirstStart(), generation, 10, rank).passed(11)
+ctypes.string_at(0)
+"""
+
+
+def crashes(node: Path, uri: str, generation: int, rank: int = 1) -> None:
+    """A start whose rank on `node` ends itself by SIGSEGV."""
+    command = [sys.executable, "-c", CRASHES, uri, str(node), str(generation), str(rank)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGSEGV
+
+
+def test_a_crash_that_repeats_itself_is_known_from_the_prefix(tmp_path: Path) -> None:
+    """A node's next start puts there what is on its disk: others know it from then on. Nothing stays on the disk."""
+    uri = f"s3://{BUCKET}/prefix/crashed"
+    node, other = (
+        CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=str(cache))
+        for cache in (tmp_path / "node", tmp_path / "other")
+    )
+    for generation in (1, 2, 3):
+        crashes(tmp_path / "node", uri, generation)
+        assert checkpoint_before(other, later=False) is None and len(recorded(other)) == generation - 1
+        if generation < 3:
+            assert checkpoint_before(node, later=False) is None
+    told = rf"iteration 12 .*\(rank 1: SIGSEGV in .*{uri}/global_step10. That checkpoint"
+    for options in (node, other):
+        with pytest.raises(RepeatedErrorError, match=told):
+            checkpoint_before(options, later=False)
+    passing = StepErrors(node, FirstStart(), 4, 10, 0)
+    passing.passed(12)
+    assert recorded(node) == []
+    passing.close(trained=True)
+    assert not list((tmp_path / "node").iterdir())
+
+
+def test_going_back_in_a_prefix_is_done_once(tmp_path: Path) -> None:
+    uri = f"s3://{BUCKET}/prefix/back"
+    options = CheckpointConfig(
+        checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=str(tmp_path),
+        on_repeated_error="back",
+    )  # fmt: skip
+    for sequence, step in enumerate((5, 10), start=1):
+        put_checkpoint("prefix/back", {}, step=step, sequence=sequence)
+    for generation in (1, 2, 3):
+        StepErrors(options, FirstStart(), generation, 10, 0).note(ValueError("bad token"), 12)
+    assert checkpoint_before(options, later=True) == "global_step5"
+    again = StepErrors(options, FirstStart(), 4, 5, 0, back_to="global_step5")
+    assert checkpoint_before(options, later=True) == "global_step5"  # stopped before it has saved anything
+    put_checkpoint("prefix/back", {}, step=8, sequence=3)
+    assert checkpoint_before(options, later=True) is None  # it goes on from that one
+    again.note(ValueError("bad token"), 12)
+    with pytest.raises(RepeatedErrorError, match="As going back has not helped, the data of iteration 12 or"):
+        checkpoint_before(options, later=True)
 
 
 @pytest.mark.parametrize("content", [b"global_step5", b"release", b"global_step5/mine", b"x" * 600])
@@ -125,11 +190,12 @@ def test_all_checkpoints_of_a_prefix_are_gone(tmp_path: Path) -> None:
     check_not_lost(start())
 
 
-def put_checkpoint(prefix: str, training: dict[str, Any]) -> None:
+def put_checkpoint(prefix: str, training: dict[str, Any], step: int = 5, sequence: int = 1) -> None:
     """A checkpoint below the prefix, of a run with these settings besides."""
     saved = candidate(config()).manifest
     assert saved is not None
-    bucket, place = Bucket(BUCKET), f"{prefix}/global_step5/g1_1"
+    saved = dataclasses.replace(saved, tag=f"global_step{step}", step=step, sequence=sequence)
+    bucket, place = Bucket(BUCKET), f"{prefix}/{saved.tag}/g1_{sequence}"
     objects = {name: StoredObject(bucket.put(f"{place}/{name}", b"x"), "none") for name in saved.files}
     manifest = dataclasses.replace(saved, training=saved.training | training, objects=objects)
     bucket.put(f"{place}/manifest.json", manifest.to_json().encode())
