@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpointing.store.manifest import Manifest
 from megatron.fileio.objects.s3 import Bucket
 from megatron.parallel.topology import Layout
 from tests.dist.harness import Starvation, Zygote, kill_all, losses, records, wait_for
@@ -85,6 +87,21 @@ def test_a_job_that_begins_from_a_directory_goes_on_from_its_bucket(launcher: La
     assert second.output.count(told) == 1
     steps = {int(match[1]) for key in manifests(server, "runs/tuned/") if (match := re.search(r"step(\d+)/", key))}
     assert steps == {1, 2, 3, 4}
+
+
+def test_what_a_checkpoint_lacks_is_told_by_its_uri(launcher: Launcher, server: Server) -> None:
+    """And not by the directory on the node to which its files are fetched. Its manifest does not tell what it lacks."""
+    uri, key = f"s3://{BUCKET}/runs/lacking", "runs/lacking/global_step1/g1_1/manifest.json"
+    run = [*FLAGS, "--train-iters", "4", "--restart-trace", "off", "--save-interval", "1", "--save", uri]
+    env = server.environment()
+    launcher.train(SINGLE, *run, "--no-save-optim", "--exit-interval", "1", env=env)
+    with environment_of(env):
+        manifest = Manifest.from_json(Bucket(BUCKET).get(key, 1 << 20)[0].decode())
+        silent = dataclasses.replace(manifest, training=manifest.training | {"no_save_optim": False})
+        Bucket(BUCKET).put(key, silent.to_json().encode())
+    refused = launcher.run(SINGLE, *run, "--load", uri, env=env)
+    assert refused.exit_codes == [2] and refused.output.count(f"{uri}/global_step1/g1_1: was saved without ") == 1
+    assert "restart_storage_" not in refused.output
 
 
 def check_trace(trace: Path, engine: str) -> None:

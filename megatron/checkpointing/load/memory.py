@@ -57,6 +57,9 @@ class MemorySource:
     def forget(self, opened: OpenedCheckpoint) -> None:
         forget(self._ctx, opened.memory_save)
 
+    def loaded(self, opened: OpenedCheckpoint, op: Operation) -> None:
+        return None
+
 
 class _Found(NamedTuple):
     """What one rank knows: saves of its own coordinates in slots of its host, and what its host has a copy of.

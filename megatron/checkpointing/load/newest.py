@@ -149,6 +149,7 @@ def _load_next(ctx: RunContext, engine: Any, source: CheckpointSource, op: Opera
     except CheckpointRejectedError:
         source.forget(opened)
         raise
+    source.loaded(opened, op)
     ctx.checkpoint_engine.keep(opened.memory_save)
     return progress
 
@@ -200,9 +201,9 @@ def load_candidate(ctx: RunContext, engine: Any, opened: OpenedCheckpoint, op: O
         op.label(tier=opened.tier)
     try:
         return _CandidateLoad(ctx, reader, engine, opened, op).load()
-    except CheckpointRejectedError as rejected:
-        logger.debug("%s cannot be used", candidate.place, exc_info=rejected)
-        rejected.args = tuple(why.replace(str(candidate.directory), candidate.place) for why in rejected.args)
+    except CheckpointError as error:  # of an object, it names the file on this node
+        logger.debug("%s cannot be used", candidate.place, exc_info=error)
+        error.args = tuple(str(why).replace(str(candidate.directory), candidate.place) for why in error.args)
         raise
     finally:
         if reader is not ctx.checkpoint_engine:
@@ -294,7 +295,7 @@ class _CandidateLoad:
             live = live_state(self.engine, ctx.place, self._with_optimizer, self.reader.loads_in_place)
         extra = [names.tensor_hashes_file(ctx.control.rank)] if ctx.config.checkpoint.verify_restored_state else []
         copies = self.opened.copies(self.reader, [file.name for file in live], extra, op)
-        with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
+        with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.place}"):
             begun = now_ns()
             found = first_undamaged(copies, lambda files: self.reader.load_into(live, files, op))
             with op.span("load", "deserialize", joined=True):  # what is left to do for the last file

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedC
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.files import describe_damage, wrong_in_share
+from megatron.checkpointing.store.manifest import Heading
 from megatron.checkpointing.store.search import Candidate, Search
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.objects.errors import ObjectStoreError
@@ -106,6 +106,10 @@ class CheckpointSource(Protocol):
         """A rank found it damaged: it must not be a candidate of a later load, as far as that can be helped."""
         ...
 
+    def loaded(self, opened: OpenedCheckpoint, op: Operation) -> None:
+        """It is restored on all ranks."""
+        ...
+
 
 class Listing:
     """Checkpoints that are fully known, newest first, in the place of a Search."""
@@ -171,6 +175,9 @@ class StorageSource(ABC):
     def forget(self, opened: OpenedCheckpoint) -> None:
         return None  # it stays: whoever runs the job may want to restore its files
 
+    def loaded(self, opened: OpenedCheckpoint, op: Operation) -> None:
+        return None
+
     def close(self) -> None:
         """Called at the end of the load."""
         return None
@@ -182,7 +189,6 @@ class DirectorySource(StorageSource):
 
     load_dir: Path
     load_tag: str | None
-    _warned: bool = field(init=False, default=False)
 
     def search(self) -> Search | Listing:
         try:
@@ -192,8 +198,6 @@ class DirectorySource(StorageSource):
 
     def open(self, op: Operation) -> OpenedCheckpoint:
         """As CheckpointSource.open. Each rank checks the sizes of some of the files."""
-        if self.control.rank == 0 and self.load_tag is None and not self._warned:
-            self._warn_of_pointers()
         candidate, control = self.next_candidate(op), self.control
         if candidate.manifest is not None:
             check = functools.partial(
@@ -211,22 +215,25 @@ class DirectorySource(StorageSource):
         if wrong is not None:
             raise CheckpointRejectedError(*self._listed.reject(wrong))
 
-    def _warn_of_pointers(self) -> None:
+    def loaded(self, opened: OpenedCheckpoint, op: Operation) -> None:
         """On rank 0: name a pointer file that was set back to an older checkpoint, as users of other programs go back.
 
-        A save that was killed before it replaced them leaves them so, too, and then the newest is right. Called before
-        the newest is opened: where that is damaged, an older one is loaded, and no pointer file was set back to it.
+        A save that was killed before it replaced them leaves them so, too, and then the newest is right. Where the
+        newest is damaged and an older one was loaded, no pointer file was set back to that.
         """
-        assert isinstance(self._listed, Search)
-        self._warned, newest = True, self._listed.listed()[0].tag
-        for pointer in (names.LATEST, names.TRACKER):
-            try:
-                told = read_regular(self.load_dir / pointer, _MAX_POINTER).decode().strip()
-            except (OSError, ValueError):  # what is wrong with `latest`, the search has told
-                continue
-            tag = told if pointer == names.LATEST else names.tag_of(int(told)) if told.isdecimal() else ""
-            if tag != newest and os.path.isfile(self.load_dir / tag / names.MANIFEST):
-                logger.warning(
-                    "%s names %s, and %s is loaded, which was committed later; --load-tag %s goes back to it",
-                    self.load_dir / pointer, tag, newest, tag,
-                )  # fmt: skip
+        if self.control.rank != 0 or self.load_tag is not None:
+            return
+        loaded = opened.candidate
+        with op.span("discover"):
+            for pointer in (names.LATEST, names.TRACKER):
+                try:
+                    told = read_regular(self.load_dir / pointer, _MAX_POINTER).decode().strip()
+                    tag = told if pointer == names.LATEST else names.tag_of(int(told)) if told.isdecimal() else ""
+                    older = Heading.of(self.load_dir / tag).sequence < loaded.sequence
+                except (OSError, ValueError):  # what is wrong with `latest`, the search has told
+                    continue
+                if older:
+                    logger.warning(
+                        "%s names %s, and %s is loaded, which was committed later; --load-tag %s goes back to it",
+                        self.load_dir / pointer, tag, loaded.tag, tag,
+                    )  # fmt: skip

@@ -119,6 +119,7 @@ class DirectLoad:
         self._reader = reader
         self._engine = engine
         self._directory = candidate.directory
+        self._told_as = candidate.place
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
         self._checkpoint = files
         self._foreign = foreign
@@ -270,7 +271,7 @@ class DirectLoad:
         return {self._directory / name: (name, file.num_bytes) for name, file in self._manifest.files.items()}
 
     def _read(self, reading: Reading, shares: Shares) -> _Read:
-        with UnderWay(READING, f"the reading of {self._directory}"):
+        with UnderWay(READING, f"the reading of {self._told_as}"):
             checksums = reading.run(shares, self._ctx.control.rank, self._op)
         note_loaded(reading.bytes_read, reading.num_files, self._op)
         return _Read(checksums, self._copies.used() if isinstance(self._checkpoint, MemoryFiles) else {})

@@ -37,7 +37,10 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monk
 def test_latest_of_a_damaged_newest_checkpoint_was_not_set_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names a checkpoint that was committed later than the one that is loaded in its place."""
+    """It names a checkpoint that was committed later than the one that is loaded in its place.
+
+    Nothing is said of a checkpoint that is only tried.
+    """
     for step in (2, 4):
         temporary = tmp_path / f".incomplete_global_step{step}_g1_{step}"
         temporary.mkdir()
@@ -54,18 +57,26 @@ def test_latest_of_a_damaged_newest_checkpoint_was_not_set_back(
     assert source.candidates(op) == ([4, 2], [])
     with pytest.raises(CheckpointRejectedError, match="has 3 bytes, 5 were saved"):
         source.open(op)
-    assert source.open(op).candidate.step == 2 and caplog.messages == []
+    older = source.open(op)
+    source.loaded(older, op)
+    assert older.candidate.step == 2 and caplog.messages == []
     (tmp_path / "global_step4" / "a").write_bytes(b"state")
     (tmp_path / "latest").write_text("global_step2")
     source = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None)
     source.candidates(op)
-    assert source.open(op).candidate.step == 4 and "--load-tag global_step2 goes back to it" in caplog.text
+    newest, older = source.open(op), source.open(op)  # the newest turns out to be damaged
+    source.loaded(older, op)
+    assert newest.candidate.step == 4 and caplog.messages == []
+    source.loaded(newest, op)
+    assert "--load-tag global_step2 goes back to it" in caplog.text
     (tmp_path / "of_deepspeed").mkdir()
     (tmp_path / "of_deepspeed" / "mp_rank_00_model_states.pt").touch()
     (tmp_path / "latest").write_text("of_deepspeed")
     source = storage.DirectorySource(ControlPlane(0, 1), tmp_path, None)
     source.candidates(op)
-    assert source.open(op).candidate.manifest is None
+    foreign = source.open(op)
+    source.loaded(foreign, op)
+    assert foreign.candidate.manifest is None
     assert " names global_step4, and of_deepspeed is loaded" in caplog.text
 
 
