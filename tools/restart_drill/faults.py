@@ -85,7 +85,7 @@ def store_endpoint() -> str:
         if os.environ.get(name):
             return os.environ[name]
     raise DrillError(
-        f"--fault {_STORAGE}...: {ENDPOINT_VARIABLES[1]} is not set: the drill puts a proxy between the job and the "
+        f"{ENDPOINT_VARIABLES[1]}: is not set, and for {_STORAGE}... the drill puts a proxy between the job and the "
         "server at that URL; set it"
     )
 

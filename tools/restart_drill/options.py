@@ -12,8 +12,9 @@ from megatron.config import ConfigError
 from megatron.config.uris import Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser
 
-from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal
+from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal, store_endpoint
 from .injection_points import STAGES, parse_injection_point
+from .launch import DrillError
 from .matrix import INJECTION_POINTS
 from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
 from .soak.schedule import LEFT_OUT, possible_faults
@@ -312,6 +313,8 @@ def _refusal_of_place(args: argparse.Namespace) -> str | None:
     in_bucket = isinstance(args.checkpoints, ObjectUri)
     if args.fault in STORAGE_FAULTS and not in_bucket:
         return f"--fault {args.fault}: a fault of object storage; give --checkpoints s3://BUCKET/PREFIX"
+    if (unset := _endpoint_refusal(args, (args.fault,))) is not None:
+        return unset
     if in_bucket and args.fault == DISK_FULL:
         return (
             f"--fault disk-full --checkpoints {args.checkpoints}: object storage has no disk to fill; give a directory"
@@ -321,6 +324,17 @@ def _refusal_of_place(args: argparse.Namespace) -> str | None:
             f"--cold-cache --checkpoints {args.checkpoints}: a load fetches from the store, whose caches cannot be "
             "dropped; remove --cold-cache"
         )
+    return None
+
+
+def _endpoint_refusal(args: argparse.Namespace, faults: Sequence[str]) -> str | None:
+    """Why no fault can be injected into object storage; None if it can, or none is to be."""
+    if not isinstance(args.checkpoints, ObjectUri) or not set(faults) & set(STORAGE_FAULTS):
+        return None
+    try:
+        store_endpoint()
+    except DrillError as error:
+        return str(error)
     return None
 
 
@@ -340,7 +354,7 @@ def _refusal_of_matrix(args: argparse.Namespace) -> str | None:
             f"--supervisors {','.join(args.supervisors)}: with --nodes-command the training command is one that only "
             "launch can supervise; give --supervisors launch"
         )
-    return _nodes_refusal(args, args.supervisors)
+    return _nodes_refusal(args, args.supervisors) or _endpoint_refusal(args, args.faults)
 
 
 def _refusal_of_soak(args: argparse.Namespace) -> str | None:

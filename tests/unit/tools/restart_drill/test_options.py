@@ -117,6 +117,23 @@ def test_a_wrong_command_line_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "selection",
+    ["--fault storage-fault:503 --at mid-save-write", "--matrix", "--matrix --faults sigkill-one,storage-fault:503"],
+)
+def test_faults_of_storage_ask_for_its_endpoint_at_once(
+    selection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A matrix would come to them in hours."""
+    words = [*shlex.split(selection), "--out", str(tmp_path / "new"), "--checkpoints", "s3://bucket/p", "--", "train"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(words)
+    assert stopped.value.code == 2 and "AWS_ENDPOINT_URL: is not set" in capsys.readouterr().err
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://store")
+    assert parse_arguments(words).command == ["train"]
+
+
 def test_the_training_follows_two_dashes(tmp_path: Path) -> None:
     right = ["--fault", "sigkill-all", "--at", "mid-step", "--out", str(tmp_path / "new"), "--", "train"]
     assert parse_arguments(right).command == ["train"]
