@@ -16,7 +16,7 @@ from megatron.config.uris import Location
 
 from .faults import STORAGE_FAULTS
 from .launch import DrillError
-from .plan import FORK, LAUNCH, RELAUNCH, TORCHRUN, Plan
+from .plan import FORK, LAUNCH, RELAUNCH, TORCHRUN, Plan, Saves
 
 PROGRAM = "pretrain_gpt.py"
 MEMORY = "memory"  # the engine whose saves the launcher holds in memory
@@ -158,19 +158,6 @@ def configuration(command: list[str], *, any_ranks: bool = False) -> Config | No
         raise DrillError(f"the training command on {ranks} ranks: {error}") from error
 
 
-@dataclass(frozen=True)
-class Saves:
-    """How often the training saves, as far as its command shows it.
-
-    `interval`: iterations between saves. `until_stored`: number of saves until one goes to storage. `in_memory`: the
-    launcher holds saves in memory.
-    """
-
-    interval: int | None = None
-    until_stored: int = 1
-    in_memory: bool = False
-
-
 def saves_of(command: list[str], *, on_nodes: bool = False) -> Saves:
     """How often `command` saves. `on_nodes`: it is a preset that starts megatron.launch on each node.
 
@@ -292,8 +279,5 @@ def with_commands(
     command = supervised(command, plan.supervisor, plan.restarts, plan.hang_limit_s, on_nodes=plan.on_nodes)
     if not set(plan.faults).isdisjoint(STORAGE_FAULTS):
         command = with_deadline(command)
-    found = saves_of(command, on_nodes=plan.on_nodes)
-    return replace(
-        plan, command=command, resumed_command=on_layout(command, sizes) if sizes.given else command,
-        saves_in_memory=found.in_memory, save_interval=found.interval, saves_until_stored=found.until_stored,
-    )  # fmt: skip
+    resumed = on_layout(command, sizes) if sizes.given else command
+    return replace(plan, command=command, resumed_command=resumed, saves=saves_of(command, on_nodes=plan.on_nodes))

@@ -18,6 +18,7 @@ from .injection import inject_and_watch
 from .injection_points import wait_for_span
 from .launch import GRACE_S, DrillError, Launch
 from .memory_saves import MemorySaves, ResumeSource, newest_resume_source
+from .nodes import LaunchOnNodes
 from .plan import Injection, Plan, PlannedInjection, say
 from .supervisors import Supervisor, supervisor_of
 
@@ -72,6 +73,8 @@ def _inject_and_restart(
     cache = _drop_page_cache(checkpoints) if supervisor.plan.cold_cache else page_cache.WARM
     drill_s = time.monotonic() - begin if supervisor.waits else 0.0
     supervisor.let_restart(cycle, planned.fault)
+    launch = supervisor.launch
+    stopped = launch if planned.fault == STOPPED and isinstance(launch, LaunchOnNodes) else None
     return Injection(
         cycle=cycle,
         fault=planned.fault,
@@ -85,8 +88,8 @@ def _inject_and_restart(
         failed_save=effect.failed_save,
         damaged=damaged,
         cache=cache,
-        unnamed=supervisor.launch.not_named() if planned.fault == STOPPED else (),
-        named_s=supervisor.launch.named_s() if planned.fault == STOPPED else None,
+        unnamed=() if stopped is None else stopped.not_named(),
+        named_s=None if stopped is None else stopped.named_s(),
         drill_s=drill_s,
     )
 
@@ -100,9 +103,9 @@ def _damage(fault: str, checkpoints: Checkpoints, in_memory: MemorySaves | None)
 
 def _lost_at_most(plan: Plan, source: ResumeSource) -> int | None:
     """Finished iterations between two saves to the tier of `source`; None if the command does not show it."""
-    if plan.save_interval is None:
+    if plan.saves.interval is None:
         return None
-    return plan.save_interval * (plan.saves_until_stored if source.tier == STORAGE else 1)
+    return plan.saves.interval * (plan.saves.until_stored if source.tier == STORAGE else 1)
 
 
 def _drop_page_cache(checkpoints: Checkpoints) -> str:

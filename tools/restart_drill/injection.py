@@ -46,7 +46,7 @@ def inject_and_watch(supervisor: Supervisor, cycle: int, planned: PlannedInjecti
     """
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
     # A later save may already be in the slot of the one before the damaged save: then only storage has one left.
-    saves_each = plan.saves_until_stored if planned.fault in DAMAGE else plan.saves_until_resumable
+    saves_each = plan.saves.until_stored if planned.fault in DAMAGE else plan.saves_until_resumable
     commits = max(planned.commits, commits_needed(planned.fault, cycle == 0, saves_each))
     iteration = wait_for(planned.point, launch, plan.trace_dir, cycle, commits, plan.limit_s)
     launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # during a start-up some are missing

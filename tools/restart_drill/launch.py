@@ -152,14 +152,6 @@ class Launch:
                 self._of_ranks.update(process.children(recursive=True))
         return _living(self._of_ranks)
 
-    def not_named(self) -> tuple[str, ...]:
-        """A message for each rank that did not name the stopped rank; only launches over nodes check that."""
-        return ()
-
-    def named_s(self) -> float | None:
-        """Seconds from the stop of a rank until the last of the others that named it had done so; None if none did."""
-        return None
-
     @property
     def pid(self) -> int:
         """The process id of the command itself, which is the launcher."""

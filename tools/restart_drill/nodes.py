@@ -213,6 +213,7 @@ class LaunchOnNodes(Launch):
         )
 
     def named_s(self) -> float | None:
+        """Seconds from the stop of a rank until the last of the others that named it had done so; None if none did."""
         times_ns = [at_ns for rank, at_ns in self._ranks_that_named().items() if rank != self._faulty_rank]
         return (max(times_ns) - self._injected_ns) / 1e9 if times_ns else None
 

@@ -34,6 +34,19 @@ def injection_before_restart(supervisor: str) -> PlannedInjection:
 
 
 @dataclass(frozen=True)
+class Saves:
+    """How often the training saves, as far as its command shows it.
+
+    `interval`: iterations between saves. `until_stored`: number of saves until one goes to storage. `in_memory`: the
+    launcher holds saves in memory.
+    """
+
+    interval: int | None = None
+    until_stored: int = 1
+    in_memory: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What each launch of a drill runs. Both commands are complete; `resumed_command` trains after the first fault."""
 
@@ -52,9 +65,7 @@ class Plan:
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
     to_the_end: bool = True  # False: the last launch is ended once it has caught up
     persist_interval: int | None = None  # added to commands that use engine memory; None: left as in the command
-    saves_in_memory: bool = False  # whether the launcher keeps saves in memory: engine memory
-    save_interval: int | None = None  # iterations; None: the command does not show it
-    saves_until_stored: int = 1  # number of saves until one of them goes to storage
+    saves: Saves = Saves()
     nodes_command: tuple[str, ...] = ()  # the program that injects faults into nodes; () for a job on this host alone
     nodes: tuple[int, ...] = (-1,)  # indices of the training nodes that faults go to
 
@@ -66,7 +77,7 @@ class Plan:
     @property
     def saves_until_resumable(self) -> int:
         """Number of saves until one survives the fault: saves in memory end with their launcher or replica group."""
-        return 1 if self.supervisor == LAUNCH and len(self.nodes) == 1 else self.saves_until_stored
+        return 1 if self.supervisor == LAUNCH and len(self.nodes) == 1 else self.saves.until_stored
 
     @property
     def trace_dir(self) -> Path:

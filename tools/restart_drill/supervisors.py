@@ -62,7 +62,7 @@ class Supervisor(ABC):
         if self.proxy is not None:
             command = ["env", f"{ENDPOINT_VARIABLES[0]}={self.proxy.url}", *command]
         launch = self._stack.enter_context(launched(command, log, self.plan.echo))
-        if self.plan.saves_in_memory:
+        if self.plan.saves.in_memory:
             self._memory_saves = LauncherMemorySaves(launch.pid)
         return launch
 
@@ -314,7 +314,7 @@ class AgentsOnNodes(LauncherInPlace):
         self.launch = self._stack.enter_context(cleaned_up(self.on_nodes))
 
     def memory_saves(self) -> MemorySaves | None:
-        return self.on_nodes.memory_saves() if self.plan.saves_in_memory else None
+        return self.on_nodes.memory_saves() if self.plan.saves.in_memory else None
 
     def _repair_after_first_step(self, cycle: int) -> None:
         tail = TraceTail(self.plan.trace_dir, cycle)

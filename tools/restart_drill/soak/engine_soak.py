@@ -120,7 +120,7 @@ class EngineSoak:
         plan, injections = self._plan, self._injections
         # A fault during the restart after damage may end the launcher, and the damaged slot with it, before a rank has
         # reported the damage.
-        in_training = not injections or (plan.saves_in_memory and injections[-1].damaged is not None)
+        in_training = not injections or (plan.saves.in_memory and injections[-1].damaged is not None)
         point = random_injection_point(fault, self._rng, on_nodes=plan.on_nodes, in_training=in_training)
         if isinstance(self._supervisor, AgentsOnNodes):
             self._lost_nodes += fault == LOST
@@ -129,7 +129,7 @@ class EngineSoak:
                 self._supervisor.on_nodes.await_spare(plan.limit_s)
         if point.during_restart:
             return PlannedInjection(fault, point)
-        self._await_commits(1 if injections or not plan.saves_in_memory else PERSIST_INTERVAL)
+        self._await_commits(1 if injections or not plan.saves.in_memory else PERSIST_INTERVAL)
         self._sample(RESTARTS, _AT_RESTARTS)
         self._count_commits()  # the snapshots took time
         return PlannedInjection(fault, point, max(commits, self._commits + 1))

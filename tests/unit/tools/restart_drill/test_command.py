@@ -15,6 +15,7 @@ from tools.restart_drill import command as commands
 from tools.restart_drill.command import Sizes
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.output import tolerances_of
+from tools.restart_drill.plan import Saves
 from tools.restart_drill.preset import expanded
 
 FLAGS = [
@@ -75,14 +76,14 @@ def test_what_the_command_says_of_its_saves() -> None:
     flags = [*FLAGS[:-7], "--save-interval", "3"]
     words = [*FORK, "pretrain_gpt.py", *flags]
 
-    def saves(launcher: list[str], engine: str, every: int | None = None) -> commands.Saves:
+    def saves(launcher: list[str], engine: str, every: int | None = None) -> Saves:
         training = [*launcher, "pretrain_gpt.py", *flags]
         return commands.saves_of(commands.completed(training, Path("a"), Path("b"), engine, every))
 
-    assert saves(FORK, "memory") == commands.Saves(3, 1, True)
-    assert saves(FORK, "memory", 5) == commands.Saves(3, 5, True)
-    assert saves(FORK, "lazy", 5) == commands.Saves(3, 1, False), "only engine memory takes the interval"
-    assert commands.saves_of(["bash", "train.sh"]) == commands.Saves()
+    assert saves(FORK, "memory") == Saves(3, 1, True)
+    assert saves(FORK, "memory", 5) == Saves(3, 5, True)
+    assert saves(FORK, "lazy", 5) == Saves(3, 1, False), "only engine memory takes the interval"
+    assert commands.saves_of(["bash", "train.sh"]) == Saves()
     assert "--persist-interval" in commands.completed(words, Path("a"), Path("b"), None, 5)
     with pytest.raises(DrillError, match=r"--checkpoint-engine memory: the command does not start megatron\.launch"):
         saves(["torchrun", "--nproc-per-node", "2"], "memory")
@@ -92,8 +93,8 @@ def test_what_a_preset_on_nodes_says_of_its_saves() -> None:
     """Its launcher is in a script, and the number of its ranks."""
     command = ["env", "MAX_RESTARTS=3", *training("bash", "run_preset.sh")]
     completed = commands.completed(command, Path("a"), Path("b"), "memory", 4)
-    assert commands.saves_of(completed, on_nodes=True) == commands.Saves(5, 4, True)
-    assert commands.saves_of(completed) == commands.Saves()
+    assert commands.saves_of(completed, on_nodes=True) == Saves(5, 4, True)
+    assert commands.saves_of(completed) == Saves()
 
 
 def test_no_launcher_restarts_what_the_drill_relaunches() -> None:
