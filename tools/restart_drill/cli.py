@@ -8,13 +8,11 @@ import random
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.checkpointing import ObjectStoreError
 
 from ..common.stopping import StoppedBySignal, stop_on_signals
 from . import command as commands
-from .checkpoints import checkpoints_at
 from .drill import in_turn, run_drill
 from .full_disk import GIB
 from .launch import DrillError
@@ -52,22 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     return COULD_NOT_RUN
 
 
-def base_plan(args: argparse.Namespace, training: list[str], *, continued: bool = False) -> Plan:
-    """The plan that the options give, without faults.
-
-    Raises DrillError if there are checkpoints at its place already, unless it is `continued`.
-    """
+def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
+    """The plan that the options give, without faults."""
     out = args.out.absolute()
-    place = out / "checkpoints" if args.checkpoints is None else args.checkpoints
-    if not continued and not checkpoints_at(place).is_empty():
-        new = "directory" if isinstance(place, Path) else "prefix"
-        raise DrillError(f"--checkpoints {place}: is not empty; give a new {new}")
     return Plan(
         command=training,
         resumed_command=training,
         supervisor=RELAUNCH,
         out=out,
-        checkpoints=place,
+        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints,
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
@@ -138,9 +129,9 @@ def _matrix(args: argparse.Namespace) -> bool:
 def _soak(args: argparse.Namespace, *, own_shm: bool) -> bool:
     # --nodes-command may differ: that of tests/cluster has the address of the cluster.
     given = {name: value for name, value in vars(args).items() if name not in ("out", "nodes_command")}
-    continued = claim(args.out, given)
+    claim(args.out, given)
     on_nodes = args.nodes_command is not None
-    base = base_plan(args, small(args.command, on_nodes=on_nodes, in_place=True), continued=continued)
+    base = base_plan(args, small(args.command, on_nodes=on_nodes, in_place=True))
     hosts = hosts_of_job() if on_nodes else ()
     options = SoakOptions(base, args.faults, args.seed, args.memory_limit, own_shm, hosts, args.spares)
     divided = goals(len(args.engines), len(args.faults), args.minutes, args.saves, args.restarts)

@@ -32,9 +32,12 @@ def run_drill(plan: Plan, schedule: Schedule, done: list[Injection]) -> None:
 
     Raises DrillError, with no process left.
     """
+    checkpoints = checkpoints_at(plan.checkpoints)
+    if not checkpoints.is_empty():
+        new = "directory" if isinstance(plan.checkpoints, Path) else "prefix"
+        raise DrillError(f"--checkpoints: {plan.checkpoints} is not empty; give a new {new}")
     for directory in (plan.out / "logs", plan.trace_dir):
         directory.mkdir(parents=True, exist_ok=True)
-    checkpoints = checkpoints_at(plan.checkpoints)
     checkpoints.create()
     if DISK_FULL in plan.faults:
         assert isinstance(plan.checkpoints, Path)

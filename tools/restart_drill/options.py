@@ -102,7 +102,7 @@ def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
                         help="seconds for each launch and each injection point (default: 300)")  # fmt: skip
     options.add(
         _ON_DISK, "--checkpoints",
-        "new directory or s3://BUCKET/PREFIX for the checkpoints, on the storage to be tested (default: below --out)",
+        "directory or s3://BUCKET/PREFIX for the checkpoints, on the storage to be tested (default: below --out)",
         type=_place, metavar="DIR",
     )  # fmt: skip
     options.add(_ON_DISK, "--disk-limit", "largest file system that disk-full may fill", type=_positive, default=4.0,

@@ -33,19 +33,15 @@ def goals(engines: int, faults: int, minutes: float | None, saves: int | None, r
     return found
 
 
-def claim(out: Path, options: dict[str, Any]) -> bool:
-    """Create `out`. Returns True if it is that of an earlier call with the same options, which this one continues.
-
-    Raises DrillError for any other directory.
-    """
+def claim(out: Path, options: dict[str, Any]) -> None:
+    """Create `out`, or accept that of an earlier call with the same options. Raises DrillError for any other."""
     file, text = out / "soak.json", json.dumps(options, default=str)
     if file.exists() and file.read_text() == text:
-        return True
+        return
     if out.exists() and any(out.iterdir()):
         raise DrillError(f"--out {out}: already exists and is not of a soak with these options; give a new directory")
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    return False
 
 
 def run_soak(options: SoakOptions, goal_of: Mapping[str, Goal]) -> bool:
@@ -64,8 +60,9 @@ def _of_engine(options: SoakOptions, engine: str, goal: Goal) -> EngineResult:
     file = base.out / engine / "result.json"
     if file.exists():
         return EngineResult(**json.loads(file.read_text()))
-    for place in (base.out / engine, below(base.checkpoints, engine)):
-        shutil.rmtree(str(place), ignore_errors=True)  # an earlier call may have been stopped
+    if file.parent.exists():  # an earlier call was stopped
+        for place in (file.parent, below(base.checkpoints, engine)):
+            shutil.rmtree(str(place), ignore_errors=True)
     say(f"engine {engine}")
     result = EngineSoak(options, engine, goal).run()
     file.write_text(json.dumps(asdict(result), indent=1))

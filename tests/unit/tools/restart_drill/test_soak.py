@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -173,7 +174,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_soak_that_goes_on_begins_its_engine_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_soak_removes_its_own_checkpoints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher is a stand-in that fails: what is looked at is what an earlier call had left."""
     launcher, place = tmp_path / "megatron" / "launch", tmp_path / "place"
     launcher.parent.mkdir()
@@ -190,9 +191,15 @@ def test_a_soak_that_goes_on_begins_its_engine_anew(tmp_path: Path, capsys: pyte
         "1",
     ]
     command = [*argv, "--faults", "sigkill-all", "--", sys.executable, str(launcher), *TRAINING[1:]]
-    assert main(command) == 2 and "the launch ended with exit code 3" in capsys.readouterr().err
-    checkpoint(place / "lazy", 9)
-    assert main(command) == 2 and list((place / "lazy").iterdir()) == []
+    other = checkpoint(place / "lazy", 9)
+    assert main(command) == 2 and f"--checkpoints: {place / 'lazy'} is not empty" in capsys.readouterr().err
+    assert other.is_dir()
+    shutil.rmtree(place)
+    (place / "lost+found").mkdir(parents=True)
+    for _ in range(2):  # the second call goes on with the first one's soak
+        assert main(command) == 2 and "the launch ended with exit code 3" in capsys.readouterr().err
+        assert list((place / "lazy").iterdir()) == []
+        checkpoint(place / "lazy", 9)
 
 
 def test_saves_and_restarts_are_divided_among_the_engines() -> None:
