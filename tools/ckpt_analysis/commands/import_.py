@@ -11,11 +11,13 @@ EXAMPLES = """\
   %(prog)s train.log -o runs/baseline     the same into runs/baseline
   ckpt-analysis report train-imported     show what the log contains; the rest is marked as not recorded
   zcat train.log.gz | %(prog)s - -o runs/baseline
+  cat structured_logs/*.jsonl | %(prog)s - -o runs/titan --world-size 64     torchtitan's structured logs of a launch
   %(prog)s spans.jsonl --from otlp -o runs/again       the trace that `export --format otlp` wrote as spans
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
 reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
-timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
+timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint), DeepSpeed's FastPersist statistics, and
+torchtitan's structured logs.
 """
 
 

@@ -56,6 +56,8 @@ class Draft:
     arguments: dict[str, str] = field(default_factory=dict)
     parameters: set[int] = field(default_factory=set)
     engine: str | None = None
+    # (what, step) -> rank -> seconds, of logs that each rank writes for itself
+    rank_seconds: dict[tuple[str, int | None], dict[int, float]] = field(default_factory=dict)
     known_lines: int = 0  # lines in which a format has found something
     line_number: int = 0
     moment: datetime | None = None  # date of the current line
@@ -115,6 +117,22 @@ class Draft:
                 "them and import each part"
             )
         self._launched_at = self.line_number
+
+    def add_rank_seconds(self, what: tuple[str, int | None], rank: int, seconds: float) -> dict[int, float]:
+        """Note what a rank took; returns what all ranks took so far.
+
+        Raises CouldNotRunError if the rank has said it before.
+        """
+        of_ranks = self.rank_seconds.setdefault(what, {})
+        if rank in of_ranks:
+            name, step = what
+            which = "" if step is None else f" of step {step}"
+            raise CouldNotRunError(
+                f"line {self.line_number}: rank {rank} ends {name}{which} a second time, so the log holds several "
+                "launches: import the files of each launch by themselves"
+            )
+        of_ranks[rank] = seconds
+        return of_ranks
 
     def add_iteration(self, step: str, **known: float | None) -> None:
         """What a line says of a step beside what earlier lines said."""

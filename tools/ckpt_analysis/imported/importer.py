@@ -17,7 +17,7 @@ STANDARD_INPUT = "-"
 _LONGEST_LINE = 1 << 20  # bytes; no line that is known is longer, and garbage without a newline must not fill memory
 _EXPECTED = (
     "give the output of a Megatron-DeepSpeed training (its `save-checkpoint` timers, `CkptTime` or `saving "
-    "checkpoint` lines), or of a run with FastPersist's show_statistics"
+    "checkpoint` lines), of a run with FastPersist's show_statistics, or structured logs of torchtitan"
 )
 
 
