@@ -127,7 +127,7 @@ class Trained:
         log = _Log()
         try:
             failed = self._save(config, step)
-        except (CheckpointSaveError, ObjectStoreError, OSError) as error:
+        except (CheckpointSaveError, ConfigError, ObjectStoreError, OSError) as error:
             failed = f"{type(error).__name__}: {error}"
         return Ended(step if failed is None else None, failed, self.hashes(), log.warnings)
 

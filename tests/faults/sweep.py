@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tests.faults.launches import Ended, Trained
     from tests.faults.two_ranks import TwoRanks
 
+# Storage that does not answer costs the time that the client waits: by default two minutes.
+_SOON = ["--storage-deadline", "5"]
 # Name -> flags. `memory` keeps saves in slots, of which calls count, too.
 SCENARIOS: dict[str, list[str]] = {
     "torch": ["--checkpoint-engine", "torch"],
@@ -49,8 +51,8 @@ SCENARIOS: dict[str, list[str]] = {
     "torchsnapshot": ["--checkpoint-engine", "torchsnapshot"],
     "dcp": ["--checkpoint-engine", "dcp"],
     "dcp-async": ["--checkpoint-engine", "dcp-async"],
-    "torch-stored": ["--checkpoint-engine", "torch"],
-    "lazy-stored": ["--checkpoint-engine", "lazy"],
+    "torch-stored": ["--checkpoint-engine", "torch", *_SOON],
+    "lazy-stored": ["--checkpoint-engine", "lazy", *_SOON],
     "torch-rank-0": ["--checkpoint-engine", "torch"],
     "torch-rank-1": ["--checkpoint-engine", "torch"],
     "lazy-rank-0": ["--checkpoint-engine", "lazy"],

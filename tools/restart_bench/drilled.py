@@ -58,7 +58,7 @@ def kill_and_resume(start: Start) -> int:
     run.say(str(recomputed))
     run.say(
         f"3/4 training {run.iters} iterations on {run.layout.world_size} ranks ({run.device}), a save every "
-        f"{run.save_interval}; SIGKILL at {kill_at(run)}, then again"
+        f"{run.save_interval}; SIGKILL at {kill_at(run)}, then again. Their output is in {directory}/logs"
     )
     sys.stdout.flush()
     words = _drill(launch_of(run, flags, with_id=False, master_port=free_port_of(run)), directory)
@@ -121,7 +121,7 @@ def _drill(launch: Launch, directory: Path) -> list[str]:
     """
     run = launch.run
     return [
-        "--fault", "sigkill-all", "--at", f"iteration:{kill_at(run)}", "--no-reference",
+        "--fault", "sigkill-all", "--at", f"iteration:{kill_at(run)}", "--no-reference", "--quiet",
         "--time-limit", run.time_limit or _TIME_LIMIT_S, "--out", str(directory), "--checkpoints", run.save_dir,
         "--", *launcher_of(run).command(launch, 0),
     ]  # fmt: skip

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 HELP = "show where saves, loads and restarts of a traced run spent their time"
 EXAMPLES = """\
-  %(prog)s $trace                             where the last save and restart went, rank by rank
+  %(prog)s $trace                             where the restart went, four numbers, and what would help
   %(prog)s SAVE_DIR                           a directory of --save: its restart_trace/ is analysed
   %(prog)s $trace -o report                   and report/ckpt_report.html: figures, tables, findings
   %(prog)s runs/torch runs/lazy -o cmp.html   two runs side by side, in the terminal and as a page
-  %(prog)s --all $trace                       every save and launch in full
+  %(prog)s --all $trace                       everything, phase by phase and rank by rank
   %(prog)s --format json $trace > out.json    the same numbers for programs
   %(prog)s --target restart_s=60 --target blocked_s=2 $trace      exit 1 if a restart or a save took longer
   %(prog)s --strict $trace                    exit 1 if anything is missing, torn, failed or unfinished
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "save that the HTML report shows in detail (default: the newest that all ranks finished)"
     parser.add_argument("--checkpoint", metavar="TAG", help=help_)
     add_format(parser, "table", "json")
-    parser.add_argument("--all", action="store_true", help="show every save and every launch in full")
+    parser.add_argument(
+        "--all", action="store_true", help="after the first screen, show everything: each start, load, save and finding"
+    )
     parser.add_argument("--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks")
     add_strict(parser)
     add_target(parser)

@@ -34,6 +34,15 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class PathPart:
+    """Seconds that the path spends on `rank` in `phase`, its details included, one after another."""
+
+    rank: int
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Stretch:
     """What a rank did from start_ns to end_ns. `meeting`: the (phase, occurrence) in which it waited, at this time,
     for the rank that came last, at `came_ns`; None where it waited for nobody."""
@@ -90,6 +99,17 @@ def critical_path(windows: pl.DataFrame) -> list[Segment]:
         if jump is None:
             return path[::-1]
         rank, until = jump
+
+
+def parts_of_path(path: list[Segment]) -> list[PathPart]:
+    """The path, first part first."""
+    parts: list[PathPart] = []
+    for segment in path:
+        phase, took_s = segment.phase.split("/")[0], (segment.end_ns - segment.start_ns) / 1e9
+        if parts and (parts[-1].rank, parts[-1].phase) == (segment.rank, phase):
+            took_s += parts.pop().seconds
+        parts.append(PathPart(segment.rank, phase, took_s))
+    return parts
 
 
 def stretches_of_ranks(windows: pl.DataFrame) -> dict[int, list[Stretch]]:

@@ -15,7 +15,7 @@ _WORDS = {
     "restarting": "restarting",
     "training": "training that counts",
     "blocked": "blocked by saves",
-    "lost": "lost work",
+    "lost": "lost to failures",
     "other": "other",
 }
 

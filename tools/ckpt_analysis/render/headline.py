@@ -56,19 +56,29 @@ def _blocked(report: Report) -> HeadlineNumber:
         return HeadlineNumber(title, NOT_RECORDED, "no save was recorded to its end", figure)
     digits = digits_for(max(blocked))
     note = f"median of {plural(len(blocked), 'save')}, longest {seconds(max(blocked), digits)} s"
+    newest = report.complete_saves[-1]
+    if newest.durable_s is not None:
+        note += f"; the newest durable after {seconds(newest.durable_s, digits)} s"
+    elif newest.committed_s is not None:
+        note += f"; the newest committed, not durable, after {seconds(newest.committed_s, digits)} s"
     return HeadlineNumber(title, f"{seconds(median(blocked), digits)} s", note, figure)
 
 
 def _lost(report: Report) -> HeadlineNumber:
     title, figure = "Lost work", "budget"
     lost = [start for start in report.restarts if start.lost_work_s is not None]
+    if not report.starts:
+        return HeadlineNumber(title, NOT_RECORDED, "no start was recorded", figure)
     if not report.restarts:
         return HeadlineNumber(title, "0 s", "the run had no restart", figure)
     if not lost:
         return HeadlineNumber(title, NOT_RECORDED, "no restart says which step it resumed after", figure)
     took_s = sum(start.lost_work_s or 0.0 for start in lost)
     steps = plural(sum(start.lost_steps or 0 for start in lost), "step")
-    return HeadlineNumber(title, f"{seconds(took_s)} s", f"{steps} undone in {plural(len(lost), 'restart')}", figure)
+    note = f"{steps} undone in {plural(len(lost), 'restart')}"
+    if lost[-1].failure_to_caught_up_s is not None:
+        note += f"; the last caught up {seconds(lost[-1].failure_to_caught_up_s)} s after the failure"
+    return HeadlineNumber(title, f"{seconds(took_s)} s", note, figure)
 
 
 def _coverage(report: Report) -> HeadlineNumber:

@@ -50,6 +50,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "loads": [_operation(stats) for stats in report.loads],
         "restarts": [_start(start) for start in report.restarts],
         "launches": [_start(start) for start in report.first_launches],
+        "critical_path": _critical_path(report),
         "problems": [_fields(problem, "kind severity message data") for problem in report.problems],
         "findings": [_fields(finding, _FINDING) for finding in report.findings],
         "model": report.model,
@@ -57,6 +58,13 @@ def to_dict(report: Report) -> dict[str, Any]:
         "targets": [_fields(target, _TARGET) | {"met": target.met} for target in report.targets],
         "budget": _budget(report.budget) if report.budget else None,
     }
+
+
+def _critical_path(report: Report) -> dict[str, Any] | None:
+    start = report.longest_start
+    if start is None or not report.critical_path:
+        return None
+    return {"cycle": start.cycle, "parts": [_fields(part, "rank phase seconds") for part in report.critical_path]}
 
 
 def _budget(budget: Budget) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report as text: header, problems, the answer, then a table per restart, load and save."""
+"""The report as text: the first screen and, on request, everything else, with a table per start, load and save."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from ..metrics.store_traffic import StoreTraffic
 from ..metrics.tiers import Replication, TierRead
 from ..model.run_info import CycleInfo
 from ..report import Report
-from .answer import answer, goodput_sentence, no_first_step
+from .answer import answer, no_first_step
+from .overview import overview
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 from .storage import storage_text
-from .targets import COLUMNS as TARGETS
 
 _MOST_STORAGE = 2  # directories that a header names
 _BAR = 40  # columns that a restart is drawn in, where the terminal has them
 _BESIDE_THE_BAR = 68  # columns of the table that the bars are in
-_SMALL = 0.01  # of the whole: rows below are one row, without --all
 # Columns that a narrow terminal has no room for, the first to go first.
 _OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "GB/s")
 _OPTIONAL_OF_PHASES = ("spread s", "files", "min s", "rank", "blocking", "GB/s", "bytes", "median s")
@@ -46,31 +45,30 @@ _SAVES: tuple[Column[OperationStats], ...] = (
 
 
 def render(report: Report, style: Style, *, show_all: bool = False) -> str:
-    """The whole report. Of many saves the last one is shown in full and the others in a line each."""
+    """The first screen; with `show_all` everything else, too: a table per start, load and save."""
     report = shown(report)
+    lines = overview(report, style)
+    if show_all:
+        lines += ["", *_details(report, style)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _details(report: Report, style: Style) -> list[str]:
     lines = [fitted for line in _header(report, style) for fitted in _fitted(line)]
     lines += _problems(report.problems, style)
     lines += ["", *textwrap.wrap(" ".join(answer(report)), text_width())]
-    if report.targets:
-        rows = fitted_table(TARGETS, report.targets, style)
-        lines += ["", style.heading("Targets"), *(style.error(row) if "MISSED" in row else row for row in rows)]
     lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:
-        if show_all or start.is_restart or not report.restarts:
-            lines += ["", *_start(start, coordinates, style, show_all)]
+        lines += ["", *_start(start, coordinates, style)]
     for load in report.loads:
-        lines += ["", *_operation(load, coordinates, style, show_all)]
-    full = report.saves if show_all else report.saves[-1:]
-    if len(report.saves) > len(full):
+        lines += ["", *_operation(load, coordinates, style)]
+    if len(report.saves) > 1:
         table = fitted_table(_SAVES, report.saves, style, optional=_OPTIONAL_OF_SAVES)
         lines += ["", style.heading(f"Saves ({len(report.saves)})"), *table]
-    for save in full:
-        lines += ["", *_operation(save, coordinates, style, show_all)]
-    lines += ["", *_hints(report, show_all)]
-    if report.budget:  # what the whole run lost is what one looks for, and the end is what a terminal shows
-        lines += ["", *textwrap.wrap(goodput_sentence(report.budget), text_width())]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    for save in report.saves:
+        lines += ["", *_operation(save, coordinates, style)]
+    return [*lines, "", "docs/metrics.md defines every number; GB is 1e9 bytes."]
 
 
 def _header(report: Report, style: Style) -> list[str]:
@@ -131,7 +129,7 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
     return lines
 
 
-def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all: bool) -> list[str]:
+def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[str]:
     first = start.wall
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
@@ -160,15 +158,14 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all:
     lines.append(f"  coverage {_coverage(start)}")
     lines = [fitted for line in lines for fitted in _fitted(line)]
     if start.restart_s is not None:
-        lines += [*_waterfall(start, start.restart_s, style, show_all), ""]
-    lines += _phase_lines(start, "to first step", style, show_all)
+        lines += [*_waterfall(start, start.restart_s, style), ""]
+    lines += _phase_lines(start, "to first step", style)
     return lines + _rank_lines(start, coordinates, style)
 
 
-def _waterfall(start: StartStats, whole_s: float, style: Style, show_all: bool) -> list[str]:
+def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
     """From the failure to the first step in parts that follow one another, each drawn where it lies."""
     parts = parts_of(start)
-    small = [] if show_all else _small({name: took for name, took in parts.items() if name != UNNAMED}, whole_s)
     bar = min(_BAR, max((terminal_width() or _BAR + _BESIDE_THE_BAR) - _BESIDE_THE_BAR, 0))
     rows = []
     until = 0.0
@@ -176,32 +173,15 @@ def _waterfall(start: StartStats, whole_s: float, style: Style, show_all: bool) 
         begin, until = until, until + took
         left, right = (round(bar * moment / whole_s) for moment in (begin, until))
         drawn = (" " * left + "#" * (right - left)).ljust(bar)
-        if name not in small:
-            rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
-    if small:
-        took = sum(parts[name] for name in small)
-        rows.append(("other", seconds(took), "", f"{100 * took / whole_s:.1f} %", " " * bar))
+        rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
     accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
     name = f"to first step, critical rank {count(start.critical_rank)}"
     header = (name, "took s", "until s", "share", " " * bar)
     accounted_for = f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"
-    return [*text_table(header, rows, style), *_named(small), accounted_for]
+    return [*text_table(header, rows, style), accounted_for]
 
 
-def _small(times_s: dict[str, float], whole_s: float) -> list[str]:
-    """Names of what takes less than _SMALL of the whole; none if that is one alone, which is a row as well."""
-    small = [name for name, took in times_s.items() if took < _SMALL * whole_s]
-    return small if len(small) > 1 else []
-
-
-def _named(small: list[str]) -> list[str]:
-    if not small:
-        return []
-    text = f"  other: {', '.join(small)}, each under 1 % (--all shows them)"
-    return textwrap.wrap(text, text_width(), subsequent_indent=" " * 6)
-
-
-def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, show_all: bool) -> list[str]:
+def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -> list[str]:
     title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
     ran = f"{plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}"
@@ -230,7 +210,7 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, s
     if stats.store_traffic is not None:
         lines += _fitted("  " + _store_traffic(stats.store_traffic))
     lines.append(f"  coverage {_coverage(stats)}")
-    lines += _phase_lines(stats, f"whole {stats.operation}", style, show_all)
+    lines += _phase_lines(stats, f"whole {stats.operation}", style)
     return lines + _rank_lines(stats, coordinates, style)
 
 
@@ -285,7 +265,7 @@ def _on_critical_rank(start: StartStats) -> str:
     return "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
 
 
-def _phase_lines(stats: Stats, whole: str, style: Style, show_all: bool) -> list[str]:
+def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
     wall = stats.wall
     digits = digits_for(wall.max_s if wall else 0.0)
     critical = None if stats.critical_rank is None else f"critical rank {stats.critical_rank}"
@@ -296,13 +276,12 @@ def _phase_lines(stats: Stats, whole: str, style: Style, show_all: bool) -> list
         *volume_columns(unknown=""),
         blocking_column("blocking"),
     ]
-    small = [] if show_all or not wall else _small({p.name: p.time.max_s for p in stats.phases}, wall.max_s)
-    lines = phase_lines([phase for phase in stats.phases if phase.name not in small], detail="  {detail}")
+    lines = phase_lines(stats.phases, detail="  {detail}")
     lines += [PhaseLine("unattributed", stats.unattributed)] if stats.unattributed else []
     lines += [PhaseLine(whole, wall)] if wall else []
     if not lines:
         return ["  no phases recorded"]
-    return [*fitted_table(columns, lines, style, optional=_OPTIONAL_OF_PHASES), *_named(small)]
+    return fitted_table(columns, lines, style, optional=_OPTIONAL_OF_PHASES)
 
 
 def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[str]:
@@ -342,14 +321,3 @@ def _rank_table(stats: Stats, coordinates: _Coordinates, kept: list[str], digits
         rest = seconds(rank.unattributed_s, digits)
         rows.append((label, *took, rest, seconds(rank.wall_s, digits), percent(rank.coverage)))
     return text_table(header, rows, style)
-
-
-def _hints(report: Report, show_all: bool) -> list[str]:
-    hints = ["Every number is defined in docs/metrics.md; GB is 1e9 bytes. -o DIR writes figures into one HTML file."]
-    if not show_all and len(report.saves) > 1:
-        hints.append("--all shows every save in full.")
-    incomplete = [info for info in report.cycles if info.missing]
-    if incomplete:
-        last = incomplete[-1]
-        hints.append(f"Ranks {number_list(last.missing)} of cycle {last.cycle} are not in these numbers.")
-    return textwrap.wrap(" ".join(hints), text_width())

@@ -54,7 +54,8 @@ def draw(run: RunData) -> Content:
         return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
     starts = run.report.starts
     by_start = table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)
-    windows = start_windows(run.frames, run.start.group).with_columns(_PHASE)
+    windows = start_windows(run.frames, run.start.group)
+    path, windows = critical_path(windows), windows.with_columns(_PHASE)
     rank = run.start.critical_rank
     own = [] if rank is None else critical_path(windows.filter(pl.col("rank") == rank))
     if not own:
@@ -64,7 +65,6 @@ def draw(run: RunData) -> Content:
     parts = parts_of(run.start)
     rows = _failure_rows(failure.times, own[0], origin, parts) if failure else []
     rows += _phase_rows(own, windows, origin, parts)
-    path = critical_path(windows)
     notes = [_ranks_on_path(path)]
     if run.start.is_restart and failure is None:
         notes.append(

@@ -421,7 +421,7 @@ def test_findings_are_in_json_and_terminal_costliest_first(tmp_path: Path) -> No
     content = to_dict(report)["findings"]
     assert [found["rule"] for found in content] == ["fsync_dominates", "straggling_rank", "barrier_skew"]
     assert [found["cost_s"] for found in content] == pytest.approx([3.0, 2.0, 2.0])
-    text = " ".join(render(report, Style(io.StringIO())).split())
+    text = " ".join(render(report, Style(io.StringIO()), show_all=True).split())
     for found in content:
         assert f"{found['title']} ({found['rule']})" in text and found["advice"] in text
 

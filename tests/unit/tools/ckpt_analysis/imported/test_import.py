@@ -205,7 +205,7 @@ def test_every_reader_takes_an_imported_directory(tmp_path: Path, capsys: pytest
     assert main(["import", str(log)]) == 0
     directory = tmp_path / "train-imported"
     assert f"{directory / 'imported.json'}: 6 saves, 1 loads, 6 iterations on 4 ranks" in capsys.readouterr().out
-    assert main([str(directory)]) == 0
+    assert main(["--all", str(directory)]) == 0
     text = capsys.readouterr().out
     assert "TP2 PP1 DP2, 4 ranks on hosts not recorded" in text and "blocked training for 1.050 s" in text
     assert "None" not in text and "coverage not recorded" in text
@@ -318,7 +318,7 @@ class TestALogOfTheStudysSize:
         assert run.listing.low_bytes is not None and run.listing.high_bytes is not None
         assert 43.5e9 < run.listing.low_bytes < run.listing.high_bytes < 44.5e9
         assert run.listing.step == 1  # by the files' times, the first save and not the last
-        text = render(to_report(run, tmp_path), Style(io.StringIO()))
+        text = render(to_report(run, tmp_path), Style(io.StringIO()), show_all=True)
         assert "TP4 PP1 DP1, 4 ranks on hosts not recorded" in text and "132 files" in text
 
     def test_torchsnapshot(self, tmp_path: Path) -> None:

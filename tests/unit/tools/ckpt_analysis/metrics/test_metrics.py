@@ -223,7 +223,7 @@ def test_not_durable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert save["durable_s"] is None
     assert save["committed_s"] == pytest.approx(0.379, abs=1e-9)
     assert main([str(tmp_path)]) == 0
-    assert "committed, not durable" in capsys.readouterr().out
+    assert "committed, not durable" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_supervisor(tmp_path: Path, sound: dict[str, Any]) -> None:

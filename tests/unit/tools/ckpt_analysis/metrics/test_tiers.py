@@ -79,7 +79,7 @@ def test_what_each_host_read_from_which_tier(tmp_path: Path) -> None:
         ("storage", "node0", [1], 10 * MB),
     ]
     assert [t["seconds"] for t in load["tiers"]] == pytest.approx([0.01, 0.01, 0.01, 0.067, 0.01])
-    text = render(report, Style(io.StringIO()))
+    text = render(report, Style(io.StringIO()), show_all=True)
     assert re.search(r"^  peer +node3 +6-7 +20.0 MB +0.067$", text, re.MULTILINE), text
 
 
@@ -99,7 +99,7 @@ def test_copies_of_a_save(tmp_path: Path) -> None:
         {"ranks": 8, "bytes": 80 * MB, "seconds": 0.3, "slowest_rank": 5, "waited_s": 0.07, "at_once_bytes": 8 * MB}
     )
     assert "copies to other hosts: 80.0 MB of 8 ranks in 0.300 s (rank 5), 8.0 MB of them at once" in render(
-        report, Style(io.StringIO())
+        report, Style(io.StringIO()), show_all=True
     )
 
 

@@ -96,7 +96,7 @@ def test_the_four_numbers_stand_before_folded_facts(page: Page) -> None:
     titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
     assert titles == ["Time to first step", "Blocked per save", "Lost work", "Coverage"]
     # Rank 2 imports longest; ranks leave the first step together; rank 5 writes longest; rank 4 trains slowest.
-    assert values[2] == "0.330 s" and notes[2] == "3 steps undone in 1 restart"
+    assert values[2] == "0.330 s" and notes[2].startswith("3 steps undone in 1 restart; ")
     assert notes[0].startswith("restart of cycle 1, from process start; ") and notes[0].endswith(" s from the failure")
     assert notes[1].startswith("median of 2 saves, longest 0.") and values[3].endswith(" %")
     assert "open" not in next(e for e in page.all("details") if e.attributes.get("class") == "data").attributes
@@ -278,7 +278,7 @@ def test_a_label_stands_above_everything_and_in_every_report(
     assert '<p class="label">' not in page_of(tmp_path / "bare")
 
     assert main([str(tmp_path / "scaled")]) in (0, 1)
-    assert f"  label       {label}" in capsys.readouterr().out
+    assert f"  label: {label}" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "scaled"), str(tmp_path / "bare")]) in (0, 1)
     assert label in capsys.readouterr().out
 
