@@ -1,11 +1,20 @@
-"""The figures of a run's report, in their order."""
+"""The figures of a run's report, in their order. The first one stands at the head of the page."""
 
 from __future__ import annotations
 
-from . import barriers, breakdown, budget, device, files, gantt, heatmap, steps, throughput, waterfall
+from . import barriers, breakdown, budget, device, files, gantt, heatmap, restart, steps, throughput, waterfall
 from .content import Figure
 
 FIGURES: tuple[Figure, ...] = (
+    Figure(
+        "restart",
+        "Restart",
+        "The restart over all ranks",
+        restart.draw,
+        "What each rank did from the failure to its first step, phase by phase; the line is the critical path, which "
+        "goes on with the rank that was waited for.",
+        ("critical path", "restart_s", "time_to_first_step_s"),
+    ),
     Figure(
         "budget",
         "Budget",
@@ -18,7 +27,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure(
         "waterfall",
-        "Restart",
+        "Waterfall",
         "Restart, from the failure to the first step",
         waterfall.draw,
         "Phases one after the other on the critical rank, in which a rank also waits for others; they add up to "

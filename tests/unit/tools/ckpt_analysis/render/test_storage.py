@@ -26,7 +26,7 @@ def test_directories_and_mounts_of_the_newest_cycle(tmp_path: Path, capsys: pyte
         {"use": "save", "directory": "/scratch/new", "mount": MOUNT, "ranks": 8},
         {"use": "load", "directory": "/mnt/one", "mount": "disk on / type xfs (ro)", "ranks": 1},
     ]
-    assert main([str(tmp_path), "-o", str(tmp_path)]) == 0
+    assert main(["--all", str(tmp_path), "-o", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert f"  save        /scratch/new on 8 ranks: {MOUNT}\n" in text
     assert "  load        /mnt/one on 1 rank: disk on / type xfs (ro)\n" in text

@@ -116,12 +116,12 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
 
 
 @pytest.mark.parametrize(("width", "colours"), [(1400, "light"), (800, "dark")])
-def test_the_answer_and_the_four_numbers_are_seen_first(
+def test_the_picture_and_the_four_numbers_are_seen_first(
     fresh: Watched, width: int, colours: Literal["light", "dark"]
 ) -> None:
     fresh.page.emulate_media(color_scheme=colours)
     fresh.page.set_viewport_size({"width": width, "height": 900})
-    for part in ("#summary .answer", "#summary .numbers"):
+    for part in ("#summary .numbers", "#summary #restart .plot"):
         box = fresh.page.locator(part).bounding_box()
         assert box and box["y"] > 0 and box["y"] + box["height"] < 900, part
     assert not fresh.page.locator("#summary .facts").is_visible()

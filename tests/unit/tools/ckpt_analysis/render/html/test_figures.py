@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from array import array
 from pathlib import Path
@@ -15,10 +16,10 @@ from restart_trace.schema import PHASES
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of, page_of
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, write_trace
-from tools.ckpt_analysis.metrics.critical_path import Segment, critical_path, start_windows
+from tools.ckpt_analysis.metrics.critical_path import Segment, critical_path, parts_of_path, start_windows
 from tools.ckpt_analysis.metrics.restart_parts import parts_of
 from tools.ckpt_analysis.render.answer import answer
-from tools.ckpt_analysis.render.html import colours, heatmap
+from tools.ckpt_analysis.render.html import colours, heatmap, restart
 from tools.ckpt_analysis.render.html.figures import FIGURES
 from tools.ckpt_analysis.render.html.plots import matrix
 from tools.ckpt_analysis.render.html.run_data import choose
@@ -83,6 +84,48 @@ def test_critical_path_takes_the_innermost_span_and_names_gaps() -> None:
         (0, "unattributed", 10, 11),
         (0, "first_step", 11, 12),
     ]
+
+
+def test_details_of_one_phase_are_meetings_of_their_own() -> None:
+    """Rank 1 comes last to the first of two barriers, rank 0 to the second."""
+    table = windows(
+        (0, "imports", 0, 1), (0, "barrier/a", 1, 3.1), (0, "data_build", 3.1, 6), (0, "barrier/b", 6, 6.1),
+        (0, "first_step", 6.1, 7),
+        (1, "imports", 0, 3), (1, "barrier/a", 3, 3.1), (1, "barrier/b", 3.1, 6.1), (1, "first_step", 6.1, 7),
+    )  # fmt: skip
+    parts = [(part.rank, part.phase, round(part.seconds, 9)) for part in parts_of_path(critical_path(table))]
+    assert parts == [
+        (1, "imports", 3), (0, "barrier", 0.1), (0, "data_build", 2.9), (0, "barrier", 0.1), (0, "first_step", 0.9),
+    ]  # fmt: skip
+
+
+def test_the_restart_is_drawn_over_all_ranks(trace: Path) -> None:
+    """From the failure to the first step: what the supervisor did, a lane per rank, and the path as a line."""
+    run = choose(analysis_of(trace))
+    assert run.start is not None and run.start.restart_s is not None
+    (plot,) = restart.draw(run).plots
+    (variant,) = plot.variants
+    lanes = variant.layout["yaxis"]["categoryarray"][::-1]
+    assert lanes == ["supervisor", *(f"rank {rank}, node{rank // 4}" for rank in range(RANKS))]
+    bars: dict[str, list[tuple[float, float]]] = {}
+    for phase in variant.data[:-1]:
+        for lane, begin, length in zip(phase["y"], phase["base"], phase["x"], strict=True):
+            bars.setdefault(lane, []).append((begin, begin + length))
+    for mine in bars.values():  # no bar hides another
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(sorted(mine)))
+    ends = {lane: max(end for _, end in mine) for lane, mine in bars.items()}
+    assert ends["rank 2, node0"] == pytest.approx(run.start.restart_s) == max(ends.values())
+    line = variant.data[-1]
+    assert line["name"] == "critical path" and set(line["y"]) == {"rank 2, node0"}
+    assert line["x"][0] == pytest.approx(ends["supervisor"]) and line["x"][-1] == pytest.approx(run.start.restart_s)
+
+
+def test_of_many_ranks_those_on_the_path_are_drawn_and_others() -> None:
+    assert restart.shown_ranks(range(48), {3}) == list(range(48))
+    shown = restart.shown_ranks(range(10_000), {7, 9_999})
+    assert 40 <= len(shown) <= 48 and {7, 9_999} <= set(shown) and shown == sorted(shown)
+    assert max(b - a for a, b in itertools.pairwise(shown)) < 500
+    assert restart.shown_ranks(range(10_000), set(range(100))) == list(range(48))
 
 
 def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:

@@ -89,9 +89,10 @@ def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> Non
     assert "straggling_rank" in [element.text for element in page.all("code")]
 
 
-def test_the_four_numbers_stand_before_folded_facts(page: Page) -> None:
+def test_numbers_and_picture_stand_before_the_answer_and_folded_facts(page: Page) -> None:
     classes = [element.attributes.get("class") for element in page.elements]
-    assert classes.index("answer") < classes.index("numbers") < classes.index("facts") < classes.index("findings")
+    order = [classes.index(name) for name in ("numbers", "plot", "answer", "facts", "findings")]
+    assert order == sorted(order)
     shown = [e.text for e in page.elements[classes.index("numbers") :] if e.tag in ("dt", "dd")][: 4 * 3]
     titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
     assert titles == ["Time to first step", "Blocked per save", "Lost work", "Coverage"]

@@ -1,0 +1,132 @@
+"""The restart over all ranks: what each did from the failure to its first step, and the critical path through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from ....common.formatting import plural
+from ...metrics.critical_path import Segment, Stretch, critical_path, start_windows, stretches_of_ranks
+from ...metrics.failures import failure_of
+from ...metrics.restart_parts import ORDER, OUTSIDE, UNNAMED
+from ...metrics.results import StartStats
+from .colours import colour
+from .content import Content, Plot, missing, plot
+from .plots import bar, lanes, vertical
+from .run_data import RunData, title_of
+
+_MOST_RANKS = 48  # lanes; of more ranks those on the critical path, and others evenly spread
+_ROW = 16  # pixels of a lane
+_SUPERVISOR = "supervisor"
+_PATH = "#E000C8"  # no phase has it; it can be seen on all of them, on white and on dark grey
+
+
+def draw(run: RunData) -> Content:
+    """The newest restart, or else the newest launch."""
+    start = run.start
+    if start is None:
+        return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
+    windows = start_windows(run.frames, start.group)
+    path, ranks = critical_path(windows), stretches_of_ranks(windows)
+    if not path:
+        return missing("The start was not recorded phase by phase, so only its length is known.")
+    shown = shown_ranks(sorted(ranks), {segment.rank for segment in path})
+    names = {rank: _name(run, start, rank) for rank in shown}
+    failure = failure_of(run.frames.events, start.cycle - 1) if start.is_restart else None
+    origin = failure.began_ns if failure else min(stretches[0].start_ns for stretches in ranks.values())
+    bars = {names[rank]: _joined(ranks[rank], origin) for rank in shown}
+    if failure:
+        moments = (failure.times.detected_s, failure.times.stopped_s, failure.times.relaunched_s)
+        bars = {_SUPERVISOR: _outside(moments, (path[0].start_ns - origin) / 1e9)} | bars
+    notes = []
+    if len(shown) < len(ranks):
+        notes.append(f"{len(shown)} of {plural(len(ranks), 'rank')} are shown: those on the critical path, and others.")
+    return Content([_plot(start, bars, _line(path, names, origin), bool(failure))], [], notes)
+
+
+def shown_ranks(ranks: Sequence[int], on_path: set[int]) -> list[int]:
+    """The ranks that have a lane, of all `ranks`, which are sorted."""
+    if len(ranks) <= _MOST_RANKS:
+        return list(ranks)
+    kept = sorted(on_path)[:_MOST_RANKS]
+    room = _MOST_RANKS - len(kept)
+    return sorted({*kept, *(ranks[i * len(ranks) // room] for i in range(room))} if room else kept)
+
+
+def _name(run: RunData, start: StartStats, rank: int) -> str:
+    hosts = run.hosts.filter(pl.col("cycle") == start.cycle)["host"].n_unique()
+    return f"rank {rank}, {run.host_of(start.cycle, rank)}" if hosts > 1 else f"rank {rank}"
+
+
+def _joined(stretches: Sequence[Stretch], origin: int) -> list[tuple[str, float, float]]:
+    """(phase, begin, end) in s since `origin`; details that follow one another are one phase."""
+    found: list[tuple[str, float, float]] = []
+    for stretch in stretches:
+        phase = stretch.phase.split("/")[0]
+        begin, end = (stretch.start_ns - origin) / 1e9, (stretch.end_ns - origin) / 1e9
+        if found and found[-1][0] == phase:
+            begin = found.pop()[1]
+        found.append((phase, begin, end))
+    return [part for part in found if part[0] != UNNAMED]
+
+
+def _outside(moments: Sequence[float | None], began_s: float) -> list[tuple[str, float, float]]:
+    """What the supervisor did until the first process of the critical path began."""
+    found, before = [], 0.0
+    for name, moment in zip(OUTSIDE, (*moments, began_s), strict=True):
+        if moment is not None:
+            found.append((name, before, moment))
+            before = moment
+    return found
+
+
+def _line(path: Sequence[Segment], names: dict[int, str], origin: int) -> dict[str, Any]:
+    """The critical path, as a line from lane to lane."""
+    on_lanes = [segment for segment in path if segment.rank in names]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "critical path",
+        "x": [(ns - origin) / 1e9 for segment in on_lanes for ns in (segment.start_ns, segment.end_ns)],
+        "y": [names[segment.rank] for segment in on_lanes for _ in range(2)],
+        "line": {"color": _PATH, "width": 2.5},
+        "hoverinfo": "skip",
+    }
+
+
+def _plot(
+    start: StartStats, bars: dict[str, list[tuple[str, float, float]]], line: dict[str, Any], has_failure: bool
+) -> Plot:
+    by_phase: dict[str, list[tuple[str, float, float]]] = {}
+    for lane, parts in bars.items():
+        for phase, begin, end in parts:
+            by_phase.setdefault(phase, []).append((lane, begin, end))
+    data = [
+        bar(
+            phase,
+            colour(phase),
+            x=[end - begin for _, begin, end in parts],
+            y=[lane for lane, _, _ in parts],
+            base=[begin for _, begin, _ in parts],
+            hover=[f"{phase}, {lane}: {end - begin:.3f} s, until {end:.3f} s" for lane, begin, end in parts],
+            marker={"line": {"width": 0}},
+            width=0.8,
+        )
+        for phase, parts in sorted(by_phase.items(), key=lambda entry: ORDER.index(entry[0]))
+    ]
+    done = max(end for parts in bars.values() for phase, _, end in parts if phase == "first_step")
+    since = "the failure" if has_failure else "the first process began"
+    mark = {"x": done, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    arranged = lanes(
+        list(bars), _ROW, 170, x=f"seconds since {since}", barmode="overlay",
+        shapes=[vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})],
+        annotations=[mark | {"text": f"first step done: {done:.3f} s"}],
+    )  # fmt: skip
+    ranks = len(bars) - has_failure
+    description = (
+        f"{title_of(start)} over {plural(ranks, 'rank')}: a lane per rank with its phases one after the other, the "
+        f"critical path as a line, and the end of the first step at {done:.3f} s."
+    )
+    return plot(f"{title_of(start)}, over all ranks", [*data, line], arranged, description)
