@@ -1,12 +1,13 @@
 """Engine `memory` when a node is lost and no spare is left: the next layout reads the saves in memory, not storage.
 
-Four agents on this host, of one rank each, and a coordinator. Two nodes go on; what the lost and the idle one had is
-in memory of the idle one.
+Four agents on this host, forked from one process, of one rank each, and a coordinator. Two nodes go on; what the lost
+and the idle one had is in memory of the idle one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.peers.memory_slots import slots_held_by
-from tests.dist.harness import HANGS_S, ROOT, end_all, losses, records, wait_for
+from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import environment, marked
 from tests.dist.test_restart_drill import TRAINING
@@ -29,6 +30,7 @@ from tests.unit.trace_helpers import SECRET
 HELD_AT = 4  # every iteration is saved, and this one to storage, too
 LAST = 7
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch")]
+NODES = 4
 SCRIPT = str(ROOT / "pretrain_gpt.py")
 
 
@@ -45,35 +47,34 @@ class Job:
             "memory", "--persist-interval", str(HELD_AT), "--peer-timeout", str(HANGS_S),
         ]  # fmt: skip
         self.coordinator = self._start(
-            "coordinate", "--nnodes", "4", "--max-restarts", "1", "--allow-shrink", "--heartbeat-timeout", "5",
-            "--port-file", str(directory / "port"), *script,
+            *LAUNCHER, "coordinate", "--nnodes", str(NODES), "--max-restarts", "1", "--allow-shrink",
+            "--heartbeat-timeout", "5", "--port-file", str(directory / "port"), *script,
         )  # fmt: skip
         wait_for((directory / "port").exists, "the coordinator")
         where = "127.0.0.1:" + (directory / "port").read_text().strip()
-        for node in range(4):
-            self._start("--coordinator", where, "--node-rank", str(node), "--address", "127.0.0.1", *script)
+        forker = self._start(
+            sys.executable, "-m", "tests.dist.forked_agents", str(NODES), "--coordinator", where, "--node-rank", "NODE",
+            "--address", "127.0.0.1", *script, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert forker.stdout is not None
+        with forker.stdout as told:
+            self.agents: list[int] = json.loads(told.readline())
 
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+    def _start(self, *command: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        """Start a process that writes to the log; its ranks are held."""
+        env = environment(self.directory) | held_environment(cycles=1, after=HELD_AT) | {SECRET_VARIABLE: SECRET}
+        env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
         with (self.directory / "log").open("ab") as log:
-            self.started.append(
-                subprocess.Popen(
-                    [*LAUNCHER, *words],
-                    cwd=self.directory,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment(self.directory)
-                    | held_environment(cycles=1, after=HELD_AT)
-                    | {SECRET_VARIABLE: SECRET},
-                )  # fmt: skip
-            )
-        return self.started[-1]
+            started = subprocess.Popen(command, cwd=self.directory, stdout=stdout or log, stderr=log, env=env)
+        self.started.append(started)
+        return started
 
     @property
     def output(self) -> str:
         return (self.directory / "log").read_text()
 
     def until_held(self) -> None:
-        wait_for(lambda: self.coordinator.poll() is not None or all(map(self._saved, range(4))), "the last save")
+        wait_for(lambda: self.coordinator.poll() is not None or all(map(self._saved, range(NODES))), "the last save")
         assert self.coordinator.poll() is None, self.output[-6000:]
 
     def _saved(self, rank: int) -> bool:
@@ -83,14 +84,14 @@ class Job:
 
     def lose(self, node: int) -> None:
         """Kill the agent of a node and all that it has started, at once."""
-        agent = psutil.Process(self.started[1 + node].pid)
+        agent = psutil.Process(self.agents[node])
         for process in (agent, *agent.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):  # ended with its agent
                 process.kill()
 
     def flip_bits(self, node: int, *, header: bool = False) -> None:
         """In the newest save in the slots of a node: in each tensor that ranks read parts of; `header`: everywhere."""
-        ((*slots,),) = slots_held_by(self.started[1 + node].pid)
+        ((*slots,),) = slots_held_by(self.agents[node])
         newest = max(slots, key=lambda slot: (slot.record() or {"step": 0})["step"])
         path = Path(f"/proc/self/fd/{newest.data}")
         contents = lazy_format.decode(lazy_header.read_header(path), path)
@@ -102,15 +103,15 @@ class Job:
         for slot in slots:
             slot.close()
 
-    def from_storage(self) -> dict[int, float]:
+    def from_storage(self, zygote: Zygote) -> dict[int, float]:
         """The losses of the layout that went on, if it loads iteration HELD_AT from storage."""
         trace = self.directory / "other_trace"
         flags = [
             "--load", str(self.directory / "save"), "--load-tag", f"global_step{HELD_AT}", "--restart-trace-dir",
             str(trace), "--save", str(self.directory / "other"),
         ]  # fmt: skip
-        other = self._start("--nproc-per-node", "2", SCRIPT, *self._training, *flags)
-        assert other.wait(HANGS_S) == 0, self.output[-6000:]
+        other = zygote.run([*self._training, *flags], 2, self.directory / "other_logs")
+        assert other.ok, other.output[-6000:]
         return losses(trace, 0, 1)
 
     def end(self) -> None:
@@ -135,13 +136,12 @@ def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambd
 
 
 @pytest.fixture(scope="module")
-def undamaged(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> tuple[Job, dict[int, float]]:
+def undamaged(
+    tmp_path_factory: pytest.TempPathFactory, dataset: list[str], zygote: Zygote
+) -> tuple[Job, dict[int, float]]:
     """A job that loses node 3 alone, and the losses if the same is loaded from storage."""
     job = run(tmp_path_factory.mktemp("undamaged"), dataset)
-    try:
-        return job, job.from_storage()
-    finally:
-        job.end()
+    return job, job.from_storage(zygote)
 
 
 @pytest.mark.slow
