@@ -67,13 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _of_one(arguments: argparse.Namespace) -> list[Report]:
     """The report of one run."""
     from ...common.tables import Style
+    from ..project.gains import gains
     from ..render.json_output import to_json
     from ..render.terminal import render
 
     analysis = read_analysis(Path(arguments.logdirs[0]), arguments, per_rank=arguments.per_rank)
     write_formatted(
         arguments,
-        table=lambda: render(analysis.report, Style(sys.stdout), show_all=arguments.all),
+        table=lambda: render(analysis.report, Style(sys.stdout), show_all=arguments.all, gains=gains(analysis)),
         json=lambda: to_json(analysis.report),
     )
     if arguments.output is not None:

@@ -34,4 +34,4 @@ def _finding(rule: Rule, advice: str, alike: list[Observation]) -> Finding:
     if others:
         text += f". Also: {'; '.join(seen.title[:1].lower() + seen.title[1:] for seen in others)}"
         data = data | {"others": [seen.data for seen in others]}
-    return Finding(rule.name, first.title, text, advice, sum(costs.values()), data)
+    return Finding(rule.name, first.title, text, advice, sum(costs.values()), data, first.phase, first.group)

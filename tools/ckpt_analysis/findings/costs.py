@@ -46,6 +46,8 @@ def _worst_share(
                 f"slowest (rank {part.time.slowest_rank}) {seconds(part.time.max_s)} s",
                 cost_s=part.time.max_s,
                 data={"operation": kind, "cycle": stats.cycle, "phase": name, "share": share},
+                phase=phase if detail is None else f"{phase}/{detail}",
+                group=stats.group,
             )
             if worst is None or took_s > worst[0]:
                 worst = (took_s, observation)
@@ -144,6 +146,8 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
                 f"critical rank {start.critical_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
                 cost_s=took,
                 data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": first.max_s},
+                phase="imports",
+                group=start.group,
             )
         ]
     return []
@@ -164,6 +168,8 @@ def slow_name_lookup(e: Evidence, limits: Thresholds) -> list[Observation]:
                 evidence=f"{name_of('start', start)}: so long on rank {lookup.time.slowest_rank}{waited}",
                 cost_s=lookup.time.max_s,
                 data={"cycle": start.cycle, "rank": lookup.time.slowest_rank, "lookup_s": lookup.time.max_s},
+                phase="name_lookup",
+                group=start.group,
             )
         ]
     return []

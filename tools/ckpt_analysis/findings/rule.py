@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..metrics.results import NO_GROUP
 from .evidence import Evidence
 
 Thresholds = Mapping[str, float]
@@ -15,6 +16,7 @@ Thresholds = Mapping[str, float]
 class Observation:
     """A problem that a rule has found. `cost_s`: seconds that it cost its operation; findings are ordered by it.
 
+    `phase`: the "phase" or "phase/detail" that is too long, if it is one; `group`: that of its operation.
     `advice` replaces the advice of the rule if the evidence allows a more specific one; `advice_for_hooks` does so for
     a job that was traced by hooks.
     """
@@ -23,6 +25,8 @@ class Observation:
     evidence: str
     cost_s: float
     data: dict[str, Any] = field(default_factory=dict)
+    phase: str | None = None
+    group: int = NO_GROUP
     advice: str | None = None
     advice_for_hooks: str | None = None
 
@@ -46,8 +50,8 @@ class Rule:
 class Finding:
     """Observations of one rule with the same advice: the costliest, with the others named in its evidence.
 
-    `cost_s`: sum of the costliest observation of each kind of operation. `data` is that of the costliest; its key
-    "others" has the data of the others.
+    `cost_s`: sum of the costliest observation of each kind of operation. `data`, `phase` and `group` are those of the
+    costliest; the key "others" of `data` has the data of the others.
     """
 
     rule: str
@@ -56,3 +60,5 @@ class Finding:
     advice: str
     cost_s: float
     data: dict[str, Any]
+    phase: str | None = None
+    group: int = NO_GROUP

@@ -77,6 +77,8 @@ def phase_of(stretch: Stretch) -> str:
 def factor_of(stretch: Stretch, factors: Mapping[str, float]) -> float:
     """What the time of a stretch is multiplied with."""
     factor = factors.get(phase_of(stretch), 1.0)
+    if stretch.phase != phase_of(stretch):
+        factor *= factors.get(stretch.phase, 1.0)
     for name, phase in MOVED.items():
         if stretch.phase == phase:
             factor /= factors.get(name, 1.0)

@@ -21,9 +21,16 @@ from ..report import Analysis
 from .replay import MOVED, READ_BANDWIDTH, WRITE_BANDWIDTH, replay, slowest
 from .save_replay import pieces_of, with_factors
 
+
+def _names(operation: str) -> list[str]:
+    """Its phases, each followed by its details as "phase/detail"."""
+    phases = {phase: details for phase, details in PHASES[operation].items() if phase not in AFTERWARDS}
+    return [name for phase, details in phases.items() for name in (phase, *(f"{phase}/{one}" for one in details))]
+
+
 # What a factor may be given for, in starts and in saves.
-OF_STARTS = (*OUTSIDE, *PHASES["startup"], *PHASES["load"], READ_BANDWIDTH)
-OF_SAVES = (*(phase for phase in PHASES["save"] if phase not in AFTERWARDS), WRITE_BANDWIDTH)
+OF_STARTS = (*OUTSIDE, *_names("startup"), *_names("load"), READ_BANDWIDTH)
+OF_SAVES = (*_names("save"), WRITE_BANDWIDTH)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def of_save(frames: Frames, save: OperationStats, factors: Mapping[str, float]) 
 
 def _present(factors: Mapping[str, float], phases: set[str]) -> set[str]:
     """The factors that these phases ("phase" or "phase/detail") have."""
-    names = {phase.split("/")[0] for phase in phases}
+    names = phases | {phase.split("/")[0] for phase in phases}
     return {name for name in factors if name in names or MOVED.get(name) in phases}
 
 

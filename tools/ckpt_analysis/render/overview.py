@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...common.formatting import NOT_RECORDED, count, digits_for, plural, seconds
@@ -14,6 +14,7 @@ from ..findings import Finding
 from ..metrics.phases import AFTERWARDS
 from ..metrics.restart_parts import OUTSIDE, UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats
+from ..project.what_if import Answer
 from ..report import Report
 from .answer import goodput_sentence, no_first_step
 from .headline import headline, name_of
@@ -36,8 +37,8 @@ class _Part:
     rank: int | None = None
 
 
-def overview(report: Report, style: Style) -> list[str]:
-    """Lines of the first screen. Findings that have no room are counted."""
+def overview(report: Report, style: Style, gains: Mapping[int, Answer]) -> list[str]:
+    """Lines of the first screen. Findings that have no room are counted. `gains`: those of project/gains.py."""
     lines = [*_run(report, style), *_problems(report.problems, style), "", *_where_it_went(report, style), ""]
     lines += _numbers(report, style)
     if report.targets:
@@ -45,7 +46,7 @@ def overview(report: Report, style: Style) -> list[str]:
         lines += ["", style.heading("Targets"), *(style.error(row) if "MISSED" in row else row for row in rows)]
     following = _next(report)
     room = LINES - len(lines) - len(following) - 2
-    return [*lines, *_findings(report.findings, style, room), "", *following]
+    return [*lines, *_findings(report.findings, gains, style, room), "", *following]
 
 
 def _run(report: Report, style: Style) -> list[str]:
@@ -190,17 +191,17 @@ def _numbers(report: Report, style: Style) -> list[str]:
     return lines
 
 
-def _findings(findings: Sequence[Finding], style: Style, room: int) -> list[str]:
+def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: Style, room: int) -> list[str]:
     """The costliest findings that have room, each with its cost and the begin of its advice."""
     if not findings:
         return []
     lines: list[str] = []
     shown = 0
-    for finding in findings:
+    for index, finding in enumerate(findings):
         cost = f"{seconds(finding.cost_s)} s" if finding.cost_s > 0 else NOT_RECORDED
         begin = f"  {cost:>10}  "
         advice = finding.advice.partition(". ")[0].rstrip(".")
-        texts = [f"{finding.title} ({finding.rule})", f"{advice}."]
+        texts = [f"{finding.title} ({finding.rule}){_gain(gains.get(index))}", f"{advice}."]
         wrapped = [line for text in texts for line in textwrap.wrap(text, text_width() - len(begin))]
         if len(lines) + len(wrapped) > room - 2:
             break
@@ -209,6 +210,15 @@ def _findings(findings: Sequence[Finding], style: Style, room: int) -> list[str]
     more = len(findings) - shown
     lines += [f"  {more} more of less cost"] if more else []
     return ["", style.heading(f"Findings ({len(findings)}), by what they cost"), *lines]
+
+
+def _gain(answer: Answer | None) -> str:
+    """What half of the time in the finding's phase would make of the restart or save."""
+    if answer is None:
+        return ""
+    digits = digits_for(answer.measured_s)
+    what = f"{answer.kind} blocks" if answer.quantity == "blocked_s" else f"{answer.kind} takes"
+    return f"; if half of it: the {what} {seconds(answer.new_s, digits)} s, not {seconds(answer.measured_s, digits)} s"
 
 
 def _next(report: Report) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ...common.escaping import shown
 from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
@@ -17,6 +18,7 @@ from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.store_traffic import StoreTraffic
 from ..metrics.tiers import Replication, TierRead
 from ..model.run_info import CycleInfo
+from ..project.what_if import Answer
 from ..report import Report
 from .answer import answer, no_first_step
 from .overview import overview
@@ -44,10 +46,15 @@ _SAVES: tuple[Column[OperationStats], ...] = (
 )
 
 
-def render(report: Report, style: Style, *, show_all: bool = False) -> str:
-    """The first screen; with `show_all` everything else, too: a table per start, load and save."""
+def render(
+    report: Report, style: Style, *, show_all: bool = False, gains: Mapping[int, Answer] = MappingProxyType({})
+) -> str:
+    """The first screen; with `show_all` everything else, too: a table per start, load and save.
+
+    `gains`: index of a finding -> what it is worth (project/gains.py).
+    """
     report = shown(report)
-    lines = overview(report, style)
+    lines = overview(report, style, gains)
     if show_all:
         lines += ["", *_details(report, style)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
