@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ from megatron.checkpointing.preflight.repeated_errors import STARTS, StepErrors
 from megatron.checkpointing.store.commit import write_manifest
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import CheckpointConfig
+from megatron.config.arguments import parse_args
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.light_starts import IMPORTS, light_starts
 from tests.dist.test_changed_flags import told
+from tests.dist.test_defaults import FIELDS, SPECS
 from tests.dist.tiny_runs import SINGLE, Launcher, load_file
 
 PAGE = ROOT / "docs" / "resuming.md"
@@ -67,6 +69,7 @@ def table() -> list[Row]:
 
 ROWS = table()
 OF_FLAG = {flag: row for row in ROWS for flag in row.flags}
+OF_LAYOUT = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--no-pipeline-parallel"}
 OF_DIRECTORIES = {row.changed: row for row in ROWS if not row.flags}
 
 # Three runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
@@ -304,6 +307,25 @@ def test_every_row_is_run() -> None:
     assert OF_DIRECTORIES.keys() == {case.row for case in (*LIGHT, *LOADS)}
 
 
+def settings(words: Sequence[str]) -> dict[str, object]:
+    """Field -> its value with these flags."""
+    given = vars(parse_args(words, {}))
+    return given | {name: given.get(name, FIELDS[name].default) for name in SPECS}
+
+
+def test_each_flag_is_given_another_value() -> None:
+    """One that has its value, or its default, already would change nothing."""
+    given = {
+        name: f"/{name}" for name in ("data", "tokenizer", "tmp", "vocab", "merges", "domains", "deepspeed", "index")
+    }
+    fields = {flag: name for name, spec in SPECS.items() for flag in spec.names} | {"--bf16": "bf16", "--fp16": "fp16"}
+    starts = [*((start.base, start.changes) for start in ACCEPTED.values()), *REFUSED]
+    for base, changes in starts:
+        before, after = settings(command(given, base)), settings(command(given, base, changes))
+        same = {flag for flag in changed_flags(changes) if before.get(fields[flag]) == after.get(fields[flag])}
+        assert same <= {"--local-rank"}, f"{changes}: {same}"  # a process has one
+
+
 def test_what_is_refused_is_refused_before_the_imports(saved: Saved) -> None:
     """Each flag alone, and by the words of its row; with the flag that the row names it is accepted."""
     tried = [*((base, "") for base in (LEARNED, DECAYING)), *REFUSED]
@@ -317,6 +339,25 @@ def test_what_is_refused_is_refused_before_the_imports(saved: Saved) -> None:
         assert all(row.decided == BEFORE_IMPORTS for row in rows)
         assert any(all(word in start.output for word in row.words) for row in rows), f"{changes}: {start}"
         assert start.output.count("error: ") == 1 and "Traceback" not in start.output
+
+
+def test_what_rows_of_accepted_flags_refuse(saved: Saved) -> None:
+    """A schedule in iterations, of another number of samples or another end; a table of positions of another length.
+
+    Which engines refuse another layout: tests/unit/megatron/checkpointing/preflight/test_compatibility.py.
+    """
+    tried = {
+        "--global-batch-size": ("--global-batch-size 2", "learning-rate schedule"),
+        "--train-iters": ("--train-iters 6", "learning-rate schedule"),
+        "--train-samples": ("!--train-iters --train-samples 32", "learning-rate schedule"),
+        "--seq-length": ("!--max-position-embeddings --seq-length 64", "another model"),
+    }
+    rows = {flag for flag, row in OF_FLAG.items() if "refused" in row.meaning and not row.happens.startswith("refused")}
+    assert rows - OF_LAYOUT == tried.keys()
+    load = ["--load", str(saved.load[LEARNED])]
+    found = light_starts([[*saved.words(LEARNED, changes), *load] for changes, _ in tried.values()])
+    for (changes, words), start in zip(tried.values(), found, strict=True):
+        assert start.exit_code == 2 and words in start.output, f"{changes}: {start}"
 
 
 def test_what_allows_a_refused_change(saved: Saved) -> None:
@@ -363,13 +404,14 @@ def is_logged(flag: str, start: Start) -> bool:
 class Case(NamedTuple):
     """Of the row `row`: `prepare` changes a copy of the saved run, `changes` are flags beside --load of the copy.
 
-    `allowed`: flags with which the start goes on.
+    `allowed`: flags with which the start goes on; `still`: flags that the row names as no way to go on.
     """
 
     row: str
     changes: str
     prepare: Callable[[Path, Saved], object] = lambda run, saved: None
     allowed: str = ""
+    still: str = ""  # of LIGHT
     layout: Layout = SINGLE  # of LOADS
 
 
@@ -472,7 +514,7 @@ LIGHT = [
     Case(
         "`--universal-checkpoint` is given, and what `latest_universal` or `--load-tag` names is missing, incomplete "
         "or an ordinary checkpoint",
-        "--universal-checkpoint", allowed="!--universal-checkpoint",
+        "--universal-checkpoint", allowed="!--universal-checkpoint", still="--allow-start-over",
     ),
     Case(
         "a universal checkpoint is without the state of the schedule", "--universal-checkpoint",
@@ -502,14 +544,15 @@ def test_what_directories_hold_is_refused_before_the_imports(saved: Saved, tmp_p
         shutil.copytree(saved.load[LEARNED], run)
         case.prepare(run, saved)
         texts = LEARNED, "--load {run}", case.changes
-        command_lines += [saved.words(*texts, run=run), saved.words(*texts, case.allowed, run=run)]
+        command_lines += [saved.words(*texts, more, run=run) for more in ("", case.allowed, case.still)]
     found = iter(light_starts(command_lines))
     for case in LIGHT:
         row = OF_DIRECTORIES[case.row]
-        refused, allowed = next(found), next(found)
+        refused, allowed, still = next(found), next(found), next(found)
         told_by = refused if row.happens.startswith("refused") else allowed
         code = int(row.happens.split()[-1]) if "exit code" in row.happens else 2
         assert (refused.exit_code, allowed.exit_code) == (code, IMPORTS), (case.row, refused, allowed)
+        assert still.exit_code == code, (case.row, still)
         assert row.decided == BEFORE_IMPORTS and all(word in told_by.output for word in row.words), (case.row, told_by)
 
 
@@ -572,13 +615,19 @@ LOADS = [
         "`latest` or `latest_checkpointed_iteration.txt` names an older checkpoint than the one committed last", "",
         _second,
     ),
-    Case("in every checkpoint a file is missing or has another size", "", _damage("global_step2", cut=True)),
-    Case("in every checkpoint the content of a file is damaged", "", _damage("global_step2")),
+    Case(
+        "in every checkpoint a file is missing or has another size", "", _damage("global_step2", cut=True),
+        "--allow-start-over",
+    ),
+    Case("in every checkpoint the content of a file is damaged", "", _damage("global_step2"), "--allow-start-over"),
     Case("the newest checkpoint is damaged, and an older one is whole", "", _newest_damaged),
-    Case("the checkpoint is without the state of the schedule", "--checkpoint-verify size", _without_schedule),
+    Case(
+        "the checkpoint is without the state of the schedule", "--checkpoint-verify size", _without_schedule,
+        "--no-load-lr-state",
+    ),
     Case(
         "the checkpoint is without the state of the schedule, and the layout is another", "--checkpoint-verify size",
-        _without_schedule, layout=Layout(tp=1, pp=1, dp=2),
+        _without_schedule, "--no-load-lr-state", layout=Layout(tp=1, pp=1, dp=2),
     ),
     Case("`--train-iters` is the iteration of the checkpoint", "--train-iters 2 --lr-decay-iters 4"),
     Case(
@@ -590,7 +639,7 @@ LOADS = [
 
 @pytest.mark.parametrize("case", LOADS, ids=lambda case: case.row.replace("`", "")[:40])
 def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Path, case: Case) -> None:
-    """With the words of the row; what the row refuses before reading has read nothing by then."""
+    """With the words of the row; what the row refuses before reading has read nothing by then. And what allows it."""
     row, run, trace = OF_DIRECTORIES[case.row], tmp_path / "run", tmp_path / "trace"
     shutil.copytree(saved.load[LEARNED], run)
     case.prepare(run, saved)
@@ -604,14 +653,16 @@ def test_what_a_load_finds_is_told_as_the_table_says(saved: Saved, tmp_path: Pat
         reads = [
             r for r in records(trace) if r["type"] == "span" and r["phase"] == "load" and r.get("detail") == "read"
         ]
-        assert bool(reads) == (row.decided == AFTER_READING)
+        assert bool(reads) == (row.decided == AFTER_READING) and case.allowed
+        words = saved.words(LEARNED, "--load {run}", case.changes, case.allowed, **given)
+        allowed = saved.launcher.run(case.layout, *words, "--restart-trace", "off")
+        assert allowed.exit_codes == [0] * case.layout.world_size, allowed.output
 
 
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        ("--override-opt_param-scheduler", 2), ("--use-checkpoint-opt_param-scheduler", 2),
-        ("--no-load-lr-state", 0), ("--finetune", 0),
+        ("--override-opt_param-scheduler", 2), ("--use-checkpoint-opt_param-scheduler", 2), ("--finetune", 0),
     ],
 )  # fmt: skip
 def test_a_checkpoint_without_the_state_of_the_schedule(saved: Saved, tmp_path: Path, flags: str, code: int) -> None:
