@@ -108,7 +108,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Samp
     command = [*FORK, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
     options = ["--supervisors", "relaunch,launch", "--faults", ",".join(SAMPLED_FAULTS)]
     options += ["--injection-points", ",".join(SAMPLED_POINTS), "--sample", "8", "--seed", "216908"]
-    options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", str(HANG_LIMIT_S)]
+    options += ["--hang-limit", str(HANG_LIMIT_S)]
     done = run(out, "tools.restart_drill", "--matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
 

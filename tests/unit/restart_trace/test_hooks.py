@@ -752,13 +752,20 @@ def test_a_program_of_the_command_is_traced_and_keeps_its_own_sitecustomize(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["--", "train.py"]])
-def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "directory"),
+    [
+        (["train.py"], "restart-trace"),
+        (["--trace-dir", "here", "-m", "train"], "here"),
+        (["--trace-dir", "here", "--", "train.py"], "here"),
+    ],
+)
+def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[str], directory: str) -> None:
     """As torchrun starts it: python -u -m restart_trace.run train.py."""
     fake_torch(tmp_path)
     (tmp_path / "train.py").write_text("import torch, sys\nprint(__name__, sys.orig_argv[1], sys.argv[1:])\n")
     done = subprocess.run(
-        [sys.executable, "-u", "-m", "restart_trace.run", "--trace-dir", "here", *words, "--steps", "3"],
+        [sys.executable, "-u", "-m", "restart_trace.run", *words, "--steps", "3"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2"},
         cwd=tmp_path,
         capture_output=True,
@@ -766,4 +773,4 @@ def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[st
         timeout=300,
     )
     assert done.stdout == "__main__ -u ['--steps', '3']\n", done.stderr
-    assert (tmp_path / "here" / "rank_00001_cycle_000.jsonl").exists()
+    assert (tmp_path / directory / "rank_00001_cycle_000.jsonl").exists()

@@ -124,10 +124,14 @@ def expected_spans(spans: pl.DataFrame) -> list[tuple[Any, ...]]:
     return sorted(rows.iter_rows(), key=str)
 
 
-def test_timeline_events_are_the_spans(run: Path, frames: Frames, tmp_path: Path) -> None:
+def test_timeline_events_are_the_spans(
+    run: Path, frames: Frames, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.json"
-    assert main(["timeline", str(run), "-o", str(path), "--quiet"]) == 0
+    assert main(["timeline", str(run), "-o", str(path)]) == 0
     events = events_of(path)
+    told = sum(event["ph"] != "M" for event in events)  # without the names of tracks
+    assert f"{path}: {told} events; open it at " in capsys.readouterr().err
     assert spans_of(events) == expected_spans(frames.spans_of())
     steps = [e for e in events if e.get("cat") == "iteration"]
     assert len(steps) == frames.iterations.height and all(e["ph"] == "X" for e in steps)
@@ -245,6 +249,12 @@ def test_exported_spans_say_all_they_belong_to(run: Path) -> None:
     assert (row["tag"], row["step"], row["engine"]) == ("global_step2", 2, "TorchCheckpointEngine")
     assert row["thread"] == "ckpt-writer" and row["file"] == "rank_00009_0.pt"
     assert spans.filter(pl.col("operation") == "save")["tag"].null_count() == 0
+
+
+def test_export_tells_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "spans.csv"
+    assert main(["export", str(run), "-o", str(path)]) == 0
+    assert f"{path}: " in capsys.readouterr().err and path.is_file()
 
 
 def test_export_needs_a_format(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
