@@ -39,6 +39,7 @@ class Supervisor(ABC):
     For each cycle: `start`, then an injection while `launch` runs, then `wait_until_down`, then `let_restart`.
     """
 
+    _needs = ""  # a hint at what the command may lack
     waits = False  # whether the ranks stay down until `let_restart`
     launch: Launch
 
@@ -83,6 +84,34 @@ class Supervisor(ABC):
         self.trace.failure("stopped", cycle=cycle)
         return exit_code
 
+    def _fail_last_rank(self, cycle: int) -> None:
+        """End a hang, which neither launcher nor agent notices."""
+        self.trace.failure("detected", cycle=cycle)
+        self.launch.send(signal.SIGKILL, self.launch.ranks()[-1:])
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.plan.limit_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise DrillError(
+                    f"--supervisor {self.plan.supervisor}: {self.plan.limit_s:g} s passed before {what}; raise "
+                    "--time-limit"
+                )
+            time.sleep(_POLL_S)
+
+    def _has_ended(self) -> bool:
+        return self.launch.exit_code is not None
+
+    def _await_ranks(self, cycle: int) -> None:
+        """Wait until all ranks of `cycle` have started, or the launch has ended."""
+        self.launch.await_ranks(self.plan.trace_dir, cycle, self.plan.limit_s, self._has_ended)
+
+    def _not_restarted(self, fault: str) -> DrillError:
+        return DrillError(
+            f"--supervisor {self.plan.supervisor}: after {fault} the launch ended with exit code "
+            f"{self.launch.exit_code} and restarted nothing; see {self.launch.log_path}.{self._needs}"
+        )
+
     @abstractmethod
     def start(self, cycle: int) -> None:
         """Set `launch` to the launch in which the ranks of `cycle` run."""
@@ -112,7 +141,7 @@ class Relaunch(Supervisor):
         self.launch = self._launch(cycle)
 
     def has_failed(self) -> bool:
-        return self.launch.exit_code is not None
+        return self._has_ended()
 
     def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
         self.trace.failure("detected", cycle=cycle)
@@ -142,12 +171,11 @@ class TorchrunAgent(Supervisor):
             self.launch = self._launch(0)
 
     def has_failed(self) -> bool:
-        return self.launch.agent_saw_ns is not None or self.launch.exit_code is not None
+        return self.launch.agent_saw_ns is not None or self._has_ended()
 
     def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
         if hangs:
-            self.trace.failure("detected", cycle=cycle)
-            self.launch.send(signal.SIGKILL, self.launch.ranks()[-1:])
+            self._fail_last_rank(cycle)
             self._until(self.has_failed, "torchrun's agent noticed the failure")
         if self.launch.agent_saw_ns is None:
             raise self._not_restarted(fault)
@@ -158,9 +186,7 @@ class TorchrunAgent(Supervisor):
         return None
 
     def let_restart(self, cycle: int, fault: str) -> None:
-        self.launch.await_ranks(
-            self.plan.trace_dir, cycle + 1, self.plan.limit_s, lambda: self.launch.exit_code is not None
-        )
+        self._await_ranks(cycle + 1)
         starts = [process_start_ns(process.pid) for process in self.launch.ranks()]
         found = [start for start in starts if start is not None]
         if not found:
@@ -168,21 +194,6 @@ class TorchrunAgent(Supervisor):
         self.trace.failure("stopped", cycle=cycle, at_ns=min(self._gone_ns, *found))
         self.trace.failure("relaunched", cycle=cycle, at_ns=min(found))
         self.launch.has_recovered()
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.plan.limit_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise DrillError(
-                    f"--supervisor torchrun: {self.plan.limit_s:g} s passed before {what}; raise --time-limit"
-                )
-            time.sleep(_POLL_S)
-
-    def _not_restarted(self, fault: str) -> DrillError:
-        return DrillError(
-            f"--supervisor torchrun: after {fault} torchrun ended with exit code {self.launch.exit_code} and restarted "
-            "nothing; see its log"
-        )
 
 
 class LauncherInPlace(Supervisor):
@@ -212,12 +223,11 @@ class LauncherInPlace(Supervisor):
     def has_failed(self) -> bool:
         if self._stopped:
             return not self.launch.of_ranks()
-        return self._recorded("detected") or self.launch.exit_code is not None
+        return self._recorded("detected") or self._has_ended()
 
     def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
         if hangs:
-            self.trace.failure("detected", cycle=cycle)
-            self.launch.send(signal.SIGKILL, self.launch.ranks()[-1:])
+            self._fail_last_rank(cycle)
         if not self._stopped:
             self._until_relaunched(fault)
         return None
@@ -227,27 +237,13 @@ class LauncherInPlace(Supervisor):
             self._stopped = False
             self.launch.send(signal.SIGCONT, self.launch.launcher())
             self._until_relaunched(fault)
-        self.launch.await_ranks(
-            self.plan.trace_dir, cycle + 1, self.plan.limit_s, lambda: self.launch.exit_code is not None
-        )
+        self._await_ranks(cycle + 1)
         self.launch.has_recovered()
 
     def _until_relaunched(self, fault: str) -> None:
-        deadline = time.monotonic() + self.plan.limit_s
-        while not self._recorded("relaunched"):
-            if self.launch.exit_code is not None:
-                raise DrillError(
-                    f"--supervisor launch: after {fault} the launch ended with exit code {self.launch.exit_code} and "
-                    f"restarted nothing; see {self.launch.log_path}.{self._needs}"
-                )
-            if time.monotonic() > deadline:
-                raise DrillError(
-                    f"--supervisor launch: the ranks were not restarted within {self.plan.limit_s:g} s; raise "
-                    "--time-limit"
-                )
-            time.sleep(_POLL_S)
-
-    _needs = ""  # a hint at what the command may lack
+        self._until(lambda: self._recorded("relaunched") or self._has_ended(), "the ranks were restarted")
+        if not self._recorded("relaunched"):
+            raise self._not_restarted(fault)
 
     def _recorded(self, phase: str) -> bool:
         """Whether the launch has recorded this phase of the cycle's failure."""
