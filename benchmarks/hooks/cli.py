@@ -16,9 +16,9 @@ from benchmarks.common.samples import ratio_of_medians
 from benchmarks.hooks import jobs
 from benchmarks.hooks.rank import VARIANTS
 from restart_trace.command_line import CommandParser
+from tools.common.cli import COULD_NOT_RUN, OK
 from tools.common.samples import interquartile_range
 
-OK, COULD_NOT_RUN = 0, 2
 _EPILOG = """\
 examples:
   %(prog)s                            all parts, as Markdown

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.program import printed
 from benchmarks.launchers.measure import sample
 from benchmarks.launchers.report import analyse, render
-from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
-from benchmarks.launchers.variants import DTYPES, VARIANTS, MeasurementError, Setting, prepare_data
+from benchmarks.launchers.rounds import add_options, check_options, interleaved
+from benchmarks.launchers.variants import DTYPES, VARIANTS, Setting, prepare_data
 from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
 
@@ -55,19 +54,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
+    return printed("launchers", lambda: _measured(arguments))
+
+
+def _measured(arguments: argparse.Namespace) -> str:
     before = machine()
-    try:
-        with tempfile.TemporaryDirectory(prefix="restart_speed_", dir=arguments.dir) as directory:
-            setting = Setting(Path(directory), arguments.dp, arguments.engine, arguments.dtype)
-            found = analyse(_measure(arguments, setting), setting, before)
-    except (OSError, MeasurementError) as exc:
-        print(f"launchers: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    print(json.dumps(found) if arguments.format == "json" else render(found))
-    return OK
-
-
-def _measure(arguments: argparse.Namespace, setting: Setting) -> dict[str, list[float]]:
-    prepare_data(setting)
-    return interleaved(arguments, lambda name, _: sample(name, setting, arguments.time_limit))
+    with tempfile.TemporaryDirectory(prefix="restart_speed_", dir=arguments.dir) as directory:
+        setting = Setting(Path(directory), arguments.dp, arguments.engine, arguments.dtype)
+        prepare_data(setting)
+        samples = interleaved(arguments, lambda name, _: sample(name, setting, arguments.time_limit))
+    found = analyse(samples, setting, before)
+    return json.dumps(found) if arguments.format == "json" else render(found)

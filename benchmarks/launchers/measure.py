@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, MeasurementError, Setting, command, restarts_in_place
+from benchmarks.common.ranks import MeasurementError
+from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, Setting, command, restarts_in_place
 from megatron.launch.rendezvous_store import PROCESS_NAME
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns

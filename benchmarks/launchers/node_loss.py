@@ -26,9 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.program import printed
+from benchmarks.common.ranks import MeasurementError
 from benchmarks.launchers.measure import IterationLines
-from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, figures, interleaved, times
-from benchmarks.launchers.variants import ROOT, MeasurementError
+from benchmarks.launchers.rounds import add_options, check_options, figures, interleaved, times
+from benchmarks.launchers.variants import ROOT
 from megatron.net.free_port import free_port
 from restart_trace.clock import now_ns
 from restart_trace.command_line import CommandParser
@@ -127,21 +129,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
+    return printed("node_loss", lambda: _measured(arguments), DrillError)
+
+
+def _measured(arguments: argparse.Namespace) -> str:
     before = machine()
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
-            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
-        ):
-            setting = _setting(Path(directory), nodes, arguments)
-            samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
-    except (OSError, MeasurementError, DrillError) as exc:
-        print(f"node_loss: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
+    with (
+        tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
+        nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
+    ):
+        setting = _setting(Path(directory), nodes, arguments)
+        samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
     found = {"machine": before} | analyse(samples)
-    print(json.dumps(found) if arguments.format == "json" else render(found))
-    return OK
+    return json.dumps(found) if arguments.format == "json" else render(found)
 
 
 def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Setting:

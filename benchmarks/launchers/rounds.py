@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OK, COULD_NOT_RUN = 0, 2
-
 
 def add_options(
     parser: argparse.ArgumentParser, variants: Mapping[str, str], *, repeat: int, engine: str, time_limit_s: float

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.ranks import MeasurementError
 from megatron.net.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +32,6 @@ VARIANTS = {
     "fork-standby-load": "the same with --standby-load: they have loaded the checkpoint ahead, too",
     BASELINE: "a plain DeepSpeed script of the same model, relaunched with torchrun",
 }
-
-
-class MeasurementError(RuntimeError):
-    """A training did not do what was expected of it; the message holds the end of what it printed."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.ranks import MeasurementError
+from benchmarks.common.program import printed
 from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import FAMILIES, Request
 from benchmarks.overhead.report import analyse, render
@@ -22,7 +21,6 @@ from restart_trace.command_line import CommandParser
 from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
 
-OK, COULD_NOT_RUN = 0, 2
 _MEMORY_DIRECTORY = Path("/dev/shm")
 # Files at once in the directory: a checkpoint to load and one being written; and some room.
 _ROOM = 2.2
@@ -107,7 +105,10 @@ def places(asked: list[Path] | None, needed: int) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    return printed("overhead", lambda: _measured(arguments))
+
+
+def _measured(arguments: argparse.Namespace) -> str:
     results: list[dict[str, Any]] = []
     before = machine()
     request = Request(
@@ -117,22 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait_quiet=arguments.wait_quiet,
         families=tuple(arguments.only),
     )
-    try:
-        needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
-        for place in places(arguments.dir, needed):
-            for ranks in arguments.ranks:
-                found = measure(
-                    place,
-                    ranks,
-                    request,
-                    lambda text, where=f"{place}, ranks: {ranks}": print(f"{where}: {text}", file=sys.stderr),
-                )
-                results.append(analyse(found))
-    except (OSError, MeasurementError) as exc:
-        print(f"overhead: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    if arguments.format == "json":
-        print(json.dumps({"machine": before, "measurements": results}))
-    else:
-        print(render(results))
-    return OK
+    needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
+    for place in places(arguments.dir, needed):
+        for ranks in arguments.ranks:
+            found = measure(
+                place,
+                ranks,
+                request,
+                lambda text, where=f"{place}, ranks: {ranks}": print(f"{where}: {text}", file=sys.stderr),
+            )
+            results.append(analyse(found))
+    return json.dumps({"machine": before, "measurements": results}) if arguments.format == "json" else render(results)

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +23,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError
 from benchmarks.replication_traffic.figures import Figures, figures_of, render
 from benchmarks.replication_traffic.plan import VARIABLE, Plan
-from tools.common.cli import COULD_NOT_RUN, OK, make_parser, require_at_least
+from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.nodes import Program
@@ -81,16 +81,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, and print what was found; returns the exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
+    return printed("replication_traffic", lambda: _report(arguments), DrillError)
+
+
+def _report(arguments: argparse.Namespace) -> str:
     before = machine()
-    try:
-        with tempfile.TemporaryDirectory(prefix="replication_", dir=arguments.dir) as directory:
-            found = _measured(Path(directory), arguments)
-    except (OSError, MeasurementError, DrillError) as exc:
-        print(f"replication_traffic: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    print(json.dumps(found.as_json() | {"machine": before}) if arguments.format == "json" else render(found, before))
-    return OK
+    with tempfile.TemporaryDirectory(prefix="replication_", dir=arguments.dir) as directory:
+        found = _measured(Path(directory), arguments)
+    return json.dumps(found.as_json() | {"machine": before}) if arguments.format == "json" else render(found, before)
 
 
 def _measured(directory: Path, arguments: argparse.Namespace) -> Figures:

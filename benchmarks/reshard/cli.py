@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common.ranks import MeasurementError
+from benchmarks.common.program import printed
 from benchmarks.reshard.launch import measure
 from benchmarks.reshard.plan import TARGETS, Request
 from benchmarks.reshard.report import analyse, render
@@ -21,7 +20,6 @@ from tools.common.machine import filesystem_of, machine
 
 Layout = tuple[int, int, int]  # TP, PP, DP
 
-OK, COULD_NOT_RUN = 0, 2
 # Checkpoints at once: of two engines on two layouts, and some room.
 _ROOM = 4.5
 
@@ -78,22 +76,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    return printed("reshard", lambda: _measured(arguments))
+
+
+def _measured(arguments: argparse.Namespace) -> str:
     before = machine()
     place = arguments.dir or Path(tempfile.gettempdir())
     request = Request(arguments.bytes, arguments.repeat, arguments.cache == "cold", tuple(arguments.onto))
-    try:
-        free, needed = shutil.disk_usage(place).free, int(arguments.bytes * _ROOM)
-        if free < needed:
-            raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
-        found = measure(place, request, lambda text: print(text, file=sys.stderr))
-    except (OSError, MeasurementError) as exc:
-        print(f"reshard: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    results = [analyse(measurement) for measurement in found]
-    if arguments.format == "json":
-        where = {"directory": str(place), "filesystem": filesystem_of(place)}
-        print(json.dumps({"machine": before, **where, "measurements": results}))
-    else:
-        print(render(results))
-    return OK
+    free, needed = shutil.disk_usage(place).free, int(arguments.bytes * _ROOM)
+    if free < needed:
+        raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
+    results = [analyse(one) for one in measure(place, request, lambda text: print(text, file=sys.stderr))]
+    if arguments.format != "json":
+        return render(results)
+    where = {"directory": str(place), "filesystem": filesystem_of(place)}
+    return json.dumps({"machine": before, **where, "measurements": results})

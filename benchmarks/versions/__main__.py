@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.ranks import MeasurementError
 from tools.common.cli import COULD_NOT_RUN, OK, make_parser, parse_bytes, require_at_least
 from tools.common.tables import markdown_table
 
@@ -39,10 +40,6 @@ exit status: 0 measured, 2 could not run
 
 # What was measured -> seconds.
 Sample = dict[str, float]
-
-
-class MeasurementError(RuntimeError):
-    """A measurement of one version could not be made; the message says which."""
 
 
 @dataclass(frozen=True)
