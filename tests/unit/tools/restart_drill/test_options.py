@@ -15,56 +15,46 @@ from tools.restart_drill.options import parse_arguments
 
 HELPER = "launcher=torchrun,workers=2,engine=lazy,signal=SIGKILL,target=helper,moment=save,next=later"
 ONE = [
-    ("", "the following arguments are required: --at WHEN and, after --, the training command"),
-    ("--at mid-step --cycles 0 -- train", "--cycles 0: must be at least 1"),
-    ("--at lunch -- train", "lunch: not an injection point"),
+    ("--cycles 0", "--cycles 0: must be at least 1"),
+    ("--at lunch", "lunch: not an injection point"),
     ("--fault flood", "invalid choice: 'flood'"),
     ("--out /", "--out /: already exists"),
     (f"--out {__file__}", "already exists"),
     ("--resume-tp 0", "must be a whole number, at least 1"),
     (
-        "--fault sigkill-node --supervisor torchrun --at mid-step -- train",
+        "--fault sigkill-node --supervisor torchrun",
         "--fault sigkill-node ends the launcher that --supervisor torchrun needs; use --supervisor relaunch",
     ),
-    ("--fault disk-full --at mid-load -- train", "--fault disk-full --at mid-load: nothing is saved then"),
+    ("--fault disk-full --at mid-load", "--fault disk-full --at mid-load: nothing is saved then"),
     (
-        "--fault truncate --at mid-startup --cycles 2 -- train",
+        "--fault truncate --at mid-startup --cycles 2",
         "--fault truncate --at mid-startup --cycles 2: nothing is saved between such faults",
     ),
-    (
-        "--reference /a --no-reference --at mid-step -- train",
-        "--reference /a with --no-reference: give only one of them",
-    ),
-    ("--supervisor torchrun --resume-pp 2 --at mid-step -- train", "--supervisor torchrun with --resume-tp"),
-    ("--supervisor torchrun --cold-cache --at mid-step -- train", "--supervisor torchrun with --resume-tp"),
+    ("--reference /a --no-reference", "--reference /a with --no-reference: give only one of them"),
+    ("--supervisor torchrun --resume-pp 2", "--supervisor torchrun with --resume-tp"),
+    ("--supervisor torchrun --cold-cache", "--supervisor torchrun with --resume-tp"),
     ("--soak", "argument --soak: not allowed with argument --fault"),
     ("--sample 3", "--sample 3: has no meaning for --fault; remove one of the two"),
     ("--faults sigterm,sigstop", "--faults sigterm,sigstop: has no meaning for --fault"),
+    ("--fault node-loss", "node-loss is a fault of a node; use --supervisor launch and --nodes-command"),
     (
-        "--fault node-loss --at mid-step -- train",
+        "--fault node-loss --supervisor launch",
         "node-loss is a fault of a node; use --supervisor launch and --nodes-command",
     ),
     (
-        "--fault node-loss --supervisor launch --at mid-step -- train",
-        "node-loss is a fault of a node; use --supervisor launch and --nodes-command",
-    ),
-    (
-        "--supervisor launch --nodes-command mine --at mid-step -- train",
+        "--supervisor launch --nodes-command mine",
         "--fault sigkill-all reaches no other node; with --nodes-command use one of",
     ),
-    (
-        "--supervisor launch --fault sigkill-launcher --at mid-step -- train",
-        "ends the launcher that --supervisor launch needs",
-    ),
+    ("--supervisor launch --fault sigkill-launcher", "ends the launcher that --supervisor launch needs"),
     ("--persist-interval 0", "must be a whole number, at least 1"),
     ("--node=1,b", "1,b: must be node numbers separated by commas"),
     ("--node=1,0", "--node 1,0: has no effect without --nodes-command; remove it, or give that, too"),
     ("--hang-limit 0", "--hang-limit: 0: must be a number of more than 0"),
     ("--time-limit -1", "--time-limit: -1: must be a number of more than 0"),
     ("--disk-limit nan", "--disk-limit: nan: must be a number of more than 0"),
-    ("--nodes-command mine --at mid-step -- train", "--nodes-command mine: only faults of nodes use it"),
+    ("--nodes-command mine", "--nodes-command mine: only faults of nodes use it"),
     (
-        "--supervisor launch --fault node-loss --nodes-command mine --resume-pp 2 --at mid-step -- train",
+        "--supervisor launch --fault node-loss --nodes-command mine --resume-pp 2",
         "--supervisor launch with --resume-tp",
     ),
 ]
@@ -102,10 +92,10 @@ STOPS = [
     ("--nodes-command mine", "--nodes-command mine: has no meaning for --stops"),
     ("--stop signal=SIGHUP", "signal=SIGHUP: give launcher=..."),
 ]
-REFUSED = [("", "", "one of the arguments --fault --matrix --soak --stops is required")] + [
-    (selection, line, message)
-    for selection, lines in (("--fault sigkill-all", ONE), ("--matrix", MATRIX), ("--soak", SOAK), ("--stops 3", STOPS))
-    for line, message in lines
+ALL = {"--fault sigkill-all --at mid-step": ONE, "--matrix": MATRIX, "--soak": SOAK, "--stops 3": STOPS}
+REFUSED = [(selection, f"{line} -- train", message) for selection, lines in ALL.items() for line, message in lines] + [
+    ("", "-- train", "one of the arguments --fault --matrix --soak --stops is required"),
+    ("--fault sigterm", "", "the following arguments are required: --at WHEN and, after --, the training command"),
 ]
 
 
