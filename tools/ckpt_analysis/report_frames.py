@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import polars as pl
 
+from .metrics.goodput.definitions import Measured
 from .metrics.results import OperationStats, PhaseStats, Stats
 from .report import Report
 
@@ -27,6 +28,8 @@ SUMMARY = (
 )
 _FINDING = {"rule": pl.String, "title": pl.String, "evidence": pl.String, "advice": pl.String, "cost_s": pl.Float64}
 _PROBLEM = {"kind": pl.String, "severity": pl.String, "message": pl.String}
+_GOODPUT = {"owner": pl.String, "name": pl.String, "share": pl.Float64, "seconds": pl.Float64, "missing": pl.String}
+_GOODPUT |= {"formula": pl.String, "source": pl.String}
 _BUDGET = {"cycle": pl.Int64, "rank": pl.Int64, "part": pl.String, "start_s": pl.Float64, "end_s": pl.Float64}
 
 
@@ -57,6 +60,13 @@ def budget(report: Report) -> pl.DataFrame:
     ranks = {entry.cycle: entry.rank for entry in report.budget.cycles}
     rows = [(one.cycle, ranks[one.cycle], one.part, one.start_s, one.end_s) for one in report.budget.segments]
     return pl.DataFrame(rows, schema=_BUDGET, orient="row")
+
+
+def goodput(found: Sequence[Measured]) -> pl.DataFrame:
+    """A row per definition of goodput or type of badput."""
+    rows = [(one.definition.owner, one.definition.name, one.share, one.seconds, one.missing) for one in found]
+    more = [(one.definition.formula, one.definition.source) for one in found]
+    return pl.DataFrame([row + rest for row, rest in zip(rows, more, strict=True)], schema=_GOODPUT, orient="row")
 
 
 def _rows(entries: list[Any], schema: dict[str, Any]) -> pl.DataFrame:

@@ -15,6 +15,7 @@ from .imported.to_report import to_report
 from .ingest.cache import Cache
 from .ingest.discover import LogDirectoryError
 from .ingest.load import Trace, load_trace
+from .metrics.goodput.definitions import goodputs
 from .metrics.span_times import span_times
 from .model.frame import Frames, make_frames
 from .model.tidy import labelled_spans, of_operations, with_places
@@ -26,8 +27,8 @@ class TraceAnalysis:
 
     Each method returns a new polars.DataFrame. Times in `_ns` are integers: `start_ns`, `end_ns` and `time_ns` are
     Unix time on one clock for all ranks, the others durations. Times in `_s` are seconds, GB are 1e9 bytes. Null means
-    not recorded. A log that `ckpt-analysis import` read has no single ranks: of it only summary, findings, problems and
-    budget are known, and the other methods raise LogDirectoryError (a ValueError).
+    not recorded. A log that `ckpt-analysis import` read has no single ranks: of it only summary, findings, problems,
+    budget and goodput are known, and the other methods raise LogDirectoryError (a ValueError).
     """
 
     def __init__(
@@ -79,6 +80,11 @@ class TraceAnalysis:
     def budget(self) -> pl.DataFrame:
         """The wall time of the run in consecutive stretches: launching, restarting, training, blocked, lost, other."""
         return report_frames.budget(self.report)
+
+    def goodput(self) -> pl.DataFrame:
+        """The useful share of the run by several definitions, and types of badput: a row for each."""
+        of = self.analysis
+        return report_frames.goodput(goodputs(of.frames, of.tables, of.report.budget, of.report.saves))
 
     def findings(self) -> pl.DataFrame:
         """What cost time, and what helps: a row per finding, the costliest first."""

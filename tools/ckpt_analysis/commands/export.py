@@ -23,7 +23,7 @@ EXAMPLES = """\
 # Methods of TraceAnalysis, whose module needs polars.
 TABLES = (
     "spans", "operations", "iterations", "events", "probes", "samples",
-    "rank_phases", "rank_totals", "summary", "budget", "findings", "problems",
+    "rank_phases", "rank_totals", "summary", "budget", "goodput", "findings", "problems",
 )  # fmt: skip
 
 

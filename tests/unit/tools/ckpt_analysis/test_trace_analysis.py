@@ -24,7 +24,7 @@ from tools.ckpt_analysis.trace_analysis import TraceAnalysis
 
 PAGE = ROOT / "docs" / "guides" / "notebooks.md"
 NOTEBOOK = ROOT / "docs" / "examples" / "trace_analysis.ipynb"
-OF_ANY_LOG = ("summary", "budget", "findings", "problems")
+OF_ANY_LOG = ("summary", "budget", "goodput", "findings", "problems")
 
 
 def documented(section: str) -> dict[str, str]:

@@ -33,6 +33,10 @@ class Definition:
     formula: str
 
     @property
+    def is_badput(self) -> bool:
+        return self.name in _BADPUT
+
+    @property
     def source(self) -> str:
         return _SOURCES[self.owner]
 

@@ -67,6 +67,8 @@ def is_over(steps: pl.DataFrame) -> pl.Expr:
 def loads_are_timed(frames: Frames, budget: Budget) -> bool:
     """Whether the end of every load is recorded after which the rank that the budget is told on made a step."""
     for cycle in budget.cycles:
+        if cycle.rank is None:  # no rank made a step
+            continue
         mine = (pl.col("cycle") == cycle.cycle) & (pl.col("rank") == cycle.rank)
         loads = frames.operations.filter(mine & (pl.col("operation") == "load") & pl.col("end_ns").is_null())
         if not loads.filter(is_over(frames.iterations.filter(mine))).is_empty():

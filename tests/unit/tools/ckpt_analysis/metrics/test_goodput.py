@@ -118,6 +118,21 @@ def test_a_run_without_a_failure_has_no_rate_of_them(tmp_path: Path) -> None:
     assert found["runtime_goodput"].share == 1 and found["ettr"].share == pytest.approx(0.5)
 
 
+def test_a_launch_that_makes_no_step_is_counted_without_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The second of three: no rank represents it."""
+    for cycle, now_ms in enumerate((0, 1000, 2000)):
+        log = started(cycle, now_ms, 1)
+        if cycle == 1:
+            log.records = [r for r in log.records if r.get("type") not in ("iteration", "operation_end")][:-1]
+        dump(file_of(tmp_path, 0, cycle), log.records)
+    found = measured(tmp_path)
+    assert recwarn.list == []
+    # 100 ms of first launch, its process is the last thing known of the second one, which ends by the third's start.
+    assert found["ettr"].share == pytest.approx(0) and found["runtime_goodput"].share is not None
+
+
 @pytest.mark.parametrize("absent", ["steps", "first steps"])
 def test_nothing_is_said_of_a_run_whose_steps_are_unknown(tmp_path: Path, absent: str) -> None:
     write_trace(tmp_path, Options(instrument="hooks"))

@@ -71,6 +71,7 @@ def test_values_are_those_of_the_report(tmp_path: Path) -> None:
     assert value(values, "phase_seconds", quantile="1", **fsync) == 0.24
     assert value(values, "wall_seconds", part="restarting") == report["budget"]["restarting_s"]
     assert value(values, "goodput_ratio", definition="goodput", by="megatron-restart") == report["budget"]["goodput"]
+    assert value(values, "badput_ratio", type="tpu_initialization") == pytest.approx(0.3 / report["budget"]["wall_s"])
     assert value(values, "operations_total", operation="save", outcome="ok") == 2
     assert value(values, "last_step") == 12 and value(values, "last_checkpoint_step") == 10
     assert value(values, "last_step_timestamp_seconds") > value(values, "last_checkpoint_timestamp_seconds")
@@ -83,7 +84,14 @@ def test_what_is_not_known_has_no_sample(tmp_path: Path, absent: tuple[str, ...]
     strip(trace, absent)
     names = {name for name, _ in parsed(exported(trace, tmp_path / "run.prom"))}
     if "steps" in absent:
-        assert not names & {"wall_seconds", "goodput_ratio", "last_step", "iteration_seconds", "restart_seconds"}
+        assert not names & {
+            "wall_seconds",
+            "goodput_ratio",
+            "badput_ratio",
+            "last_step",
+            "iteration_seconds",
+            "restart_seconds",
+        }
     else:
         assert not names & {"durable_seconds", "load_seconds", "save_bytes"}
 
