@@ -132,7 +132,7 @@ def test_the_installed_plan_tells_the_tensors_of_a_preset(installed: Path, job: 
     plan = (installed / "bin" / "ckpt-plan", "--model", "70b", "--tp", "8", "--pp", "8")
     found = json.loads(run(*plan, "--format", "json", cwd=job, PYTHONPATH=str(job)))
     assert (found["bytes_by_kind"]["weights"], len(found["per_rank"])) == (138_600_906_752, 64)
-    refused = subprocess.run([*plan, "--summary"], cwd=job, env=clean(), capture_output=True, text=True, timeout=300)
+    refused = subprocess.run([*plan, "--files"], cwd=job, env=clean(), capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2 and "pip install '.[train]' in the checkout" in refused.stderr
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 1 << 16
 REPORT_EVERY_S = 5.0
-_OF_FILES = ("iteration", "upstream", "compare_listing", "summary", "run")  # of the checkpoint's files, or with them
+_OF_FILES = ("iteration", "upstream", "compare_listing", "files", "run")  # of the checkpoint's files, or with them
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -49,11 +49,11 @@ _DESCRIPTION = (
 )
 _EPILOG = """\
 examples:
-  %(prog)s --model 70b --tp 8 --pp 8
-      every file of the preset's checkpoint, with its exact size
-  %(prog)s --model 7b --tp 4 --pp 2 --dp 4 --engine lazy --summary
-      totals and ranks only, for another engine
-  %(prog)s --model 70b --tp 8 --pp 8 --engine lazy --summary --run -- --save /scratch/70b --keep-last 2
+  %(prog)s --model 70b
+      the preset's checkpoint on its own layout, TP8 PP8
+  %(prog)s --model 7b --tp 4 --pp 2 --dp 4 --engine lazy --files
+      another layout and engine, and every file with its exact size
+  %(prog)s --model 70b --engine lazy --run -- --save /scratch/70b --keep-last 2
       with the space and the throughput that the storage must have
   %(prog)s --model 1b --recompute-on 80
       whether activations must be recomputed on devices of 80 GB, and which
@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
     help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(model_names())}"
     parser.add_argument("--model", metavar="NAME", help=help_)
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: as the preset's script)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: as the preset's script)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
     parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; only 1 is supported")
     parser.add_argument("--engine", metavar="NAME", help="checkpoint engine (default: torch)")
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--upstream", action="store_true", help="plan the files that upstream Megatron-DeepSpeed would write"
     )
     parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
-    parser.add_argument("--summary", action="store_true", help="print the table without the list of files")
+    parser.add_argument("--files", action="store_true", help="print every file with its size, too")
     parser.add_argument(
         "--run", action="store_true", help="also print what a run needs: configuration, host memory, storage"
     )
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     """Raises ConfigError, before torch is imported, for an impossible model or layout."""
-    from .presets import config_from_flags
+    from .presets import config_from_flags, layout_of
     from .recomputation import preset_for
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
@@ -190,7 +190,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     if arguments.engine is not None:
         flags = [*flags, "--checkpoint-engine", arguments.engine]  # some flags are valid only for some engines
     if arguments.model is not None:
-        sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
+        sizes = layout_of(arguments.model, arguments.tp, arguments.pp)
         dp = arguments.dp or 1
         _check_ranks(sizes[0] * sizes[1] * dp, f"TP{sizes[0]} PP{sizes[1]} DP{dp}")  # recomputation looks at each rank
         flags = ["--zero-stage", str(arguments.zero), *flags]
@@ -284,7 +284,7 @@ def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> in
     """Print the bytes of the tensors. Raises ConfigError for a flag that needs the sizes of files."""
     from .tensors import NOTE, plan_tensors, render, to_json
 
-    for name in ("engine", "iteration", "upstream", "compare_listing", "summary", "run"):
+    for name in ("engine", "iteration", "upstream", "compare_listing", "files", "run"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: {NOTE}")
     plan = plan_tensors(planned)
@@ -333,7 +333,7 @@ def _answer_recomputation(planned: Planned, arguments: argparse.Namespace) -> in
 
     if arguments.recompute_on < 1:
         raise ConfigError(f"--recompute-on {arguments.recompute_on}: must be at least 1")
-    for name in ("iteration", "upstream", "compare_listing", "summary", "run"):
+    for name in ("iteration", "upstream", "compare_listing", "files", "run"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --recompute-on; drop one of the two")
     choice = choose(planned, arguments.recompute_on * 10**9)
@@ -358,7 +358,7 @@ def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Name
     if listing is None:
         needs = _needs(plan, arguments) if arguments.run else None
         is_json = arguments.format == "json"
-        write_stdout(to_json(plan, needs) if is_json else render(plan, needs, with_files=not arguments.summary))
+        write_stdout(to_json(plan, needs) if is_json else render(plan, needs, with_files=arguments.files))
         return OK
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}

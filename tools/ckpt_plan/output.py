@@ -101,7 +101,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def render(plan: Plan, needs: RunNeeds | None, with_files: bool) -> str:
-    """Text for a terminal: totals, ranks, every file unless `with_files` is off, what the run needs."""
+    """Text for a terminal: totals, ranks, with `with_files` every file, what the run needs."""
     model = plan.config.model
     lines = [
         f"{plan.layout}, engine {plan.engine}, {model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "

@@ -31,6 +31,16 @@ def preset_layout(model: str) -> tuple[int, int]:
     return min(sizes, key=lambda size: size[0] * size[1])
 
 
+def layout_of(model: str, tp: int | None, pp: int | None) -> tuple[int, int]:
+    """(TP, PP) as given, of which one alone leaves the other at 1; without both that of the preset's own script.
+
+    Raises ConfigError as `preset_layout`.
+    """
+    if tp is None and pp is None:
+        return preset_layout(model)
+    return (1 if tp is None else tp, 1 if pp is None else pp)
+
+
 def _check_preset(model: str) -> None:
     if model not in model_names():
         raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(model_names())}")

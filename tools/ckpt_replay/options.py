@@ -16,7 +16,7 @@ from megatron.config.uris import is_uri
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 
-from ..ckpt_plan.presets import preset_layout
+from ..ckpt_plan.presets import layout_of
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
 from ..restart_bench.presets import model_names
 from .plan import (
@@ -246,9 +246,9 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
 def _layout(arguments: argparse.Namespace) -> Layout:
     """The requested layout; without --tp and --pp the smallest one of the preset's scripts. Raises ConfigError."""
     tp, pp = arguments.tp, arguments.pp
-    if tp is None and pp is None and arguments.model is not None and arguments.sharding != "full":
-        tp, pp = preset_layout(arguments.model)
-    return Layout(tp or 1, pp or 1, arguments.dp)
+    if arguments.model is not None and arguments.sharding != "full":
+        tp, pp = layout_of(arguments.model, tp, pp)
+    return Layout(1 if tp is None else tp, 1 if pp is None else pp, arguments.dp)
 
 
 def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:

@@ -22,7 +22,7 @@ from tools.ckpt_plan.cli import main, parse_arguments
 from tools.ckpt_plan.kinds import TENSOR_KINDS
 from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
-from tools.ckpt_plan.presets import config_for, config_from_flags, preset_layout
+from tools.ckpt_plan.presets import config_for, config_from_flags, layout_of, preset_layout
 from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
 from tools.ckpt_plan.tensors import plan_tensors, stage_bounds
@@ -55,6 +55,13 @@ def test_a_preset_without_a_script_has_no_layout() -> None:
     assert preset_layout("70b") == (8, 8)
     with pytest.raises(ConfigError, match="--model 405b: this preset has no layout of its own; give --tp and --pp"):
         preset_layout("405b")
+
+
+def test_without_sizes_the_layout_is_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    """As ckpt-replay takes it; one size alone leaves the other at 1."""
+    assert layout_of("13b", None, None) == preset_layout("13b") == (4, 4)
+    assert (layout_of("13b", 2, None), layout_of("13b", None, 2)) == ((2, 1), (1, 2))
+    assert plan_json(capsys, "--model", "tiny")["layout"] == {"tp": 2, "pp": 2, "dp": 1}
 
 
 def test_help_names_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,7 +426,7 @@ def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[st
 
 def test_storage_that_has_no_room_for_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "1000000000"]
-    status, out, err = run(capsys, "--model", "tiny", "--run", "--summary", "--", *flags)
+    status, out, err = run(capsys, "--model", "tiny", "--run", "--", *flags)
     assert (status, err) == (0, "")
     (lack,) = [line for line in out.splitlines() if line.startswith("storage: --save")]
     assert f"--save {tmp_path}: " in lack and "and 1000000000 more are needed" in lack
@@ -441,14 +448,14 @@ def test_the_iteration_names_the_checkpoint(capsys: pytest.CaptureFixture[str]) 
 def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2")
     files = plan_json(capsys, *arguments)["files"]
-    status, table, _ = run(capsys, *arguments)
+    status, table, _ = run(capsys, *arguments, "--files")
     assert status == 0
     words = {tuple(line.split()) for line in table.splitlines()}
     assert {(str(file["bytes"]), str(file["rank"]), file["name"]) for file in files} <= words
     assert "estimate" in table  # of memory, which is not exact as sizes are
     assert "the fullest device, rank " in table and table.count("; fits 80 GB, fits 40 GB\n") == 1
-    _, summary, err = run(capsys, *arguments, "--summary", "--verbose")
-    assert "layer_02" not in summary
+    _, summary, err = run(capsys, *arguments, "--verbose")
+    assert "layer_02" not in summary and len(summary.splitlines()) < 40
     assert "planned in" in err
 
 
@@ -524,7 +531,7 @@ def test_host_memory_of_lazy_is_bounded_by_its_cache() -> None:
 
 
 def test_more_ranks_than_can_be_planned_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "tiny", "--dp", "1000000"]) == 2
+    assert main(["--model", "tiny", "--tp", "1", "--dp", "1000000"]) == 2
     said = capsys.readouterr().err
     assert "1000000 ranks; at most 65536 are planned" in said and "--dp" in said and said.count("\n") == 1
 
@@ -533,6 +540,6 @@ def test_a_long_planning_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tools.ckpt_plan.cli.REPORT_EVERY_S", 0.0)
-    assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
+    assert main(["--model", "tiny", "--tp", "1", "--dp", "2"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in told] == [f"ckpt-plan: {n} of 2 ranks planned" for n in (1, 2)]

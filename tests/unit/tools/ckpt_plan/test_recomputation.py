@@ -52,6 +52,6 @@ def test_the_command_prints_mode_and_reason(capsys: pytest.CaptureFixture[str]) 
     assert main(["--recompute-on", "80", "--format", "json", "--", *RUN.split()]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mode"] == "none" and list(found["bytes_by_mode"]) == ["none"]
-    for flags, message in (["0"], "must be at least 1"), (["80", "--summary"], "not printed with --recompute-on"):
+    for flags, message in (["0"], "must be at least 1"), (["80", "--files"], "not printed with --recompute-on"):
         assert main(["--recompute-on", *flags, "--", *RUN.split()]) == 2
         assert message in capsys.readouterr().err
