@@ -355,11 +355,13 @@ def test_what_the_end_of_a_ladder_leaves_is_not_run_and_has_not_failed(tmp_path:
     assert not (tmp_path / "out" / "left").exists()
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_fit_is_passed_over_for_a_shorter_one(tmp_path: Path) -> None:
     parts = [part_of("long", ENDLESS, 10**7), part_of("short", "print(1)")]
     assert run_parts(parts, with_archive(tmp_path), Limits(time.monotonic(), 1e6), 1) == [None, PASSED]
 
 
+@pytest.mark.slow
 def test_the_archive_is_complete_whenever_a_ladder_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.gpu.ladder import run_parts\n"
@@ -396,6 +398,7 @@ def test_a_large_file_stays_out_of_the_archive(tmp_path: Path, capsys: pytest.Ca
     assert "facts/large is not in the archive" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_device_a_ladder_runs_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     place = replace(with_archive(tmp_path), rehearsal=False)

@@ -286,6 +286,7 @@ def master_of(tmp_path: Path, **given: str) -> str:
     return command.environment["MASTER_ADDR"]
 
 
+@pytest.mark.slow
 def test_srun_starts_rank_0_on_the_first_host_of_the_allocation(tmp_path: Path) -> None:
     """Not where salloc leaves the user, which may be a login node."""
     stand_in(tmp_path / "bin" / "scontrol", SCONTROL)

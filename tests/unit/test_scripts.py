@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,6 +224,7 @@ def test_tiny_runs_on_cpus(tmp_path: Path) -> None:
     assert command.environment["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> None:
     settings = {"DRY_RUN": "1", "ENGINE": "memory", "LAUNCHER": "fork", "WORK_DIR": str(tmp_path / "work")}
     python = {"SKIP_SETUP": "1", "PYTHON": sys.executable}
@@ -375,6 +378,7 @@ def test_too_few_gpus_in_an_allocation_name_srun_first(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -555,6 +559,7 @@ def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], messag
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 def test_no_setting_is_evaluated(tmp_path: Path) -> None:
     """Neither here nor by a shell: bash evaluates the subscript of a name in an arithmetic expression."""
     evaluated = tmp_path / "evaluated"
@@ -576,6 +581,30 @@ def test_what_a_preset_fixes_is_refused_as_a_setting(script: str, name: str, tmp
     assert done.returncode == 2 and f"error: {name}=4: the preset fixes it" in line, done.stderr
 
 
+WithoutIt = Callable[[str], tuple[Path, dict[str, str], subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def without_it(tmp_path_factory: pytest.TempPathFactory) -> WithoutIt:
+    """Of a launcher over two hosts: the directory, the settings and the result of a dry run, one for all tests."""
+    directory = tmp_path_factory.mktemp("hosts")
+    hostfile = directory / "hosts"
+    hostfile.write_text("".join(f"{host} slots=4\n" for host in "abcd"))
+
+    @functools.cache
+    def dry_run_over_hosts(launcher: str) -> tuple[Path, dict[str, str], subprocess.CompletedProcess[str]]:
+        given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(directory / "work")}
+        given |= {"RESTART_TRACE_LAUNCH_ID": "id", "GPUS_PER_NODE": "4"}
+        given |= {"LAUNCHER": {"restarts": "fork", "by hand": "torchrun"}.get(launcher, launcher)}
+        given |= {} if launcher == "srun" else {"HOSTFILE": str(hostfile)}
+        given |= {"NODE_RANK": "0"} if launcher == "by hand" else {}
+        given |= {"MAX_RESTARTS": "3"} if launcher == "restarts" else {}
+        return directory, given, run_script("run_7b_tp4_pp2.sh", directory, **given)
+
+    return dry_run_over_hosts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun", "fork", "restarts", "by hand"])
 @pytest.mark.parametrize(
     "settings",
@@ -587,17 +616,11 @@ def test_what_a_preset_fixes_is_refused_as_a_setting(script: str, name: str, tmp
     ids=lambda settings: "".join(settings),
 )  # fmt: skip
 def test_a_setting_has_its_effect_or_is_refused_by_name(
-    launcher: str, settings: dict[str, str], tmp_path: Path
+    launcher: str, settings: dict[str, str], without_it: WithoutIt
 ) -> None:
     """Over two hosts. What has an effect is in the commands, or decides how long the script itself waits."""
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("".join(f"{host} slots=4\n" for host in "abcd"))
-    over = {"LAUNCHER": {"restarts": "fork", "by hand": "torchrun"}.get(launcher, launcher), "GPUS_PER_NODE": "4"}
-    over |= {} if launcher == "srun" else {"HOSTFILE": str(hostfile)}
-    over |= {"NODE_RANK": "0"} if launcher == "by hand" else {}
-    over |= {"MAX_RESTARTS": "3"} if launcher == "restarts" else {}
-    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(tmp_path / "work"), "RESTART_TRACE_LAUNCH_ID": "id"}
-    before, after = (run_script("run_7b_tp4_pp2.sh", tmp_path, **given | more) for more in (over, over | settings))
+    directory, given, before = without_it(launcher)
+    after = run_script("run_7b_tp4_pp2.sh", directory, **given | settings)
     ((name, value),) = settings.items()
     assert before.returncode == 0, before.stderr
     decides = {("HOST_GRACE", "deepspeed"), ("MEET_TIMEOUT", "by hand")}

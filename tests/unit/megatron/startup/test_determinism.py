@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.unit.trace_helpers import ROOT
+from tests.dist.harness import Run, Zygote
 
-pytestmark = pytest.mark.slow  # each starts interpreters that import torch
+pytestmark = pytest.mark.slow  # each starts processes
 
 TRAIN = """
 import os, sys
 import torch
 from megatron.startup.determinism import make_deterministic
 
+for name in {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} - set(sys.argv[1:]):
+    os.environ.pop(name, None)
 make_deterministic()
 assert "torch._inductor" not in sys.modules, "every start would wait for these imports"
 assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -42,21 +42,21 @@ print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"])
 """
 
 
-def run(**variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
-    return subprocess.run(
-        [sys.executable, "-c", TRAIN], env=kept | variables, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+def run(zygote: Zygote, directory: Path, **variables: str) -> Run:
+    """A process whose environment has `variables`, and no other one of the two that the settings go by."""
+    script = directory / "train.py"
+    script.write_text(TRAIN)
+    return zygote.run(list(variables), 1, directory, script=str(script), env=variables)
 
 
-def test_a_process_repeats_its_gradients_and_keeps_what_the_environment_says() -> None:
-    done = run()
-    assert (done.returncode, done.stdout) == (0, ":4096:8 Ring\n"), done.stderr
-    done = run(CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Tree")
-    assert (done.returncode, done.stdout) == (0, ":16:8 Tree\n"), done.stderr
+def test_a_process_repeats_its_gradients_and_keeps_what_the_environment_says(zygote: Zygote, tmp_path: Path) -> None:
+    done = run(zygote, tmp_path)
+    assert done.ok and done.output == ":4096:8 Ring\n", done.output
+    done = run(zygote, tmp_path, CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Tree")
+    assert done.ok and done.output == ":16:8 Tree\n", done.output
 
 
-def test_a_workspace_that_is_not_reproducible_is_refused() -> None:
-    done = run(CUBLAS_WORKSPACE_CONFIG=":8192:2")
-    assert done.returncode == 1
-    assert "--deterministic on: CUBLAS_WORKSPACE_CONFIG=:8192:2: cuBLAS gives the same results only with" in done.stderr
+def test_a_workspace_that_is_not_reproducible_is_refused(zygote: Zygote, tmp_path: Path) -> None:
+    done = run(zygote, tmp_path, CUBLAS_WORKSPACE_CONFIG=":8192:2")
+    assert done.exit_codes == [1]
+    assert "--deterministic on: CUBLAS_WORKSPACE_CONFIG=:8192:2: cuBLAS gives the same results only with" in done.output

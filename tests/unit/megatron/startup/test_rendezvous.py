@@ -16,19 +16,24 @@ from torch.distributed.rendezvous import rendezvous as meet
 from megatron.config import ConfigError
 from megatron.net.free_port import free_port
 from megatron.startup import rendezvous
+from tests.dist.harness import Zygote
 
-pytestmark = pytest.mark.slow  # processes are started that import torch
+pytestmark = pytest.mark.slow  # some start processes that import torch
 
 ROOT = Path(__file__).resolve().parents[4]
-# One rank: prints what the rendezvous raises, or "met".
+# One rank, alone on its host: prints what the rendezvous raises, or "met". Rank 1 says that it has another torch. One
+# variable alone says how many ranks a host has.
 RANK = """
-import sys
+import os, sys
 from datetime import timedelta
 from torch.distributed.rendezvous import rendezvous as meet
 from megatron.config import ConfigError
 from megatron.startup import rendezvous
 what_runs = rendezvous.what_runs
-rendezvous.what_runs = lambda: what_runs() | ({"torch": sys.argv[1]} if sys.argv[1:] else {})
+rendezvous.what_runs = lambda: what_runs() | ({"torch": sys.argv[2]} if os.environ["RANK"] == "1" else {})
+for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    del os.environ[name]
+os.environ |= {sys.argv[1]: "1", "LOCAL_RANK": "0"}
 try:
     next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
     print("met")
@@ -71,20 +76,12 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("local_size", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # the latter by DeepSpeed's launcher
-def test_every_rank_hears_of_a_host_with_another_torch(local_size: str) -> None:
+def test_every_rank_hears_of_a_host_with_another_torch(local_size: str, tmp_path: Path, zygote: Zygote) -> None:
     """Two hosts of a rank each; the second one says that it has torch 2.0.0, which cannot be installed here, too."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = os.environ | {
-        "WORLD_SIZE": "2", local_size: "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, *versions], env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank, versions in enumerate(([], ["2.0.0"]))
-    ]
-    said = [process.communicate()[0].splitlines()[-1] for process in started]
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    run = zygote.run([local_size, "2.0.0"], 2, tmp_path, script=str(script))
+    said = [run.log(rank).splitlines()[-1] for rank in range(2)]
     assert said[0] == said[1] and "runs torch 2.0.0 (" in said[0], said
 
 
