@@ -32,7 +32,19 @@ from typing import TYPE_CHECKING
 from tests.faults.injection import HANGS_S, Fault, Traced, faults_at, run_traced
 from tests.faults.repeated import Repeated
 from tests.faults.system_calls import KILL, MEMORY
-from tests.faults.verdicts import FORMER, NEW, SAVE, START, Directory, Place, Prefix, Verdict, digest, passed_over
+from tests.faults.verdicts import (
+    FORMER,
+    MISSED,
+    NEW,
+    SAVE,
+    START,
+    Directory,
+    Place,
+    Prefix,
+    Verdict,
+    digest,
+    passed_over,
+)
 
 if TYPE_CHECKING:
     from tests.faults.launches import Ended, Trained
@@ -139,7 +151,7 @@ class Scenario:
         """(what is wrong or None, what was said of a failure or None)."""
         ended: Ended | None = traced.result
         if traced.hit is None:
-            return "the fault hit no call", None
+            return MISSED if self.place.has_sockets else "the fault hit no call", None
         if traced.hangs:
             return "hangs", None
         if traced.raised is not None:
@@ -276,10 +288,10 @@ def table(verdicts: Sequence[Verdict]) -> str:
     rows: dict[tuple[str, str, str], Counter[str]] = {}
     for verdict in verdicts:
         key = (verdict.scenario, verdict.of, verdict.fault.operation)
-        rows.setdefault(key, Counter())[verdict.outcome if verdict.survived else "broken"] += 1
-    lines = ["scenario               of     operation   faults  whole   told  broken"]
+        rows.setdefault(key, Counter())["broken" if verdict.broken else verdict.outcome] += 1
+    lines = ["scenario               of     operation   faults  whole   told missed broken"]
     for (name, of, operation), counts in sorted(rows.items()):
-        figures = (sum(counts.values()), counts["whole"], counts["told"], counts["broken"])
+        figures = (sum(counts.values()), counts["whole"], counts["told"], counts[MISSED], counts["broken"])
         lines.append(f"{name:22} {of:6} {operation:10} " + "".join(f"{figure:7}" for figure in figures))
     return "\n".join(lines)
 
@@ -361,13 +373,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended = run_beside(options, root, out)
         verdicts = read(out)
     for verdict in verdicts:
-        if not verdict.survived:
+        if verdict.broken:
             what = f"{verdict.scenario} {verdict.of}: {verdict.fault} ({verdict.hit}): {verdict.outcome}"
             print(what if verdict.said is None else f"{what}; it said: {verdict.said}")
     print(table(verdicts))
-    if not verdicts:
+    injected = [verdict for verdict in verdicts if verdict.outcome != MISSED]
+    if not injected:
         print("no fault was injected: there are fewer calls than --every, or none of the name that --fault gives")
-    return 0 if ended and verdicts and all(verdict.survived for verdict in verdicts) else 1
+    return 0 if ended and injected and not any(verdict.broken for verdict in injected) else 1
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 SAVE, START = "save", "start"
 FORMER, NEW = 2, 3  # steps of the newest checkpoint before the save, and of the one that is saved
+# Of a save or start that made fewer calls than the run that they were counted in: how many a socket takes is chance.
+MISSED = "missed"
 _FILE_OF_ENGINE = re.compile(r"/(?:\.incomplete_)?global_step\d+[^/]*/(?!\.?manifest\.json)")
 _OWNERSHIP = ".generations"
 
 
 @dataclass
 class Verdict:
-    """What one fault has come to: "whole", "told", or what is wrong."""
+    """What one fault has come to: "whole", "told", MISSED, or what is wrong."""
 
     scenario: str
     of: str
@@ -38,6 +40,10 @@ class Verdict:
     @property
     def survived(self) -> bool:
         return self.outcome in ("whole", "told")
+
+    @property
+    def broken(self) -> bool:
+        return not self.survived and self.outcome != MISSED
 
     @property
     def key(self) -> tuple[str, str, Fault]:
