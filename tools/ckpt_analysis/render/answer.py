@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ...common.formatting import digits_for, percent, plural, rate, seconds, size
+from collections.abc import Sequence
+
+from ...common.formatting import digits_for, listed, percent, plural, rate, seconds, size
 from ..metrics.budget import Budget
+from ..metrics.critical_path import PathPart
 from ..metrics.phases import AFTERWARDS
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..report import Report
@@ -25,7 +28,8 @@ def answer(report: Report) -> list[str]:
     sentences: list[str] = []
     starts = report.restarts or report.first_launches
     if starts:
-        sentences += _start(starts[-1])
+        start = starts[-1]
+        sentences += _start(start, report.critical_path if start is report.longest_start else [])
     if report.complete_saves:
         sentences += _save(report.complete_saves)
     if not report.restarts and report.loads:
@@ -51,7 +55,8 @@ def goodput_sentence(budget: Budget) -> str:
     )
 
 
-def _start(start: StartStats) -> list[str]:
+def _start(start: StartStats, path: Sequence[PathPart]) -> list[str]:
+    """`path`: the critical path over the ranks; empty if it is that of another start."""
     what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
     first = start.wall
     if first is None:
@@ -64,12 +69,27 @@ def _start(start: StartStats) -> list[str]:
     else:
         last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
         sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
-    where = _largest(start, first.max_s)
-    if where:
+    if path:
+        sentences.append(_along(path))
+    elif where := _largest(start, first.max_s):
         sentences.append(
             f"Of the {seconds(first.max_s)} s from process start on critical rank {start.critical_rank}, {where}."
         )
     return sentences + _lost(start)
+
+
+def _along(path: Sequence[PathPart]) -> str:
+    """The largest phases on the path, and the rank that the others waited for longest."""
+    whole_s = sum(part.seconds for part in path)
+    phases: dict[str, float] = {}
+    ranks: dict[int, float] = {}
+    for part in path:
+        phases[part.phase] = phases.get(part.phase, 0.0) + part.seconds
+        ranks[part.rank] = ranks.get(part.rank, 0.0) + part.seconds
+    parts = _shares(sorted(((took, name) for name, took in phases.items()), reverse=True)[:_NAMED_PHASES], whole_s)
+    rank = max(ranks, key=lambda rank: ranks[rank])
+    waited = f"; the others waited longest for rank {rank}" if len(ranks) > 1 else f", all on rank {rank}"
+    return f"Of the {seconds(whole_s)} s along its critical path, {parts}{waited}."
 
 
 def no_first_step(start: StartStats) -> str:
@@ -80,12 +100,12 @@ def no_first_step(start: StartStats) -> str:
 def _lost(start: StartStats) -> list[str]:
     if not start.is_restart or start.resumed_step is None:
         return []
-    text = f"It resumed after step {start.resumed_step}"
     if start.lost_steps is None:
-        return [f"{text}."]
+        return [f"It resumed after step {start.resumed_step}."]
     if start.lost_steps == 0:
-        return [f"{text}: no step was lost."]
-    text += f" of {start.reached_step} reached: {plural(start.lost_steps, 'step')} had to be trained again"
+        return [f"It resumed after step {start.resumed_step}: no step was lost."]
+    text = f"The run had reached step {start.reached_step} and resumed after step {start.resumed_step}: "
+    text += f"{plural(start.lost_steps, 'step')} had to be trained again"
     if start.lost_work_s is not None:
         text += f" ({seconds(start.lost_work_s)} s of work)"
     if start.failure_to_caught_up_s is not None:
@@ -138,6 +158,10 @@ def _largest(stats: Stats, wall_s: float) -> str:
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:
         return ""
-    digits = digits_for(wall_s)
-    parts = [f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return _shares(largest, wall_s)
+
+
+def _shares(largest: Sequence[tuple[float, str]], whole_s: float) -> str:
+    """(seconds, phase) in words, with the shares of `whole_s`."""
+    digits = digits_for(whole_s)
+    return listed([f"{name} took {seconds(took, digits)} s ({100 * took / whole_s:.0f} %)" for took, name in largest])

@@ -158,7 +158,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
         ]
     if start.is_restart:
         lines.append(
-            f"  resumed after step {count(start.resumed_step)} of {count(start.reached_step)} reached: "
+            f"  reached step {count(start.reached_step)}, resumed after step {count(start.resumed_step)}: "
             f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
             f"last record to first process start {seconds(start.down_s)} s"
         )

@@ -16,6 +16,7 @@ from tools.ckpt_analysis.common.problems import Problem
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.metrics.critical_path import PathPart
+from tools.ckpt_analysis.render.answer import answer
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.render.terminal import render
 from tools.ckpt_analysis.report import Report, analyse
@@ -63,6 +64,9 @@ def test_the_rank_that_was_waited_for_is_named(report: Report) -> None:
     path = [PathPart(6, "imports", 3.0), PathPart(1, "rendezvous", 0.3), PathPart(1, "imports", 1.0)]
     lines = screen(replace(report, critical_path=path))
     assert "  The others waited longest for rank 6, of it 3.000 s in imports." in lines
+    words = " ".join(answer(replace(report, critical_path=path)))
+    assert "Of the 4.300 s along its critical path, imports took 4.000 s (93 %) and rendezvous took 0.300 s" in words
+    assert "; the others waited longest for rank 6. " in words
     shown = waterfall(lines)
     assert shown["imports"][:2] == ["6", "4.000"] and shown["rendezvous"][:2] == ["1", "0.300"]
 

@@ -152,7 +152,9 @@ def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
         assert all(x > room * width if left else x < (1 - room) * width for x in drawn["x"])
     imports_s = parts_of(restart)["imports"]
     assert f"{imports_s:.3f} s" in labels
-    assert f"on critical rank {rank}, imports took {imports_s:.3f} s" in " ".join(answer(analysis.report))
+    words = " ".join(answer(analysis.report))
+    assert f"along its critical path, imports took {imports_s:.3f} s (79 %), " in words
+    assert f", all on rank {rank}. The run had reached step 8 and resumed after step 5: " in words
     (cold,) = [finding for finding in analysis.report.findings if finding.rule == "cold_imports"]
     assert f"{imports_s:.3f} s of" in cold.evidence and f"on critical rank {rank};" in cold.evidence
     title = "Restart, cycle 1"
