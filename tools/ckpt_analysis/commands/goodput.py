@@ -28,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     analysis = read_analysis(arguments.logdir, arguments)
     report = analysis.report
     found = goodputs(analysis.frames, analysis.tables, report.budget, report.saves)
-    write_document(arguments, document(report.run_id, found))
+    write_document(arguments, document(report, found))
     return OK

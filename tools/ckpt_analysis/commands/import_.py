@@ -13,6 +13,7 @@ EXAMPLES = """\
   zcat train.log.gz | %(prog)s - -o runs/baseline
   cat structured_logs/*.jsonl | %(prog)s - -o runs/titan --world-size 64     torchtitan's structured logs of a launch
   %(prog)s spans.jsonl --from otlp -o runs/again       the trace that `export --format otlp` wrote as spans
+  %(prog)s spans.jsonl --from otlp --run-id 3f1c       the same, of one of several runs in the file
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
 reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
@@ -23,7 +24,8 @@ torchtitan's structured logs.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o")
+    help_ = "the log of one launch, or with --from otlp the spans; - or a pipe with -o"
+    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help=help_)
     help_ = "directory to write (default: beside the log)"
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
     help_ = "what the file is: otlp for OTLP/JSON of a restart trace (default: log)"
@@ -37,15 +39,18 @@ def run(arguments: argparse.Namespace) -> int:
     from ...common.cli import OK
     from ..common.errors import CouldNotRunError
     from ..imported.file import write_run
-    from ..imported.importer import import_log, is_pipe
+    from ..imported.importer import import_log
+    from ..imported.source import is_pipe
     from .common import write_stdout
 
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
-    if arguments.source == "otlp":
-        return _import_spans(arguments)
     if arguments.output is None and is_pipe(arguments.log):
         raise CouldNotRunError(f"{arguments.log}: is a pipe, which has no directory: give one with -o")
+    if arguments.source == "otlp":
+        return _import_spans(arguments)
+    if arguments.run_id is not None:
+        raise CouldNotRunError(f"--run-id {arguments.run_id}: a log is of one run; leave it out, or add --from otlp")
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)
@@ -68,7 +73,7 @@ def _import_spans(arguments: argparse.Namespace) -> int:
     for flag, is_given in given:
         if is_given:
             raise CouldNotRunError(f"{flag}: applies to logs, not to --from otlp; leave it out")
-    files = read_otlp(arguments.log)
+    files = read_otlp(arguments.log, arguments.run_id)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     write_trace(files, directory)
     if not arguments.quiet:

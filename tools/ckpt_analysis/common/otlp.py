@@ -20,12 +20,16 @@ _LARGEST = 1 << 63
 
 
 def any_value(value: Any) -> dict[str, Any]:
-    """An AnyValue of a JSON value that is not null."""
+    """An AnyValue of a JSON value; that of null is empty. Raises ValueError if a number exceeds 64 bits."""
+    if value is None:
+        return {}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
-        return {"intValue": str(value)}
+        return {"intValue": str(integer(value))}
     if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number that exceeds 64 bits")
         return {"doubleValue": value}
     if isinstance(value, dict):
         return {"kvlistValue": {"values": attributes(value)}}
@@ -41,6 +45,8 @@ def attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def plain_value(value: Any) -> Any:
     """The JSON value of an AnyValue. Raises ValueError if it is none; an integer may be a number, too."""
+    if value == {}:
+        return None
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError("no AnyValue")
     ((kind, held),) = value.items()
@@ -72,7 +78,7 @@ def integer(value: Any) -> int:
         value = int(value)
     if type(value) is int and abs(value) < _LARGEST:
         return value
-    raise ValueError("no 64-bit integer")
+    raise ValueError(f"{value!r:.60} is no 64-bit integer")
 
 
 def identifier(num_bytes: int, *parts: object) -> str:

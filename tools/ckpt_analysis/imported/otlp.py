@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restart_trace.regular import read_regular
 from restart_trace.schema import (
     CYCLE_FILE_PATTERN,
     RANK_FILE_REGEX,
@@ -36,6 +36,7 @@ from ..common.otlp import (
 )  # fmt: skip
 from ..ingest.discover import IMPORTED_FILE
 from ..ingest.lines import parse_json
+from .source import open_source
 
 _EXPECTED = "give a file that `ckpt-analysis export --format otlp` or an OpenTelemetry collector wrote of restart_trace"
 
@@ -48,23 +49,38 @@ class TraceFiles:
     claims: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_otlp(path: Path) -> TraceFiles:
-    """The records of a file of OTLP/JSON: one TracesData, or one per line.
+def read_otlp(path: Path, run_id: str | None = None) -> TraceFiles:
+    """The records of the run `run_id`, or of the only one, in OTLP/JSON: one TracesData, or one per line.
 
-    Raises CouldNotRunError if the file cannot be read, is something else, or has no spans of restart_trace.
+    Raises CouldNotRunError if the file or pipe cannot be read, is something else, or has no spans of such a run.
     """
-    found = TraceFiles()
+    found: dict[str, TraceFiles] = defaultdict(TraceFiles)
     try:
-        for data in _documents(read_regular(path)):
+        with open_source(path, _EXPECTED) as stream:
+            content = stream.read()
+        for data in _documents(content):
             for entry in _items(data, "resourceSpans"):
                 _read_resource(entry, found)
     except OSError as exc:
         raise CouldNotRunError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except CouldNotRunError as exc:
+        raise CouldNotRunError(f"{path}: {exc}") from None
     except ValueError as exc:
         raise CouldNotRunError(f"{path}: is no OTLP/JSON of a restart trace ({exc}): {_EXPECTED}") from None
-    if not found.records:
+    return _chosen({run: files for run, files in found.items() if files.records}, path, run_id)
+
+
+def _chosen(runs: dict[str, TraceFiles], path: Path, asked: str | None) -> TraceFiles:
+    names = ", ".join(sorted(runs))
+    if not runs:
         raise CouldNotRunError(f"{path}: has no spans of restart_trace: {_EXPECTED}")
-    return found
+    if asked is not None:
+        if asked not in runs:
+            raise CouldNotRunError(f"--run-id {asked}: no such run in {path}; it holds {names}")
+        return runs[asked]
+    if len(runs) > 1:
+        raise CouldNotRunError(f"{path}: holds spans of {len(runs)} runs, {names}: choose one with --run-id")
+    return next(iter(runs.values()))
 
 
 def write_trace(files: TraceFiles, directory: Path) -> None:
@@ -101,8 +117,8 @@ def _items(data: Any, name: str) -> list[Any]:
     return found
 
 
-def _read_resource(entry: Any, found: TraceFiles) -> None:
-    """Add the records of the spans of one resource; of one without a file, the claims of cycles alone."""
+def _read_resource(entry: Any, found: dict[str, TraceFiles]) -> None:
+    """Add the records of the spans of one resource to its run; of one without a file, the claims of cycles alone."""
     resource = entry.get("resource", {}) if isinstance(entry, dict) else None
     held = plain_attributes(_items(resource, "attributes"))
     name, spans = held.get(FILE), [span for scope in _items(entry, "scopeSpans") for span in _items(scope, "spans")]
@@ -110,16 +126,24 @@ def _read_resource(entry: Any, found: TraceFiles) -> None:
         for span in spans:
             of_span = plain_attributes(_items(span, "attributes"))
             if isinstance(claim := of_span.get(CLAIM), dict):
-                found.claims[integer(of_span.get("nvrx.cycle"))] = claim
+                found[str(of_span.get(f"{PREFIX}run_id"))].claims[integer(of_span.get("nvrx.cycle"))] = claim
         return
     if not isinstance(name, str) or not re.match(f"{RANK_FILE_REGEX}|{SUPERVISOR_FILE_REGEX}", name):
         raise ValueError(f"{name!r:.60} is no name of a trace file")
     offset_ns = integer(held.get(OFFSET_NS))
-    records = found.records.setdefault(name, {})
-    records[1] = _checked(held.get(PROCESS))
+    process = _checked(held.get(PROCESS))
+    if process.get("type") != "process":
+        raise ValueError(f"{name} begins with a record of another type than process")
+    records = found[process["run_id"]].records.setdefault(name, {})
+    _add(1, process, records, name)
     for span in spans:
         for line, record in _records_of(span, offset_ns):
-            records[line] = _checked(record)
+            _add(line, _checked(record), records, name)
+
+
+def _add(line: int, record: dict[str, Any], records: dict[int, dict[str, Any]], name: str) -> None:
+    if records.setdefault(line, record) != record:
+        raise ValueError(f"line {line} of {name} is two different records")
 
 
 def _checked(record: Any) -> dict[str, Any]:

@@ -48,6 +48,13 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
     )
 
 
+def failed_cycles(events: pl.DataFrame) -> set[int]:
+    """Cycles of which a supervisor recorded a failure, or that a rank ended with an error."""
+    seen = (pl.col("operation") == "failure") & pl.col("phase").is_in(["injected", "detected"])
+    raised = (pl.col("operation") == "process") & (pl.col("phase") == "ended") & pl.col("detail").is_not_null()
+    return set(events.filter(seen | raised)["cycle"].to_list())
+
+
 def clean_ends(frames: Frames, world_sizes: Mapping[int, int]) -> dict[int, int]:
     """cycle -> Unix ns of its end, of cycles in which every rank ended by itself, without an error.
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from restart_trace.regular import read_regular
 from restart_trace.schema import CYCLE_FILE_PATTERN, RECORD_FIELDS, SCHEMA_VERSION, SPAN, type_of
 
+from ..common.errors import CouldNotRunError
 from ..common.otlp import (
     CLAIM,
     END_LINE,
@@ -102,7 +103,10 @@ class _File:
 
 
 def write_otlp(stream: TextIO, directory: Path, run_id: str, advance: Callable[[int], object]) -> Written:
-    """Write the run as one TracesData per line: a line per process, at the end one with the spans of the cycles."""
+    """Write the run as one TracesData per line: a line per process, at the end one with the spans of the cycles.
+
+    Raises CouldNotRunError if a cycle_CCC.json has a number that exceeds 64 bits.
+    """
     files, written = _read(directory, run_id)
     cycles: dict[int, _Cycle] = {}
     for file in files:
@@ -245,7 +249,10 @@ def _cycle_span(cycle: _Cycle, directory: Path) -> dict[str, Any]:
         claim = None
     if isinstance(claim, dict):
         held[CLAIM] = claim
-    return _span(cycle, cycle.root, "", CYCLE_SPAN, (min(cycle.moments), max(cycle.moments)), held)
+    try:
+        return _span(cycle, cycle.root, "", CYCLE_SPAN, (min(cycle.moments), max(cycle.moments)), held)
+    except (ValueError, RecursionError) as exc:
+        raise CouldNotRunError(f"{path}: OTLP cannot hold its content ({exc}): correct or remove the file") from None
 
 
 def _window(file: _File, record: dict[str, Any]) -> tuple[int, int]:

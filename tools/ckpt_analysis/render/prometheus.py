@@ -98,6 +98,13 @@ def _facts(analysis: Analysis) -> Iterator[Family]:
 
 def _progress(analysis: Analysis) -> Iterator[Family]:
     """How far the run is, as far as a trace tells."""
+    start = Family(
+        "start_timestamp_seconds", "gauge", "Unix time of the begin of the first operation or training step."
+    )
+    begun = [frame["start_ns"].min() for frame in (analysis.frames.operations, analysis.frames.iterations)]
+    known = [start_ns for start_ns in begun if isinstance(start_ns, int)]
+    start.add(min(known) / 1e9 if known else None)
+    yield start
     step = Family("last_step", "gauge", "Newest training step of the newest cycle that made one.")
     at = Family("last_step_timestamp_seconds", "gauge", "Unix time of the end of the newest training step.")
     iterations = analysis.frames.iterations

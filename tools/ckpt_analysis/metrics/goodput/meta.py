@@ -9,8 +9,10 @@ from statistics import median
 
 import polars as pl
 
+from ...common.problems import number_list
 from ...model.frame import Frames
 from ..budget import BLOCKED, LAUNCHING, LOST, RESTARTING, Budget
+from ..failures import failed_cycles
 from ..results import OperationStats
 
 
@@ -37,9 +39,9 @@ def productive_s(budget: Budget) -> float:
 
 def expected_ratio(frames: Frames, budget: Budget, saves: Sequence[OperationStats]) -> ExpectedRatio | str:
     """The expectation from a run's own medians and its rate of failures; or what of that the trace does not tell."""
-    failures = sum(cycle.ended_well_s is None for cycle in budget.cycles[:-1])
-    if failures == 0:
-        return "the run had no failure, so that their rate is not known"
+    failures = _failures(frames, budget)
+    if isinstance(failures, str):
+        return failures
     starts = frames.operations.group_by("group").agg(pl.col("start_ns").min())
     begun_ns = dict(starts.iter_rows())
     complete = [save for save in saves if save.outcome == "ok" and save.blocked_s is not None]
@@ -59,3 +61,17 @@ def expected_ratio(frames: Frames, budget: Budget, saves: Sequence[OperationStat
         interval_s=median(between),
         write_s=median(save.blocked_s or 0.0 for save in complete),
     )
+
+
+def _failures(frames: Frames, budget: Budget) -> int | str:
+    """How many cycles of the budget failed; or why that is no rate.
+
+    A cycle that others follow failed unless it ended well, the last one only if a failure of it is recorded.
+    """
+    recorded, numbers = failed_cycles(frames.events), [each.cycle for each in budget.cycles]
+    outside = [cycle for cycle in recorded if not numbers[0] <= cycle <= numbers[-1]]
+    if outside:
+        return f"a failure of cycle {number_list(outside)} is recorded, but not how long that cycle took"
+    ended_well = {each.cycle for each in budget.cycles if each.ended_well_s is not None}
+    failed = ({*numbers[:-1]} | recorded) - ended_well
+    return len(failed) or "the trace records no failure, so that their rate is not known"

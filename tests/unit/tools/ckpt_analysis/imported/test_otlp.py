@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from restart_trace.schema import CYCLE_FILE_PATTERN, RECORD_FIELDS
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds, result
-from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, write_trace
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, RUN_ID, Options, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.otlp import any_value, plain_value
 from tools.ckpt_analysis.render.otlp import GOODPUT, NVIDIA_NAMES
@@ -100,6 +102,75 @@ def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path, caps
     assert content(again) == whole and kinds(result(again)) == kinds(result(write_trace(tmp_path / "whole")))
 
 
+def test_a_claim_with_null_comes_back(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    path = trace / CYCLE_FILE_PATTERN.format(cycle=0)
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "launch_key": None, "more": [None, {"a": None}]}) + "\n"
+    )
+    assert content(imported(exported(trace, tmp_path), tmp_path / "again")) == content(trace)
+
+
+@pytest.mark.parametrize("number", ["1" + 30 * "0", "1e999"])
+def test_a_claim_that_no_span_can_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    trace = write_trace(tmp_path / "trace")
+    (trace / CYCLE_FILE_PATTERN.format(cycle=1)).write_text(f'{{"wall_ns":{number}}}')
+    assert main(["export", str(trace), "-o", str(tmp_path / "spans.jsonl"), "--format", "otlp"]) == 2
+    error = capsys.readouterr().err
+    assert f"{CYCLE_FILE_PATTERN.format(cycle=1)}: OTLP cannot hold" in error and "64" in error
+    assert not (tmp_path / "spans.jsonl").exists()
+
+
+def _of_run(trace: Path, run_id: str) -> Path:
+    for path in trace.iterdir():
+        path.write_text(path.read_text().replace(RUN_ID, run_id))
+    return trace
+
+
+def test_of_several_runs_one_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {
+        RUN_ID: write_trace(tmp_path / "one"),
+        "other": _of_run(write_trace(tmp_path / "other", Options(save_fails_on=(3,))), "other"),
+    }
+    both = tmp_path / "both.jsonl"
+    both.write_text("".join(exported(trace, tmp_path).read_text() for trace in runs.values()))
+    read = ["import", "--from", "otlp", str(both), "-o", str(tmp_path / "out")]
+    assert main(read) == 2
+    assert f"holds spans of 2 runs, {RUN_ID}, other: choose one with --run-id" in capsys.readouterr().err
+    assert main([*read, "--run-id", "third"]) == 2
+    assert f"--run-id third: no such run in {both}; it holds {RUN_ID}, other" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    for run_id, trace in runs.items():
+        out = tmp_path / f"again-{run_id}"
+        assert main([*read[:-1], str(out), "--run-id", run_id, "--quiet"]) == 0
+        assert content(out) == content(trace)
+
+
+def test_two_records_of_one_line_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two exports of one run are the same spans twice; traces that only share the run's id are not."""
+    first = exported(write_trace(tmp_path / "one"), tmp_path).read_text()
+    other = exported(write_trace(tmp_path / "two", Options(save_fails_on=(3,))), tmp_path).read_text()
+    spans = tmp_path / "both.jsonl"
+    spans.write_text(first + first)
+    assert content(imported(spans, tmp_path / "again")) == content(tmp_path / "one")
+    spans.write_text(first + other)
+    assert main(["import", "--from", "otlp", str(spans), "-o", str(tmp_path / "out")]) == 2
+    assert "is two different records" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_spans_come_through_a_pipe(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    command = [sys.executable, "-m", "tools.ckpt_analysis", "import", "--from", "otlp", "-"]
+    spans = exported(trace, tmp_path).read_bytes()
+    refused = subprocess.run(command, cwd=ROOT, input=spans, capture_output=True, timeout=300)
+    assert refused.returncode == 2 and b"-: is a pipe, which has no directory: give one with -o" in refused.stderr
+    again = tmp_path / "again"
+    subprocess.run([*command, "-o", str(again), "--quiet"], cwd=ROOT, input=spans, check=True, timeout=300)
+    assert content(again) == content(trace)
+
+
 def test_one_trace_per_launch_over_all_ranks_and_the_supervisor(tmp_path: Path) -> None:
     spans = spans_of(exported(write_trace(tmp_path / "trace"), tmp_path))
     assert len({span["spanId"] for span in spans}) == len(spans)
@@ -159,6 +230,7 @@ def test_opentelemetrys_own_classes_read_it(tmp_path: Path) -> None:
     from google.protobuf import json_format
 
     trace = write_trace(tmp_path / "trace", Options(hosts=2))
+    (trace / CYCLE_FILE_PATTERN.format(cycle=0)).write_text('{"cycle":0,"launch_key":null}')
     path = exported(trace, tmp_path)
     lines = []
     for line in path.read_text().splitlines():
@@ -177,7 +249,11 @@ def test_opentelemetrys_own_classes_read_it(tmp_path: Path) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
@@ -239,6 +315,7 @@ def test_flags_that_have_no_effect_and_directories_in_use_are_refused(
     told = {
         "--table spans": export, "--world-size": [*read, "--world-size", "8"], "--force": [*read, "--force"],
         "holds a run already": [*read, "-o", str(trace)],
+        "--run-id x: a log is of one run": ["import", str(path), "--run-id", "x"],
     }  # fmt: skip
     for message, command in told.items():
         assert main(command) == 2

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
+from restart_trace.schema import SUPERVISOR_FILE_PATTERN
+from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, result
 from tests.unit.tools.ckpt_analysis.metrics.google_calculator import VERSION, jobs
 from tests.unit.tools.ckpt_analysis.metrics.test_absent_records import strip
 from tests.unit.tools.ckpt_analysis.metrics.test_budget import started
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import analysis_of
-from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, write_trace
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, supervisor_log, write_trace
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.metrics.goodput.definitions import DEFINITIONS, GOOGLE, Measured, goodputs
@@ -114,8 +115,32 @@ def test_a_run_without_a_failure_has_no_rate_of_them(tmp_path: Path) -> None:
     log.iteration(2)
     dump(file_of(tmp_path, 0, 0), log.records)
     found = measured(tmp_path)
-    assert found["expected_ettr"].missing == "the run had no failure, so that their rate is not known"
+    assert found["expected_ettr"].missing == "the trace records no failure, so that their rate is not known"
     assert found["runtime_goodput"].share == 1 and found["ettr"].share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("seen_by", ["supervisor", "rank"])
+def test_a_failure_counts_that_no_launch_followed(tmp_path: Path, seen_by: str) -> None:
+    log = started(0, 0, 1)
+    log.iteration(2)
+    if seen_by == "rank":
+        ended = {"time_ns": log.ns(log.now_ms), "wall_ns": Options().wall_ns + round(log.now_ms * 1e6)}
+        log.write("event", operation="process", phase="ended", detail="ValueError", **ended)
+    else:
+        watching = supervisor_log(Options()).records[:-1]  # it relaunches nothing
+        dump(tmp_path / SUPERVISOR_FILE_PATTERN.format(index=0), watching)
+    dump(file_of(tmp_path, 0, 0), log.records)
+    assert measured(tmp_path)["expected_ettr"].missing == (
+        "no cycle has two complete saves, between which an interval would be"
+    )
+
+
+def test_a_failure_of_a_cycle_without_a_trace_has_no_rate(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    for path in tmp_path.glob("rank_*_cycle_000.jsonl"):
+        path.unlink()
+    missing = measured(tmp_path)["expected_ettr"].missing
+    assert missing == "a failure of cycle 0 is recorded, but not how long that cycle took"
 
 
 def test_a_launch_that_makes_no_step_is_counted_without_a_warning(
@@ -167,6 +192,27 @@ def test_the_command_prints_one_table(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert all(each.name in text and each.formula in text for each in DEFINITIONS)
     assert re.search(r"Meta +ettr +2\.77 % +0\.704 ", text) and "a trace has no slices" in text
+
+
+def test_problems_of_the_trace_come_with_the_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    assert main(["goodput", str(tmp_path)]) == 0
+    assert "Problems" not in capsys.readouterr().out
+    for path in tmp_path.glob("rank_0000[1-7]_*.jsonl"):
+        path.unlink()
+    for form in ("table", "markdown"):
+        assert main(["goodput", str(tmp_path), "--format", form]) == 0
+        text = capsys.readouterr().out
+        table = text.index("ettr")
+        assert (
+            0
+            <= text.index("Problems of the trace")
+            < text.replace("\\", "").index("error: missing_ranks: cycle 0:")
+            < table
+        )
+    assert main(["goodput", str(tmp_path), "--format", "json"]) == 0
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert problems == result(tmp_path)["problems"] and problems[0]["severity"] == "error"
 
 
 def test_an_imported_log_has_no_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

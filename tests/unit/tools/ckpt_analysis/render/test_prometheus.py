@@ -8,10 +8,10 @@ import shutil
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -74,7 +74,9 @@ def test_values_are_those_of_the_report(tmp_path: Path) -> None:
     assert value(values, "badput_ratio", type="tpu_initialization") == pytest.approx(0.3 / report["budget"]["wall_s"])
     assert value(values, "operations_total", operation="save", outcome="ok") == 2
     assert value(values, "last_step") == 12 and value(values, "last_checkpoint_step") == 10
-    assert value(values, "last_step_timestamp_seconds") > value(values, "last_checkpoint_timestamp_seconds")
+    moments = ("start", "last_checkpoint", "last_step")
+    started, saved, stepped = (value(values, f"{moment}_timestamp_seconds") for moment in moments)
+    assert started < saved < stepped and stepped - started == pytest.approx(report["budget"]["wall_s"], abs=0.01)
     assert value(values, "run_info", layout="TP2 PP2 DP2", engine=ENGINE) == 1
 
 
@@ -146,6 +148,27 @@ def test_promtool_finds_no_fault(tmp_path: Path) -> None:
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of the package prometheus")
+@pytest.mark.parametrize(("saved_at", "fires"), [(None, True), (0, True), (3000, False)])
+def test_the_alert_of_the_page_fires_if_nothing_is_saved(tmp_path: Path, saved_at: int | None, fires: bool) -> None:
+    """The step ends at 3600, the run began at 0; `saved_at`: when its only checkpoint was saved."""
+    page = (ROOT / "docs" / "prometheus.md").read_text()
+    (expression,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    moments = {"start": 0, "last_step": 3600} | ({} if saved_at is None else {"last_checkpoint": saved_at})
+    series = [
+        {"series": f'{PREFIX}{name}_timestamp_seconds{{run_id="a",instance="b"}}', "values": f"{at}"}
+        for name, at in moments.items()
+    ]
+    expected = [{"labels": '{run_id="a",instance="b"}', "value": 3600}] if fires else []
+    case = {"expr": expression, "eval_time": "0s", "exp_samples": expected}
+    tests = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [case]}]}
+    (tmp_path / "tests.yml").write_text(json.dumps(tests))  # JSON is YAML
+    checked = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True, timeout=300
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 @contextmanager
 def served(directory: Path) -> Iterator[int]:
     """An HTTP server of the files in `directory`; yields its port."""
@@ -162,9 +185,18 @@ def served(directory: Path) -> Iterator[int]:
         server.shutdown()
 
 
+@dataclass(frozen=True)
+class Server:
+    """A Prometheus: its process, which writes the log, and its port."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+
 @contextmanager
-def prometheus(directory: Path, target_port: int) -> Iterator[int]:
-    """A Prometheus that scrapes /run.prom of that port each second; yields its port."""
+def prometheus(directory: Path, target_port: int) -> Iterator[Server]:
+    """A Prometheus that scrapes /run.prom of that port each second."""
     scrape = [
         {"job_name": "run", "metrics_path": "/run.prom", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
     ]
@@ -177,24 +209,35 @@ def prometheus(directory: Path, target_port: int) -> Iterator[int]:
     with (directory / "log").open("w") as log:
         server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
     try:
-        yield port
+        yield Server(server, port, directory / "log")
     finally:
         server.terminate()
         server.wait(timeout=300)
 
 
-def asked(port: int, query: str) -> list[dict[str, Any]]:
-    """The answer to a query, as soon as there is one."""
-    url = f"http://127.0.0.1:{port}/api/v1/query?query={quote(query)}"
-    while True:
+def asked(server: Server, query: str) -> list[dict[str, Any]]:
+    """The answer to a query, as soon as there is one. Fails if the server has ended, and after five minutes."""
+    url = f"http://127.0.0.1:{server.port}/api/v1/query?query={quote(query)}"
+    ends = time.monotonic() + 300
+    while server.process.poll() is None and time.monotonic() < ends:
         try:
             with urllib.request.urlopen(url, timeout=300) as answer:
                 found = json.load(answer)["data"]["result"]
-        except urllib.error.URLError:
+        except OSError:
             found = []
         if found:
             return found
         time.sleep(0.2)
+    state = "no answer" if server.process.poll() is None else f"ended with {server.process.returncode}"
+    pytest.fail(f"Prometheus: {state}: {server.log.read_text()[-2000:]}")
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the package prometheus")
+def test_a_server_that_has_ended_is_not_asked_for_ever(tmp_path: Path) -> None:
+    with prometheus(tmp_path, target_port=1) as server:
+        server.process.terminate()
+        with pytest.raises(pytest.fail.Exception, match="ended with"):
+            asked(server, "up")
 
 
 @pytest.mark.slow
@@ -204,12 +247,12 @@ def test_a_prometheus_server_collects_them(tmp_path: Path) -> None:
     report = result(trace)
     (tmp_path / "served").mkdir()
     exported(trace, tmp_path / "served" / "run.prom")
-    with served(tmp_path / "served") as target, prometheus(tmp_path, target) as port:
-        (goodput,) = asked(port, 'restart_trace_goodput_ratio{definition="goodput"}')
+    with served(tmp_path / "served") as target, prometheus(tmp_path, target) as server:
+        (goodput,) = asked(server, 'restart_trace_goodput_ratio{definition="goodput"}')
         assert goodput["metric"]["run_id"] == RUN_ID
         assert float(goodput["value"][1]) == report["budget"]["goodput"]
-        (mean,) = asked(port, "restart_trace_blocked_seconds_sum / restart_trace_blocked_seconds_count")
+        (mean,) = asked(server, "restart_trace_blocked_seconds_sum / restart_trace_blocked_seconds_count")
         blocked = [save["blocked_s"] for save in report["saves"]]
         assert float(mean["value"][1]) == pytest.approx(sum(blocked) / len(blocked))
-        (wall,) = asked(port, 'sum(restart_trace_wall_seconds{part!="idle"})')
+        (wall,) = asked(server, 'sum(restart_trace_wall_seconds{part!="idle"})')
         assert float(wall["value"][1]) == pytest.approx(report["budget"]["wall_s"])
