@@ -51,6 +51,7 @@ class RunContext:
     # An earlier start of this launch owned --save just before this start: no other launch has saved in between.
     follows_itself: bool = False
     generation: int = 0  # of the hold on --save of this start
+    run_id: str = ""  # of --save; "" without
     early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none
     ahead: Ahead | None = None  # of a standby rank with --standby-load
     first_start: FirstStart = FirstStart()  # how the run began, for the manifests of its checkpoints

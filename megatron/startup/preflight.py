@@ -241,10 +241,12 @@ def check_data(data: DataConfig) -> tuple[int, int]:
 def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that object storage answers to --save and --load, that --load-tag is there, and what else is.
 
-    Removes what killed processes have left on this node. Whether --save can be written is found out when it is claimed.
+    Removes what killed processes have left on this node, and old records of crashes there. Whether --save can be
+    written is found out when it is claimed.
 
     Raises: ConfigError naming flag, URI and fix; ObjectStoreError.
     """
+    from megatron.checkpointing.preflight.repeated_errors import remove_old_crashes
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
     from megatron.fileio.objects.node_directory import remove_abandoned
 
@@ -262,6 +264,7 @@ def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> 
             _check_prefix(flag, stored, checkpoint, warn)
         check_writable("--storage-cache", str(stored.root), sync=False)
         remove_abandoned(stored.root)
+        remove_old_crashes(stored.root)
 
 
 def _check_prefix(flag: str, stored: StoredCheckpoints, checkpoint: CheckpointConfig, warn: bool) -> None:

@@ -67,8 +67,10 @@ def build_checkpointer(
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # The generation is part of the names of temporary directories; without --save there are none.
-    owned = (0, False) if ownership is None else (ownership.generation, ownership.follows_itself)
-    generation, follows_itself = control.broadcast(owned)
+    owned = (0, "", False)
+    if ownership is not None:
+        owned = (ownership.generation, ownership.run_id, ownership.follows_itself)
+    generation, run_id, follows_itself = control.broadcast(owned)
     context = RunContext(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
@@ -80,6 +82,7 @@ def build_checkpointer(
         prefetch=prefetch,
         follows_itself=follows_itself,
         generation=generation,
+        run_id=run_id,
         early_copy=early_copy,
         ahead=None if loads is None else loads.ahead,
         first_start=begins,

@@ -453,7 +453,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
             StepProfiler(config),
             StepErrors(
                 config.checkpoint, begins, checkpointer.context.generation, progress.iteration, control.rank,
-                back_to=beginning.back_to,
+                run_id=checkpointer.context.run_id, back_to=beginning.back_to,
             ),
         )  # fmt: skip
 

@@ -6,9 +6,10 @@ same step, another restart does not help: the checkpoint that they resumed from,
 A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
 A crash, such as SIGSEGV, leaves a record of its own (crashes.py). No fault handler writes into object storage: with a
---save there the record is on the node's own disk, and the next start on that node puts it beside the others. SIGKILL
-and the loss of another rank or node leave no record; nor does the abort with which NCCL's watchdog answers such a loss.
-A start that passes the step removes the records.
+--save there the record is on the node's own disk, and the next start on that node puts it beside the others. If the
+prefix was emptied since, the record is of another run: it is passed over, and removed when it is old. SIGKILL and the
+loss of another rank or node leave no record; nor does the abort with which NCCL's watchdog answers such a loss. A start
+that passes the step removes the records.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import logging
 import os
 import re
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -48,6 +50,9 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?: (?:bytes|[KMGT]i?B)\b)?"
 # torch raises an error of a data worker once more in the rank, under a message that holds the worker's traceback.
 _OF_WORKER = re.compile(r"in DataLoader worker process \d+\.\s*Original Traceback \(most recent call last\):")
 _FRAME = re.compile(r'^ *File "(.+)", line \d+, in (.+)$')
+# On a node's own disk, of a run that saves to object storage.
+_CRASHES_OF_A_RUN = re.compile(r"crashes_[0-9a-f]{16}")
+_OLD_S = 30 * 24 * 3600.0  # after which no start of that run is expected on the node any more
 
 
 class RepeatedErrorError(CheckpointError):
@@ -92,7 +97,10 @@ class _Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.crashes = self
+
+    def crashes_of(self, run_id: str) -> _Directory:
+        """Where the ranks of this node write their crashes. `run_id`: of --save, as its ownership has it."""
+        return self
 
     def list(self) -> list[str]:
         return os.listdir(self.path)
@@ -115,18 +123,19 @@ class _Directory:
 
 
 class _Prefix:
-    """Where the records of a --save in object storage are. As _Directory; raises ObjectStoreError.
-
-    `crashes`: where the ranks of this node write theirs.
-    """
+    """Where the records of a --save in object storage are. As _Directory; raises ObjectStoreError."""
 
     def __init__(self, options: CheckpointConfig) -> None:
         from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
 
         stored = open_checkpoints("--save", str(options.save), options)
-        self._bucket, self._prefix = stored.bucket, stored.uri.key(f"{names.GENERATIONS}/")
-        run = hashlib.sha256(f"{stored.bucket.endpoint} {stored.uri}".encode()).hexdigest()[:16]
-        self.crashes = _Directory(stored.root / f"crashes_{run}")
+        self._bucket, self._uri, self._root = stored.bucket, stored.uri, stored.root
+        self._prefix = stored.uri.key(f"{names.GENERATIONS}/")
+
+    def crashes_of(self, run_id: str) -> _Directory:
+        """On this node's own disk. A prefix that was emptied has another `run_id`, and another directory."""
+        run = hashlib.sha256(f"{self._bucket.endpoint} {self._uri} {run_id}".encode()).hexdigest()[:16]
+        return _Directory(self._root / f"crashes_{run}")
 
     def list(self) -> list[str]:
         return [info.key.removeprefix(self._prefix) for info in self._bucket.list(self._prefix)]
@@ -139,16 +148,22 @@ class _Prefix:
         return self.read(name)
 
     def publish_crashes(self) -> None:
-        """Put the crashes that earlier starts have left on this node beside the other records.
+        """Put the crashes that earlier starts of this run have left on this node beside the other records.
 
-        Of the ranks of several nodes the first counts whose node starts again.
+        Of the ranks of several nodes the first counts whose node starts again. Raises ObjectStoreError.
         """
-        for name in _listed(self.crashes, _CRASH):
+        from megatron.checkpointing.store.bucket.generations import run_id_there
+
+        run_id = run_id_there(self._bucket, self._uri)
+        if run_id is None:  # no start has been there
+            return
+        crashes = self.crashes_of(run_id)
+        for name in _listed(crashes, _CRASH):
             with contextlib.suppress(*_AWAY, ValueError):
-                crash = self.crashes.crash(name)
+                crash = crashes.crash(name)
                 if crash is not None:
                     self.create(name, json.dumps(crash))
-                    self.crashes.remove(name)
+                    crashes.remove(name)
                     _remove(self, _listed(self, _CRASH)[:-STARTS])
 
     def create(self, name: str, content: str) -> None:
@@ -159,6 +174,27 @@ class _Prefix:
 
 
 _AWAY = (OSError, ObjectStoreError)  # what storage refuses
+
+
+def remove_old_crashes(root: Path) -> None:
+    """Remove the crashes of all runs in `root`, on this node's own disk, that nothing was written to for 30 days.
+
+    The runs have ended without a good end here, and no start of them has come to this node since.
+    """
+    with contextlib.suppress(OSError):
+        directories = [entry for entry in os.scandir(root) if _CRASHES_OF_A_RUN.fullmatch(entry.name)]
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                if directory.is_dir(follow_symlinks=False):
+                    _remove_if_old(_Directory(Path(directory.path)))
+
+
+def _remove_if_old(crashes: _Directory) -> None:
+    """Raises OSError if another process is removing it."""
+    there = _listed(crashes, _CRASH)
+    if all(time.time() - (crashes.path / name).lstat().st_mtime > _OLD_S for name in ("", *there)):
+        _remove(crashes, there)
+        crashes.path.rmdir()
 
 
 def _place_of(options: CheckpointConfig) -> _Directory | _Prefix:
@@ -306,16 +342,18 @@ def _committed_since(options: CheckpointConfig, back: _Back) -> bool:
 class StepErrors:
     """The errors of one start, on each rank.
 
-    `options`: of this start; `begins`: how its run began; `generation`: of its hold on --save; `loaded`: as in
-    StepError; `back_to`: the checkpoint that --on-repeated-error back went back to, which rank 0 records.
+    `options`: of this start; `begins`: how its run began; `generation`: of its hold on --save, and `run_id` of --save,
+    both as its ownership has them; `loaded`: as in StepError; `back_to`: the checkpoint that --on-repeated-error back
+    went back to, which rank 0 records.
     """
 
     def __init__(
         self, options: CheckpointConfig, begins: FirstStart, generation: int, loaded: int, rank: int, *,
-        back_to: str | None = None,
+        run_id: str = "", back_to: str | None = None,
     ) -> None:  # fmt: skip
         save = options.save
         self._options = options
+        self._run_id = run_id
         self._generation, self._run, self._loaded, self._rank = generation, begins.all_flags, loaded, rank
         of_save = loaded > 0 and resumes(options)
         self._place = f"{save}/{names.tag_of(loaded)}" if of_save else f"iteration {loaded}"
@@ -332,8 +370,9 @@ class StepErrors:
     def _expect_crash(self) -> None:
         known = asdict(StepError(self._generation, self._run, 0, self._loaded, self._place, "", "", self._rank))
         place = _place_of(self._options)
-        path = place.crashes.path / self._name(_CRASH)
-        earlier = [name for name in _listed(place.crashes, _CRASH) if name < path.name]
+        crashes = place.crashes_of(self._run_id)
+        path = crashes.path / self._name(_CRASH)
+        earlier = [name for name in _listed(crashes, _CRASH) if name < path.name]
         try:
             if isinstance(place, _Prefix):
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -342,7 +381,7 @@ class StepErrors:
         except OSError as refused:
             logger.warning("%s: cannot be written, so a repeated crash goes unnoticed: %s", path, refused)
         if isinstance(place, _Prefix):  # this node's, which publish_crashes has read
-            _remove(place.crashes, earlier)
+            _remove(crashes, earlier)
         elif self._rank == 0:
             _remove(place, earlier[:-STARTS])
 
@@ -390,7 +429,8 @@ class StepErrors:
     def close(self, *, trained: bool = False) -> None:
         """Training is over, or an error ends it: a crash while this process ends is not its cause.
 
-        `trained`: it is over as it should be, and leaves nothing on the node's own disk.
+        `trained`: it is over as it should be, and leaves nothing on the node's own disk. Otherwise the file may have a
+        crash of another rank of this node.
         """
         if self._crash is None:
             return
@@ -398,9 +438,10 @@ class StepErrors:
         self._crash = None
         place = _place_of(self._options)
         if trained and isinstance(place, _Prefix):
-            _remove(place.crashes, [self._name(_CRASH)])
+            crashes = place.crashes_of(self._run_id)
+            _remove(crashes, [self._name(_CRASH)])
             with contextlib.suppress(OSError):  # another rank has done so
-                place.crashes.path.rmdir()
+                crashes.path.rmdir()
 
 
 def _remove(place: _Directory | _Prefix, files: list[str]) -> None:

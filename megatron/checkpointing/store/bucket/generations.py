@@ -202,21 +202,29 @@ def _generations(bucket: Bucket, uri: ObjectUri, deadline_s: float | None = None
 
 def _run_id(bucket: Bucket, uri: ObjectUri) -> str:
     """The id of the run that saves below the prefix, made at the first claim (see store/ownership.py)."""
+    while (found := run_id_there(bucket, uri)) is None:
+        new = uuid.uuid4().hex
+        if bucket.create(uri.key(_RUN_ID), new.encode()) is not None:
+            return new
+    return found  # another launch was first
+
+
+def run_id_there(bucket: Bucket, uri: ObjectUri) -> str | None:
+    """The id of the run that saves below the prefix; None if no launch has claimed it, or all was removed since.
+
+    Raises ObjectStoreError.
+    """
     key = uri.key(_RUN_ID)
-    while True:
-        try:
-            text = bucket.get(key, RUN_ID_BYTES)[0].decode("ascii", "replace").strip()
-        except ObjectMissingError:
-            new = uuid.uuid4().hex
-            if bucket.create(key, new.encode()) is not None:
-                return new
-            continue  # another launch was first
-        if is_run_id(text):
-            return text
-        raise ObjectStoreError(
-            f"{bucket.uri(key)} holds no id of a run; restore it, or remove it: the run then gets a "
-            "new one, and does not remove the checkpoints that it has saved"
-        )
+    try:
+        text = bucket.get(key, RUN_ID_BYTES)[0].decode("ascii", "replace").strip()
+    except ObjectMissingError:
+        return None
+    if is_run_id(text):
+        return text
+    raise ObjectStoreError(
+        f"{bucket.uri(key)} holds no id of a run; restore it, or remove it: the run then gets a "
+        "new one, and does not remove the checkpoints that it has saved"
+    )
 
 
 def _key(uri: ObjectUri, generation: int) -> str:

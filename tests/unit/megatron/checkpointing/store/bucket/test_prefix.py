@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.preflight.compatibility import check_newest
 from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
+from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
 from megatron.checkpointing.store.manifest import StoredObject
 from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
+from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
 from megatron.startup.preflight import check_not_lost, check_object_storage
@@ -56,28 +60,39 @@ import ctypes, sys
 from megatron.checkpointing.preflight.first_start import FirstStart
 from megatron.checkpointing.preflight.repeated_errors import StepErrors
 from megatron.config import CheckpointConfig
-uri, cache, generation, rank = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+uri, cache, generation, rank, run_id = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 options = CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=cache)
-StepErrors(options, FirstStart(), generation, 10, rank).passed(11)
+StepErrors(options, FirstStart(), generation, 10, rank, run_id=run_id).passed(11)
 ctypes.string_at(0)
 """
 
 
-def crashes(node: Path, uri: str, generation: int, rank: int = 1) -> None:
+def claimed(uri: str) -> ObjectOwnership:
+    """The hold of a start on the prefix, which ends at once."""
+    parsed = parse_uri("--save", uri)
+    assert isinstance(parsed, ObjectUri)
+    ownership = claim(Bucket(BUCKET), parsed)
+    ownership.release()
+    return ownership
+
+
+def crashes(node: Path, uri: str, rank: int = 1) -> None:
     """A start whose rank on `node` ends itself by SIGSEGV."""
-    command = [sys.executable, "-c", CRASHES, uri, str(node), str(generation), str(rank)]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGSEGV
+    hold = claimed(uri)
+    given = (uri, str(node), str(hold.generation), str(rank), hold.run_id)
+    assert subprocess.run([sys.executable, "-c", CRASHES, *given], cwd=ROOT, check=False).returncode == -signal.SIGSEGV
+
+
+def saving_to(uri: str, node: Path) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=str(node))
 
 
 def test_a_crash_that_repeats_itself_is_known_from_the_prefix(tmp_path: Path) -> None:
     """A node's next start puts there what is on its disk: others know it from then on. Nothing stays on the disk."""
     uri = f"s3://{BUCKET}/prefix/crashed"
-    node, other = (
-        CheckpointConfig(checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=str(cache))
-        for cache in (tmp_path / "node", tmp_path / "other")
-    )
+    node, other = saving_to(uri, tmp_path / "node"), saving_to(uri, tmp_path / "other")
     for generation in (1, 2, 3):
-        crashes(tmp_path / "node", uri, generation)
+        crashes(tmp_path / "node", uri)
         assert checkpoint_before(other, later=False) is None and len(recorded(other)) == generation - 1
         if generation < 3:
             assert checkpoint_before(node, later=False) is None
@@ -85,11 +100,46 @@ def test_a_crash_that_repeats_itself_is_known_from_the_prefix(tmp_path: Path) ->
     for options in (node, other):
         with pytest.raises(RepeatedErrorError, match=told):
             checkpoint_before(options, later=False)
-    passing = StepErrors(node, FirstStart(), 4, 10, 0)
+    hold = claimed(uri)
+    passing = StepErrors(node, FirstStart(), hold.generation, 10, 0, run_id=hold.run_id)
     passing.passed(12)
     assert recorded(node) == []
     passing.close(trained=True)
     assert not list((tmp_path / "node").iterdir())
+
+
+@pytest.mark.parametrize("first", ["this node's", "another node's"])
+def test_a_crash_before_the_prefix_was_emptied_is_of_another_run(tmp_path: Path, first: str) -> None:
+    """Also if it is of the same generation, and whichever node starts first in the prefix that holds nothing."""
+    uri = f"s3://{BUCKET}/prefix/emptied_{first[0]}"
+    node = saving_to(uri, tmp_path / "node")
+    crashes(tmp_path / "node", uri)
+    bucket = Bucket(BUCKET)
+    bucket.delete([info.key for info in bucket.list(f"prefix/emptied_{first[0]}/")])
+    if first == "another node's":
+        claimed(uri)
+    for known in range(2):
+        assert checkpoint_before(node, later=False) is None and len(recorded(node)) == known
+        crashes(tmp_path / "node", uri)
+    assert checkpoint_before(node, later=False) is None and len(recorded(node)) == 2
+
+
+def test_crashes_of_a_run_that_does_not_come_back_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    """By the start of any run on the node, and nothing else there."""
+    uri, node = f"s3://{BUCKET}/prefix/comes_back", tmp_path / "node"
+    for run_id in ("old", "new"):
+        StepErrors(saving_to(uri, node), FirstStart(), 1, 10, 0, run_id=run_id).close()
+    of_new, of_old = sorted(node.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    others = [node / "crashes", node / "crashes_of_mine", tmp_path / "elsewhere", of_new]
+    for path in others[:3]:
+        path.mkdir()
+        (path / "crash_00000001").touch()
+    (node / "crashes_0123456789abcdef").symlink_to(tmp_path / "elsewhere")
+    for path in (of_old, *others[:3]):
+        for each in (path / "crash_00000001", path):
+            os.utime(each, (0, time.time() - 31 * 24 * 3600))
+    check(node, load=f"s3://{BUCKET}/prefix/another_run")
+    assert not of_old.exists() and all((path / "crash_00000001").is_file() for path in others)
 
 
 def test_going_back_in_a_prefix_is_done_once(tmp_path: Path) -> None:
