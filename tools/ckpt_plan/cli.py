@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.config import ConfigError
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
-from ..restart_bench.presets import model_names
+from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .step_time.devices import device_facts, device_names
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
     help_ = f"preset of examples_deepspeed/restart_bench: {', '.join(model_names())}"
     parser.add_argument("--model", metavar="NAME", help=help_)
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: as the preset's script)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: as the preset's script)")
+    parser.add_argument("--tp", type=int, metavar="N", help=f"tensor-parallel ranks ({LAYOUT_DEFAULT})")
+    parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline stages ({LAYOUT_DEFAULT})")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
     parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; only 1 is supported")
     parser.add_argument("--engine", metavar="NAME", help="checkpoint engine (default: torch)")
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--upstream", action="store_true", help="plan the files that upstream Megatron-DeepSpeed would write"
     )
     parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
-    parser.add_argument("--files", action="store_true", help="print every file with its size, too")
+    parser.add_argument("--files", action="store_true", help="table: print every file with its size, too")
     parser.add_argument(
         "--run", action="store_true", help="also print what a run needs: configuration, host memory, storage"
     )
@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif importlib.util.find_spec("torch") is None:
             status = _answer_without_torch(planned, arguments)
         else:
+            _check_output(arguments)
             listing = _read_listing(arguments.compare_listing)
             status = _answer(_plan(arguments, planned), listing, arguments)
     except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and errors of engines are ValueErrors
@@ -216,6 +217,17 @@ def _check_ranks(ranks: int, layout: str) -> None:
             f"{layout} has {ranks} ranks; at most {MOST_RANKS} are planned, as the files of each are worked out by "
             "themselves: give a smaller --dp, whose weights per rank are the same"
         )
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that would change nothing of what is printed."""
+    is_json = arguments.format == "json"
+    if arguments.compare_listing is not None:
+        for flag, given in (("--files", arguments.files), ("--run", arguments.run), ("--format json", is_json)):
+            if given:
+                raise ConfigError(f"{flag}: not printed with --compare-listing; drop one of the two")
+    if arguments.files and is_json:
+        raise ConfigError("--files: --format json has every file without it; drop one of the two")
 
 
 def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:

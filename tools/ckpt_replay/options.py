@@ -18,7 +18,7 @@ from megatron.parallel.topology import Layout
 
 from ..ckpt_plan.presets import layout_of
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
-from ..restart_bench.presets import model_names
+from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
@@ -121,8 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--model", metavar="NAME", help=f"preset, as in ckpt-plan: {', '.join(model_names())}")
-    what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
-    what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
+    what.add_argument("--tp", type=int, metavar="N", help=f"tensor-parallel size ({LAYOUT_DEFAULT})")
+    what.add_argument("--pp", type=int, metavar="N", help=f"pipeline-parallel size ({LAYOUT_DEFAULT})")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
     help_ = "zero1: as this trainer shards; full: as torch's FSDP does, an equal part per --dp rank (default: zero1)"
     what.add_argument("--sharding", choices=("zero1", "full"), default="zero1", help=help_)

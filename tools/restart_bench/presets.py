@@ -124,6 +124,10 @@ def start_of(preset: Preset) -> list[str]:
     return ["bash", str(SCRIPTS / "run.sh"), preset.name]
 
 
+# Of --tp and --pp of ckpt-plan and ckpt-replay (ckpt_plan.presets.layout_of)
+LAYOUT_DEFAULT = "default without --tp and --pp: as the preset's script; with one of them: 1"
+
+
 def model_names() -> list[str]:
     """All models, smallest first."""
 
