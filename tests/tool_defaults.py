@@ -5,14 +5,17 @@
 Such a default is one that only users run. While the tests run, a file in this Python's site-packages has each of their
 processes note which options the command lines give that it runs; those that the parser or a check after it refuses are
 left out. Required options are listed, too. Tests of other environments, as tests/cluster makes them, are seen if named.
+The file goes when this program ends; one that is left by SIGKILL does nothing once the program's directory is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -39,7 +42,8 @@ def watch(records: str) -> None:
     run_by: dict[int, int] = {}  # id of a parser -> number of its last command line
 
     def note(**what: object) -> None:
-        with open(records, "a") as file:
+        # Processes may outlive the directory.
+        with contextlib.suppress(FileNotFoundError), open(records, "a") as file:
             file.write(json.dumps({"process": os.getpid()} | what) + "\n")
 
     def parse_noted(self: Any, args: Any = None, namespace: Any = None) -> Any:
@@ -102,13 +106,21 @@ def always_given(lines: list[str]) -> dict[str, list[str]]:
     }
 
 
+def line_of_site(records: Path) -> str:
+    """For a .pth file of site-packages: each interpreter runs `watch` while the file `records` is there."""
+    watched = f"runpy.run_path({__file__!r}, run_name='watch')['watch']({str(records)!r})"
+    return f"import os, runpy; os.path.exists({str(records)!r}) and {watched}\n"
+
+
 def main() -> int:
     """Returns the exit status of pytest."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end it as an error does, with everything removed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     watcher = Path(sysconfig.get_path("purelib")) / "tool_defaults.pth"
     with tempfile.TemporaryDirectory() as directory:
         records = Path(directory) / "records.jsonl"
         records.touch()
-        watcher.write_text(f"import runpy; runpy.run_path({__file__!r}, run_name='watch')['watch']({str(records)!r})\n")
+        watcher.write_text(line_of_site(records))
         try:
             tested = subprocess.run([sys.executable, "-m", "pytest", "-q", *(sys.argv[1:] or TESTS)], cwd=ROOT)
         finally:

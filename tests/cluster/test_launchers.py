@@ -2,9 +2,8 @@
 resumes bit-exactly.
 
 On two nodes, as each rank of most launchers imports everything, which is most of the time of such a test.
-megatron.launch, whose ranks do not, has four nodes in `test_megatron_launch_in_an_allocation`. Some launchers end here
-with what was killed alone; a good end of torchrun is in test_bad_hosts.py, of DeepSpeed's launcher in
-`test_a_host_file_of_one_other_host`.
+megatron.launch, whose ranks do not, has four nodes in `test_megatron_launch_in_an_allocation`. In the suite some
+launchers are killed here, and others resume and end well; in the nightly run each does both.
 """
 
 from __future__ import annotations
@@ -47,24 +46,38 @@ def assert_resumed_exactly(job: Job) -> None:
         assert job.hosts(cycle) == names
 
 
-def test_over_a_hostfile(cluster: Cluster, preset: Preset) -> None:
+@pytest.mark.parametrize(
+    ("killed", "resumes", "nodes"),
+    [
+        (("torchrun", "deepspeed"), "fork", 2),
+        pytest.param(("torchrun",), "torchrun", 2, marks=pytest.mark.nightly(minutes=1)),
+        pytest.param(("deepspeed",), "deepspeed", 2, marks=pytest.mark.nightly(minutes=2)),
+        pytest.param(("fork",), "fork", 4, marks=pytest.mark.nightly(minutes=1)),
+    ],
+)
+def test_over_a_hostfile(killed: tuple[str, ...], resumes: str, nodes: int, cluster: Cluster, preset: Preset) -> None:
     """Through ssh, or DeepSpeed's pdsh. That leaves the ranks of other nodes alone when those of one end, and
     held ones notice no lost connection: the script ends them."""
-    job = preset.job("hostfile", cluster.compute_nodes[:2])
+    job = preset.job(f"hostfile_{killed[0]}_{resumes}", cluster.compute_nodes[:nodes])
     job.settings["HOSTFILE"] = str(preset.hostfile(job))
-    job.train_and_kill(LAUNCHER="torchrun")
-    job.train_and_kill(LAUNCHER="deepspeed", HOST_GRACE="2")
-    job.resume(LAUNCHER="fork")
+    for launcher in killed:
+        job.train_and_kill(LAUNCHER=launcher, **({"HOST_GRACE": "2"} if launcher == "deepspeed" else {}))
+    job.resume(LAUNCHER=resumes)
     assert_resumed_exactly(job)
 
 
-def test_srun(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
-    """Started on the login node, where salloc leaves its user and no rank runs; then in a job of submit.sh."""
-    job = preset.job("srun", cluster.compute_nodes[:2], **slurm.environment)
-    job.command = in_an_allocation(job)
+@pytest.mark.parametrize(
+    ("killed", "resumes"),
+    [("salloc", "sbatch"), pytest.param("sbatch", "salloc", marks=pytest.mark.nightly(minutes=2))],
+)
+def test_srun(killed: str, resumes: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    """Started on the login node, where salloc leaves its user and no rank runs; and in a job of submit.sh."""
+    job = preset.job(f"srun_{killed}", cluster.compute_nodes[:2], **slurm.environment)
+    commands = {"salloc": in_an_allocation(job), "sbatch": submitted(job, "--wait")}
+    job.command = commands[killed]
     job.train_and_kill()
-    assert not list(job.directory.glob("slurm-*.out"))
-    job.command = submitted(job, "--wait")
+    assert len(list(job.directory.glob("slurm-*.out"))) == (killed == "sbatch")
+    job.command = commands[resumes]
     job.resume()
     assert_resumed_exactly(job)
     assert len(list(job.directory.glob("slurm-*.out"))) == 1

@@ -13,9 +13,10 @@ from tests.dist.harness import HANGS_S, losses, wait_for
 pytestmark = pytest.mark.slow
 
 
-def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(cluster: Cluster, preset: Preset) -> None:
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.nightly(minutes=1))])
+def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(launcher: str, cluster: Cluster, preset: Preset) -> None:
     near, cut = cluster.compute_nodes[:2]
-    job = preset.job("cut_link", [near, cut], ITERS="100000", SAVE_INTERVAL="100000", LAUNCHER="fork")
+    job = preset.job(f"cut_link_{launcher}", [near, cut], ITERS="100000", SAVE_INTERVAL="100000", LAUNCHER=launcher)
     deadline = "--distributed-timeout-minutes 0.25"
     job.settings |= {"HOSTFILE": str(preset.hostfile(job)), "EXTRA_ARGS": f"{job.settings['EXTRA_ARGS']} {deadline}"}
     started = job.start()

@@ -185,8 +185,9 @@ def test_saves_and_loads_are_within_the_clients_own_clock(job: Job) -> None:
 def test_saves_and_loads_are_covered(job: Job, ranks: Zygote) -> None:
     """By their phases, at least 95 % of the time of all saves and of all loads over the ranks.
 
-    They take 5 to 50 ms each, so that a rank that waits for a core between two calls costs several percent: then
-    runs with a larger model are looked at. A call that is not hooked costs a third and more, every time.
+    They take 5 to 50 ms each, so that a rank that waits for a core between two calls costs several percent: then runs
+    with four times the bytes are looked at. A call that is not hooked costs a third and more of the first runs, so it
+    fails the others, too: a ninth even if it takes no longer with more bytes, and all else four times as long.
     """
     runs, trace_dir = len(job.runs), job.directory / "trace"
     for attempt in range(4):

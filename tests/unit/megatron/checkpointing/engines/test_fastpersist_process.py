@@ -40,15 +40,15 @@ def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forked() -> Iterator[None]:
-    """For the tests from the first that asks for it: their writers are forked, and import nothing. The one before, and
-    the programs that are started here, begin theirs as users begin it."""
+    """For a test that asks for it, or for `decoupled`: its writers are forked, and import nothing. Other tests, and the
+    programs that are started here, begin theirs as users begin it."""
     with forked_writers.installed():
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def decoupled(forked: None) -> Iterator[FastPersistDecoupledEngine]:
     engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
     yield engine
@@ -56,11 +56,12 @@ def decoupled(forked: None) -> Iterator[FastPersistDecoupledEngine]:
 
 
 def test_a_save_is_handed_over_before_the_process_listens(tmp_path: Path) -> None:
-    """Its imports are not waited for."""
+    """Its imports are not waited for: it is an interpreter of its own."""
     engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
     weight = torch.arange(1000.0)
     engine._started()
     process = psutil.Process(process_of(engine))
+    assert process.cmdline()[1] == "-c"
     process.suspend()
     pending = engine.begin_save([FileState(NAME, {"weight": weight})], tmp_path, untraced_operation())
     pending.release_state()
