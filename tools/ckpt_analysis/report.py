@@ -13,12 +13,13 @@ from .findings import Evidence, Finding, find
 from .ingest.load import Trace
 from .metrics.budget import Budget, make_budget
 from .metrics.checks import COVERAGE_PROMISED, check_events, check_losses, check_operations, check_results
-from .metrics.critical_path import PathPart, critical_path, parts_of_path, start_windows
 from .metrics.device_copies import device_copies
+from .metrics.failures import failure_of
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
-from .metrics.results import OperationStats, StartStats, TargetResult
+from .metrics.results import FailureTimes, OperationStats, StartStats, TargetResult
+from .metrics.start_path import StartPath, longest_start, measure_path
 from .metrics.starts import measure_starts, start_times
 from .metrics.steps_seen import check_steps, steps_seen
 from .metrics.store_traffic import store_traffic
@@ -64,9 +65,9 @@ class RunFacts:
 class Report:
     """All results of one run.
 
-    `critical_path`: that of `longest_start`. `model`: the trained model; `model` and `budget` are None if they are not
-    recorded. `targets`: the results for each --target. `imported`: the imported log that the report was made from; None
-    for a trace.
+    `path`: that of `longest_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
+    the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
+    --target. `imported`: the imported log that the report was made from; None for a trace.
     """
 
     directory: Path
@@ -76,7 +77,8 @@ class Report:
     loads: list[OperationStats]
     starts: list[StartStats]
     problems: list[Problem]
-    critical_path: list[PathPart] = field(default_factory=list)
+    path: StartPath | None = None
+    last_failure: FailureTimes | None = None
     findings: list[Finding] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     training: list[TrainingTime] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Report:
     @property
     def longest_start(self) -> StartStats | None:
         """The newest restart or the newest first launch, whichever took longer to its first step."""
-        return longest(self.starts)
+        return longest_start(self.starts)
 
     @property
     def complete_saves(self) -> list[OperationStats]:
@@ -137,21 +139,6 @@ class Analysis:
     probes: pl.DataFrame
 
 
-def longest(starts: list[StartStats]) -> StartStats | None:
-    """The newest restart or the newest first launch, whichever took longer; None if none reached its first step."""
-    found: StartStats | None = None
-    for is_restart in (True, False):
-        alike = [start for start in starts if start.is_restart == is_restart and start.wall]
-        if alike and (found is None or _length_s(alike[-1]) > _length_s(found)):
-            found = alike[-1]
-    return found
-
-
-def _length_s(start: StartStats) -> float:
-    assert start.wall is not None
-    return start.wall.max_s if start.restart_s is None else start.restart_s
-
-
 def without_ranks(report: Report) -> Analysis:
     """The analysis of a run with a report but without data of single ranks (an imported log)."""
     frames = no_frames()
@@ -188,7 +175,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     traffic = store_traffic(frames, probes)
     saves = [replace(save, store_traffic=traffic.get(save.group)) for save in saves]
     loads = [replace(load, store_traffic=traffic.get(load.group)) for load in loads]
-    start = longest(starts)
+    last_failure = failure_of(frames.events, max(info.cycle for info in cycles))
     report = Report(
         directory=trace.directory,
         run_id=trace.run_id,
@@ -196,7 +183,8 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         saves=saves,
         loads=loads,
         starts=starts,
-        critical_path=[] if start is None else parts_of_path(critical_path(start_windows(frames, start.group))),
+        path=measure_path(frames, longest_start(starts)),
+        last_failure=last_failure and last_failure.times,
         problems=by_severity(problems),
         findings=find(
             Evidence(

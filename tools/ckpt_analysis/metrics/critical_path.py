@@ -43,6 +43,15 @@ class PathPart:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Seconds that the median of the other ranks waited in `phase` for `rank`, which came last."""
+
+    rank: int
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Stretch:
     """What a rank did from start_ns to end_ns. `meeting`: the (phase, occurrence) in which it waited, at this time,
     for the rank that came last, at `came_ns`; None where it waited for nobody."""
@@ -99,6 +108,42 @@ def critical_path(windows: pl.DataFrame) -> list[Segment]:
         if jump is None:
             return path[::-1]
         rank, until = jump
+
+
+def start_path(frames: Frames, group: int, windows: pl.DataFrame) -> list[Segment]:
+    """The path of the start-up `group`, from the start of its first process; `windows`: its `start_windows`.
+
+    What the process did before its first span is `unattributed`.
+    """
+    path = critical_path(windows)
+    if not path:
+        return []
+    first = path[0]
+    of_first = (pl.col("group") == group) & (pl.col("rank") == first.rank)
+    begun: int | None = frames.operations.filter(of_first)["start_ns"].min()  # type: ignore[assignment]
+    if begun is not None and begun < first.start_ns:
+        path.insert(0, Segment(first.rank, UNNAMED, begun, first.start_ns))
+    return path
+
+
+def longest_wait(windows: pl.DataFrame) -> Wait | None:
+    """The meeting at which the median of the other ranks waited longest; None: nobody waited."""
+    meetings = windows.filter(pl.col("phase").str.split("/").list.first().is_in(SYNCHRONISING))
+    last = _last_to_come(windows)
+    waits = [
+        Wait(rank, phase.split("/")[0], waited_s)
+        for (phase, nth), (rank, came_ns) in last.items()
+        if (waited_s := _waited_s(meetings, phase, nth, rank, came_ns)) > 0
+    ]
+    return max(waits, key=lambda wait: wait.seconds, default=None)
+
+
+def _waited_s(meetings: pl.DataFrame, phase: str, nth: int, last: int, came_ns: int) -> float:
+    """Median over the ranks but the last one: from when each came to when the last one did, or it left before."""
+    here = (pl.col("phase") == phase) & (pl.col("occurrence") == nth) & (pl.col("rank") != last)
+    waited = pl.min_horizontal("end_ns", pl.lit(came_ns)) - pl.col("start_ns")
+    median = meetings.filter(here).select(waited.median()).item()
+    return 0.0 if median is None else median / 1e9
 
 
 def parts_of_path(path: list[Segment]) -> list[PathPart]:

@@ -79,7 +79,8 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     results = []
     for row in _facts(operations).iter_rows(named=True):
         group, durable = row.pop("group"), row.pop("durable")
-        blocked_s = blocked[group].max_s if group in blocked else None
+        recorded = group in blocked and over_ranks[group]["phases"]  # without a span nothing says that it did not block
+        blocked_s = blocked[group].max_s if recorded else None
         committed_s = committed.get(group) if row["outcome"] != "failed" else None
         results.append(
             OperationStats(

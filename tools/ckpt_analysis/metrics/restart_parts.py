@@ -5,7 +5,7 @@ from __future__ import annotations
 from restart_trace.schema import PHASES
 
 from .phases import START_ORDER
-from .results import PhaseStats, StartStats
+from .results import FailureTimes, PhaseStats, StartStats
 
 # What happens outside of the training's processes, between the moments that a supervisor records.
 OUTSIDE = ("detect", "stop", "relaunch", "launcher")
@@ -24,12 +24,7 @@ def parts_of(start: StartStats) -> dict[str, float]:
     first, failure = start.wall, start.failure
     parts: dict[str, float] = {}
     if first and failure and start.restart_s is not None:
-        before = 0.0
-        moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s)
-        for name, moment in zip(OUTSIDE[:3], moments, strict=True):
-            if moment is not None:
-                parts[name], before = moment - before, moment
-        parts["launcher"] = start.restart_s - before - first.max_s
+        parts = outside(failure, start.restart_s - first.max_s)
     rest = (start.unattributed.at_critical_s if start.unattributed else None) or 0.0
     for phase in start.phases:
         if phase.name == "caught_up" or not phase.time.at_critical_s:
@@ -40,6 +35,21 @@ def parts_of(start: StartStats) -> dict[str, float]:
         rest += phase.time.at_critical_s - sum(own.values())
         parts |= own
     return parts | {UNNAMED: rest}
+
+
+def outside(failure: FailureTimes, began_s: float) -> dict[str, float]:
+    """Part of OUTSIDE -> seconds, from the failure until a process began `began_s` after it.
+
+    What a supervisor recorded after that, as with clocks that differ, is not told apart.
+    """
+    parts: dict[str, float] = {}
+    before = 0.0
+    moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s, began_s)
+    for name, moment in zip(OUTSIDE, moments, strict=True):
+        if moment is not None:
+            until = max(before, min(moment, began_s))
+            parts[name], before = until - before, until
+    return parts
 
 
 def _parts_of_load(load: PhaseStats) -> dict[str, float]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from ...common.formatting import digits_for, listed, percent, plural, rate, seconds, size
 from ..metrics.budget import Budget
-from ..metrics.critical_path import PathPart
+from ..metrics.critical_path import Wait
 from ..metrics.phases import AFTERWARDS
 from ..metrics.results import OperationStats, StartStats, Stats
+from ..metrics.start_path import StartPath
 from ..report import Report
 
 _NAMED_PHASES = 3
@@ -29,7 +30,7 @@ def answer(report: Report) -> list[str]:
     starts = report.restarts or report.first_launches
     if starts:
         start = starts[-1]
-        sentences += _start(start, report.critical_path if start is report.longest_start else [])
+        sentences += _start(start, report.path if start is report.longest_start else None)
     if report.complete_saves:
         sentences += _save(report.complete_saves)
     if not report.restarts and report.loads:
@@ -55,8 +56,8 @@ def goodput_sentence(budget: Budget) -> str:
     )
 
 
-def _start(start: StartStats, path: Sequence[PathPart]) -> list[str]:
-    """`path`: the critical path over the ranks; empty if it is that of another start."""
+def _start(start: StartStats, path: StartPath | None) -> list[str]:
+    """`path`: the critical path over the ranks; None if it is not known, or that of another start."""
     what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
     first = start.wall
     if first is None:
@@ -69,7 +70,7 @@ def _start(start: StartStats, path: Sequence[PathPart]) -> list[str]:
     else:
         last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
         sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
-    if path:
+    if path is not None:
         sentences.append(_along(path))
     elif where := _largest(start, first.max_s):
         sentences.append(
@@ -78,18 +79,20 @@ def _start(start: StartStats, path: Sequence[PathPart]) -> list[str]:
     return sentences + _lost(start)
 
 
-def _along(path: Sequence[PathPart]) -> str:
-    """The largest phases on the path, and the rank that the others waited for longest."""
-    whole_s = sum(part.seconds for part in path)
+def _along(path: StartPath) -> str:
+    """The largest phases on the path, and the rank that was waited for longest."""
+    whole_s = sum(part.seconds for part in path.parts)
     phases: dict[str, float] = {}
-    ranks: dict[int, float] = {}
-    for part in path:
+    for part in path.parts:
         phases[part.phase] = phases.get(part.phase, 0.0) + part.seconds
-        ranks[part.rank] = ranks.get(part.rank, 0.0) + part.seconds
-    parts = _shares(sorted(((took, name) for name, took in phases.items()), reverse=True)[:_NAMED_PHASES], whole_s)
-    rank = max(ranks, key=lambda rank: ranks[rank])
-    waited = f"; the others waited longest for rank {rank}" if len(ranks) > 1 else f", all on rank {rank}"
-    return f"Of the {seconds(whole_s)} s along its critical path, {parts}{waited}."
+    largest = sorted(((took, name) for name, took in phases.items()), reverse=True)[:_NAMED_PHASES]
+    text = f"Of the {seconds(whole_s)} s along its critical path, {_shares(largest, whole_s)}"
+    return f"{text}; {waited_for(path.wait)}." if path.wait else f"{text}."
+
+
+def waited_for(wait: Wait) -> str:
+    """The longest wait of the ranks for one, in words."""
+    return f"the other ranks waited {seconds(wait.seconds)} s (median) for rank {wait.rank}, in {wait.phase}"
 
 
 def no_first_step(start: StartStats) -> str:

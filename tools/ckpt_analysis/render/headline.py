@@ -39,11 +39,14 @@ def _first_step(report: Report) -> HeadlineNumber:
     starts = [start for start in (report.restarts or report.first_launches) if start.wall]
     if not starts:
         blind = any(not start.steps_observed for start in report.starts)
-        note = "no training step was observed" if blind else "no start reached its first step"
+        note = f"no {'restart' if report.restarts else 'start'} reached its first step"
+        note = "no training step was observed" if blind else note
         return HeadlineNumber(title, NOT_RECORDED, note, figure)
     start = starts[-1]
     took_s = start.wall.max_s if start.wall else 0.0
     note = f"{name_of(start)}, from process start"
+    if report.starts[-1].wall is None:
+        note = f"{note}; the newest start did not reach it"
     if start.restart_s is not None:
         note += f"; {seconds(start.restart_s)} s from the failure"
     return HeadlineNumber(title, f"{seconds(took_s)} s", note, figure)
@@ -69,13 +72,16 @@ def _lost(report: Report) -> HeadlineNumber:
     lost = [start for start in report.restarts if start.lost_work_s is not None]
     if not report.starts:
         return HeadlineNumber(title, NOT_RECORDED, "no start was recorded", figure)
+    if report.last_failure is not None and not report.restarts:
+        return HeadlineNumber(title, NOT_RECORDED, "a failure after which nothing was started", figure)
     if not report.restarts:
         return HeadlineNumber(title, "0 s", "the run had no restart", figure)
     if not lost:
         return HeadlineNumber(title, NOT_RECORDED, "no restart says which step it resumed after", figure)
     took_s = sum(start.lost_work_s or 0.0 for start in lost)
     steps = plural(sum(start.lost_steps or 0 for start in lost), "step")
-    note = f"{steps} undone in {plural(len(lost), 'restart')}"
+    known = f"{len(lost)} of " if len(lost) < len(report.restarts) else ""
+    note = f"{steps} undone in {known}{plural(len(report.restarts), 'restart')}"
     if lost[-1].failure_to_caught_up_s is not None:
         note += f"; the last caught up {seconds(lost[-1].failure_to_caught_up_s)} s after the failure"
     return HeadlineNumber(title, f"{seconds(took_s)} s", note, figure)

@@ -61,10 +61,12 @@ def to_dict(report: Report) -> dict[str, Any]:
 
 
 def _critical_path(report: Report) -> dict[str, Any] | None:
-    start = report.longest_start
-    if start is None or not report.critical_path:
+    path = report.path
+    if path is None:
         return None
-    return {"cycle": start.cycle, "parts": [_fields(part, "rank phase seconds") for part in report.critical_path]}
+    wait = _fields(path.wait, "rank phase seconds") if path.wait else None
+    result = _fields(path, "cycle whole_s outside") | {"wait": wait}
+    return result | {"parts": [_fields(part, "rank phase seconds") for part in path.parts]}
 
 
 def _budget(budget: Budget) -> dict[str, Any]:

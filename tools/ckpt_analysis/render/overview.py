@@ -12,11 +12,12 @@ from ...common.tables import Style, fitted_table, terminal_width, text_table, te
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.phases import AFTERWARDS
-from ..metrics.restart_parts import OUTSIDE, UNNAMED, parts_of
+from ..metrics.restart_parts import UNNAMED
 from ..metrics.results import OperationStats, StartStats
+from ..metrics.start_path import StartPath
 from ..project.what_if import Answer
 from ..report import Report
-from .answer import goodput_sentence, no_first_step
+from .answer import goodput_sentence, no_first_step, waited_for
 from .headline import headline, name_of
 from .targets import COLUMNS as TARGETS
 
@@ -51,12 +52,14 @@ def overview(report: Report, style: Style, gains: Mapping[int, Answer]) -> list[
 
 def _run(report: Report, style: Style) -> list[str]:
     facts = report.facts
-    named = f" ({facts.hosts[0]})" if len(facts.hosts) == 1 else ""
-    where = f"{plural(len(facts.hosts), 'host')}{named}" if facts.hosts else "hosts not recorded"
-    engines = " and ".join(sorted({used or asked or "engine not recorded" for asked, used in facts.engines}))
+    asked, used = ({names[i] for names in facts.engines if names[i]} for i in (0, 1))
+    engines = [str(name) for name in sorted(used or asked, key=str)]
+    hosts = report.cycles[-1].hosts
+    named = f" ({hosts[0]})" if len(hosts) == 1 else ""
+    where = f"{plural(len(hosts), 'host')}{named}" if hosts else "hosts not recorded"
     text = (
         f"Run {report.run_id}: {facts.layout}, {plural(facts.ranks, 'rank')} on {where}, "
-        f"{plural(len(report.cycles), 'cycle')}, {engines}"
+        f"{plural(len(report.cycles), 'cycle')}, {' and '.join(engines) or 'engine not recorded'}"
     )
     lines = _heading(text, style)
     lines += [style.warning(f"  label: {label}") for label in facts.labels]
@@ -68,56 +71,70 @@ def _run(report: Report, style: Style) -> list[str]:
 
 
 def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
-    """The most severe problems, a line each; those without room are counted."""
+    """The first problem of each of the most severe kinds, a line each; the others are counted."""
     paint = {ERROR: style.error, WARNING: style.warning}
+    by_kind: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_kind.setdefault(problem.kind, []).append(problem)
     lines = []
-    for problem in problems[:_MOST_PROBLEMS]:
-        text = textwrap.shorten(f"{problem.kind}: {problem.message}", text_width() - 11, placeholder=" ...")
-        lines.append(f"  {paint.get(problem.severity, str)(f'{problem.severity:<8}')} {text}")
-    more = len(problems) - _MOST_PROBLEMS
-    return lines + ([f"  {plural(more, 'more problem')}"] if more > 0 else [])
+    for alike in list(by_kind.values())[:_MOST_PROBLEMS]:
+        first, more = alike[0], f" ({len(alike) - 1} more)" if len(alike) > 1 else ""
+        room = text_width() - 11 - len(more)
+        text = textwrap.shorten(f"{first.kind}: {first.message}", room, placeholder=" ...") + more
+        lines.append(f"  {paint.get(first.severity, str)(f'{first.severity:<8}')} {text}")
+    hidden = sum(len(alike) for alike in list(by_kind.values())[_MOST_PROBLEMS:])
+    return lines + ([f"  {plural(hidden, 'more problem')} of other kinds"] if hidden else [])
 
 
 def _where_it_went(report: Report, style: Style) -> list[str]:
-    """The longest start along its critical path; without one, the newest save or load on its slowest rank."""
+    """The longest start along its critical path; without one, the newest save or load on its slowest rank.
+
+    Before it what came to no end: a failure after which nothing was started, a newest start without its first step.
+    """
+    heads = []
+    if report.last_failure is not None:
+        fault = f" ({report.last_failure.fault})" if report.last_failure.fault else ""
+        heads.append(f"The newest cycle failed{fault}, and no other was started.")
+    if report.starts and report.starts[-1].wall is None:
+        heads.append(f"The {name_of(report.starts[-1])} {no_first_step(report.starts[-1])}.")
+    lines = [style.warning(head) for head in heads]
     start = report.longest_start
     if start is not None:
-        return _start(start, report, style)
+        return lines + _start(start, report.path, style)
     operations = [*report.complete_saves[-1:], *report.loads[-1:]]
     finished = [stats for stats in operations if stats.wall and stats.wall.max_s > 0]
-    heads = [f"The {name_of(start)} {no_first_step(start)}." for start in report.starts[-1:]]
     if not finished:
-        return [*(heads or ["No save, load or start was recorded to its end."])]
-    stats = max(finished, key=lambda stats: stats.wall.max_s if stats.wall else 0.0)
-    return heads + _operation(stats, style)
+        return lines or ["No save, load or start was recorded to its end."]
+    return lines + _operation(max(finished, key=lambda stats: stats.wall.max_s if stats.wall else 0.0), style)
 
 
-def _start(start: StartStats, report: Report, style: Style) -> list[str]:
+def _start(start: StartStats, path: StartPath | None, style: Style) -> list[str]:
     assert start.wall is not None
     name = name_of(start)
-    whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
     fault = f" ({start.failure.fault})" if start.failure and start.failure.fault else ""
-    since = "process start" if start.restart_s is None else f"the failure{fault}"
-    title = f"{name[0].upper()}{name[1:]}: {seconds(whole_s)} s from {since} to the end of the first step"
-    outside = [_Part(part, took) for part, took in parts_of(start).items() if part in OUTSIDE[:3]]
-    on_path = [_Part(part.phase, part.seconds, part.rank) for part in report.critical_path]
-    if not on_path:
+    since = "the start of its first process" if start.restart_s is None else f"the failure{fault}"
+    if path is None:
+        whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
+        title = f"{name[0].upper()}{name[1:]}: {seconds(whole_s)} s to the end of the first step"
         return [*_heading(title, style), "  The trace does not hold the phases of its ranks."]
-    launcher_s = whole_s - sum(part.took_s for part in (*outside, *on_path))
-    if start.restart_s is not None:
-        outside.append(_Part("launcher", launcher_s))
-    return [*_heading(title, style), *_drawn(_merged([*outside, *on_path]), whole_s, style), *_waited_for(on_path)]
+    title = f"{name[0].upper()}{name[1:]}: {seconds(path.whole_s)} s from {since} to the end of the first step"
+    parts = [_Part(name, took) for name, took in path.outside.items()]
+    parts += [_Part(part.phase, part.seconds, part.rank) for part in path.parts]
+    said = waited_for(path.wait) if path.wait and path.wait.seconds >= _SMALL * path.whole_s else ""
+    waited = [f"  {said[0].upper()}{said[1:]}."] if said else []
+    return [*_heading(title, style), *_drawn(_merged(parts), path.whole_s, style), *waited]
 
 
 def _operation(stats: OperationStats, style: Style) -> list[str]:
     assert stats.wall is not None
     rank = stats.critical_rank
     parts = [_Part(p.name, p.time.at_critical_s or 0.0, rank) for p in stats.phases if p.name not in AFTERWARDS]
-    rest = (stats.unattributed.at_critical_s if stats.unattributed else None) or 0.0
+    if stats.unattributed is not None and stats.unattributed.at_critical_s is not None:
+        parts.append(_Part(UNNAMED, stats.unattributed.at_critical_s, rank))
     name = name_of(stats)
     slowest = "" if rank is None else f", on its slowest rank {rank}"
     title = f"{name[0].upper()}{name[1:]}: {seconds(stats.wall.max_s, digits_for(stats.wall.max_s))} s{slowest}"
-    return [*_heading(title, style), *_drawn([*parts, _Part(UNNAMED, rest, rank)], stats.wall.max_s, style)]
+    return [*_heading(title, style), *_drawn(parts, stats.wall.max_s, style)]
 
 
 def _heading(text: str, style: Style) -> list[str]:
@@ -137,11 +154,13 @@ def _merged(parts: Iterable[_Part]) -> list[_Part]:
 
 
 def _drawn(parts: Sequence[_Part], whole_s: float, style: Style) -> list[str]:
-    """Parts that follow one another, each drawn where it lies; small ones in one row, what no part covers in the last.
+    """Parts that follow one another, each drawn where it lies; small ones in one row.
 
     Phases of an operation that several threads were in at once add up to more than the whole: then no bars are drawn.
     """
     digits = digits_for(whole_s)
+    if not parts:
+        return ["  Its phases are not recorded."]
     least_s = sorted((part.took_s for part in parts), reverse=True)[:_MOST_PARTS][-1]
     small = [part for part in parts if part.took_s < max(_SMALL * whole_s, least_s) and part.name != UNNAMED]
     small = small if len(small) > 1 else []
@@ -161,19 +180,6 @@ def _drawn(parts: Sequence[_Part], whole_s: float, style: Style) -> list[str]:
 
 def _share(took_s: float, whole_s: float) -> str:
     return f"{100 * took_s / whole_s:.1f} %"
-
-
-def _waited_for(path: Sequence[_Part]) -> list[str]:
-    """Which rank the others waited for longest: the one with most of the path, where ranks do not wait."""
-    by_rank: dict[int, list[_Part]] = {}
-    for part in path:
-        if part.rank is not None:
-            by_rank.setdefault(part.rank, []).append(part)
-    if len(by_rank) < 2:
-        return []
-    rank, own = max(by_rank.items(), key=lambda entry: sum(part.took_s for part in entry[1]))
-    phase = max(_merged(own), key=lambda part: part.took_s)
-    return [f"  The others waited longest for rank {rank}, of it {seconds(phase.took_s)} s in {phase.name}."]
 
 
 def _numbers(report: Report, style: Style) -> list[str]:
@@ -208,6 +214,8 @@ def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: S
         lines += [begin + wrapped[0], *(" " * len(begin) + rest for rest in wrapped[1:])]
         shown += 1
     more = len(findings) - shown
+    if not shown:
+        return ["", style.heading(f"Findings ({len(findings)}): --all shows them")]
     lines += [f"  {more} more of less cost"] if more else []
     return ["", style.heading(f"Findings ({len(findings)}), by what they cost"), *lines]
 

@@ -21,10 +21,10 @@ from tools.ckpt_analysis.ingest.load import load_trace
 pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
 
 # Keys that the truth leaves out on purpose: where the data lies, what needs no arithmetic, and what rules make of
-# the numbers, which test_findings holds to the planted stragglers; test_budget and test_targets have theirs. No
-# synthetic trace has the label tier.
+# the numbers, which test_findings holds to the planted stragglers; test_budget, test_targets and, for critical paths,
+# test_terminal and test_figures have theirs. No synthetic trace has the label tier.
 _NOT_IN_TRUTH = {
-    "cycles", "per_rank", "findings", "model", "budget", "targets", "storage",
+    "cycles", "per_rank", "critical_path", "findings", "model", "budget", "targets", "storage",
     "tier", "tiers", "replication", "store_traffic",  # tests/unit/tools/ckpt_analysis/metrics has them
 }  # fmt: skip
 _SHAPES = {

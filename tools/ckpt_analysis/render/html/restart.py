@@ -8,10 +8,10 @@ from typing import Any
 import polars as pl
 
 from ....common.formatting import plural
-from ...metrics.critical_path import Segment, Stretch, critical_path, start_windows, stretches_of_ranks
+from ...metrics.critical_path import Segment, Stretch, start_path, start_windows, stretches_of_ranks
 from ...metrics.failures import failure_of
-from ...metrics.restart_parts import ORDER, OUTSIDE, UNNAMED
-from ...metrics.results import StartStats
+from ...metrics.restart_parts import ORDER, UNNAMED, outside
+from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, missing, plot
 from .plots import bar, lanes, vertical
@@ -29,17 +29,17 @@ def draw(run: RunData) -> Content:
     if start is None:
         return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
     windows = start_windows(run.frames, start.group)
-    path, ranks = critical_path(windows), stretches_of_ranks(windows)
+    path, ranks = start_path(run.frames, start.group, windows), stretches_of_ranks(windows)
     if not path:
         return missing("The start was not recorded phase by phase, so only its length is known.")
     shown = shown_ranks(sorted(ranks), {segment.rank for segment in path})
     names = {rank: _name(run, start, rank) for rank in shown}
     failure = failure_of(run.frames.events, start.cycle - 1) if start.is_restart else None
-    origin = failure.began_ns if failure else min(stretches[0].start_ns for stretches in ranks.values())
+    begun = run.frames.operations.filter(pl.col("group") == start.group)["start_ns"]
+    origin = failure.began_ns if failure else min(path[0].start_ns, *begun)
     bars = {names[rank]: _joined(ranks[rank], origin) for rank in shown}
     if failure:
-        moments = (failure.times.detected_s, failure.times.stopped_s, failure.times.relaunched_s)
-        bars = {_SUPERVISOR: _outside(moments, (path[0].start_ns - origin) / 1e9)} | bars
+        bars = {_SUPERVISOR: _outside(failure.times, (path[0].start_ns - origin) / 1e9)} | bars
     notes = []
     if len(shown) < len(ranks):
         notes.append(f"{len(shown)} of {plural(len(ranks), 'rank')} are shown: those on the critical path, and others.")
@@ -50,9 +50,8 @@ def shown_ranks(ranks: Sequence[int], on_path: set[int]) -> list[int]:
     """The ranks that have a lane, of all `ranks`, which are sorted."""
     if len(ranks) <= _MOST_RANKS:
         return list(ranks)
-    kept = sorted(on_path)[:_MOST_RANKS]
-    room = _MOST_RANKS - len(kept)
-    return sorted({*kept, *(ranks[i * len(ranks) // room] for i in range(room))} if room else kept)
+    room = max(_MOST_RANKS - len(on_path), 0)
+    return sorted({*on_path, *(ranks[i * len(ranks) // room] for i in range(room))})
 
 
 def _name(run: RunData, start: StartStats, rank: int) -> str:
@@ -72,13 +71,12 @@ def _joined(stretches: Sequence[Stretch], origin: int) -> list[tuple[str, float,
     return [part for part in found if part[0] != UNNAMED]
 
 
-def _outside(moments: Sequence[float | None], began_s: float) -> list[tuple[str, float, float]]:
+def _outside(failure: FailureTimes, began_s: float) -> list[tuple[str, float, float]]:
     """What the supervisor did until the first process of the critical path began."""
     found, before = [], 0.0
-    for name, moment in zip(OUTSIDE, (*moments, began_s), strict=True):
-        if moment is not None:
-            found.append((name, before, moment))
-            before = moment
+    for name, took in outside(failure, began_s).items():
+        found.append((name, before, before + took))
+        before += took
     return found
 
 

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tools.ckpt_analysis.trace_factory import write_trace
-from tools.ckpt_analysis.common.problems import Problem
+from restart_trace.schema import SPAN
+from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tools.ckpt_analysis.common.problems import KINDS, Problem
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.ingest.load import load_trace
-from tools.ckpt_analysis.metrics.critical_path import PathPart
+from tools.ckpt_analysis.metrics.critical_path import PathPart, Wait
+from tools.ckpt_analysis.metrics.restart_parts import outside
+from tools.ckpt_analysis.metrics.results import FailureTimes
+from tools.ckpt_analysis.metrics.start_path import StartPath
 from tools.ckpt_analysis.render.answer import answer
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.render.terminal import render
@@ -59,16 +64,84 @@ def test_the_first_screen_of_a_restart(report: Report) -> None:
 
 
 def test_the_rank_that_was_waited_for_is_named(report: Report) -> None:
-    """With what it did; a rank beside each phase of the path, the one with most of it."""
-    assert not any("waited longest" in line for line in screen(report))  # all of it lies on rank 2
-    path = [PathPart(6, "imports", 3.0), PathPart(1, "rendezvous", 0.3), PathPart(1, "imports", 1.0)]
-    lines = screen(replace(report, critical_path=path))
-    assert "  The others waited longest for rank 6, of it 3.000 s in imports." in lines
-    words = " ".join(answer(replace(report, critical_path=path)))
+    """With how long; a rank beside each phase of the path, the one with most of it."""
+    parts = [PathPart(6, "imports", 3.0), PathPart(1, "rendezvous", 0.3), PathPart(1, "imports", 1.0)]
+    path = StartPath(1, 4.3, {}, parts, Wait(6, "rendezvous", 0.25))
+    found = replace(report, path=path)
+    lines = screen(found)
+    assert "  The other ranks waited 0.250 s (median) for rank 6, in rendezvous." in lines
+    words = " ".join(answer(found))
     assert "Of the 4.300 s along its critical path, imports took 4.000 s (93 %) and rendezvous took 0.300 s" in words
-    assert "; the others waited longest for rank 6. " in words
+    assert "; the other ranks waited 0.250 s (median) for rank 6, in rendezvous. " in words
     shown = waterfall(lines)
     assert shown["imports"][:2] == ["6", "4.000"] and shown["rendezvous"][:2] == ["1", "0.300"]
+    short = replace(found, path=replace(path, wait=Wait(6, "rendezvous", 0.04)))
+    assert not any("The other ranks waited" in line for line in screen(short))  # less than a hundredth of the start
+
+
+def test_time_before_the_path_began_is_told(tmp_path: Path) -> None:
+    """Without a failure a start counts from its first process; rank 5, which all wait for, is started 10 s later."""
+    directory = write_trace(tmp_path, Options(supervisor=False))
+    for path in directory.glob("*cycle_001*"):
+        path.unlink()
+    late = file_of(directory, 5, 0)
+    records = [json.loads(line) for line in late.read_text().splitlines()]
+    for record in records:
+        for name in ("start_ns", "end_ns", "time_ns"):
+            if name in record and record.get("type") != "process":
+                record[name] += 10_000_000_000
+    late.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    found = analyse(load_trace(directory)).report
+    assert found.path is not None
+    assert found.path.whole_s == pytest.approx(13.9, abs=0.2)
+    told_s = sum(found.path.outside.values()) + sum(part.seconds for part in found.path.parts)
+    assert told_s == pytest.approx(found.path.whole_s)
+    assert found.path.outside == {"launcher": pytest.approx(10, abs=0.01)}
+    assert {part.rank for part in found.path.parts} == {5}
+
+
+def test_before_its_first_span_a_process_is_unattributed(tmp_path: Path) -> None:
+    """It is running: that is no time of the launcher."""
+    directory = write_trace(tmp_path)
+    for path in directory.glob("rank_*_cycle_001.jsonl"):
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if '"imports"' not in line and '"process_start"' not in line]
+        path.write_text("\n".join(kept) + "\n")
+    found = analyse(load_trace(directory)).report
+    shown = waterfall(screen(found))
+    assert shown["launcher"][1] == "13.514" and float(shown["unattributed"][1]) > 3.5
+
+
+def test_a_supervisor_ahead_of_the_processes_makes_no_negative_part() -> None:
+    """Clocks of hosts differ: what it recorded after the process began is cut there."""
+    failure = FailureTimes("sigkill", 0.5, 0.8, 16.0)
+    assert outside(failure, 14.5) == {"detect": 0.5, "stop": pytest.approx(0.3), "relaunch": 13.7, "launcher": 0.0}
+
+
+def test_what_came_to_no_end_is_told_first(report: Report) -> None:
+    stuck = replace(report.restarts[-1], cycle=2, wall=None, restart_s=None, lost_work_s=None)
+    lines = screen(replace(report, starts=[*report.starts, stuck]))
+    assert lines[2:4] == [
+        "The restart of cycle 2 did not reach its first step.",
+        "Restart of cycle 1: 18.970 s from the failure (sigkill) to the end of the first step",
+    ]
+    assert any("3 steps undone in 1 of 2 restarts" in line for line in lines)
+    failed = replace(report, starts=report.first_launches, last_failure=FailureTimes("sigkill", 0.5, None, None))
+    lines = screen(failed)
+    assert "The newest cycle failed (sigkill), and no other was started." in lines
+    assert any(re.split(r"  +", line)[1:3] == ["Lost work", "not recorded"] for line in lines)
+
+
+def test_what_is_not_recorded_is_no_zero(report: Report, tmp_path: Path) -> None:
+    """A save without spans has no blocked time; a load without coverage no row of unattributed time."""
+    load = replace(report.loads[-1], phases=[], unattributed=None)
+    lines = screen(replace(report, starts=[], saves=[], loads=[load], path=None, budget=None))
+    assert "  Its phases are not recorded." in lines
+    directory = write_trace(tmp_path)
+    for path in directory.glob("rank_*.jsonl"):
+        kept = [line for line in path.read_text().splitlines() if json.loads(line).get("type", SPAN) != SPAN]
+        path.write_text("\n".join(kept) + "\n")
+    assert {save["blocked_s"] for save in to_dict(analyse(load_trace(directory)).report)["saves"]} == {None}
 
 
 def test_the_longer_one_of_launch_and_restart_is_shown(report: Report) -> None:
@@ -80,12 +153,12 @@ def test_the_longer_one_of_launch_and_restart_is_shown(report: Report) -> None:
 
 
 def test_without_a_start_the_longest_save_or_load_is_shown(report: Report) -> None:
-    lines = screen(replace(report, starts=[], critical_path=[], budget=None))
+    lines = screen(replace(report, starts=[], path=None, budget=None))
     assert "Save global_step10 of cycle 1: 0.3830 s, on its slowest rank 5" in lines
     shown = waterfall(lines)
     assert shown["flush"][0] == "5" and max(shown, key=lambda name: float(shown[name][1])) == "flush"
     assert ["Lost work", "not recorded", "no start was recorded"] in [re.split(r"  +", line)[1:] for line in lines]
-    nothing = replace(report, starts=[], saves=[], loads=[], critical_path=[], budget=None)
+    nothing = replace(report, starts=[], saves=[], loads=[], path=None, budget=None)
     assert "No save, load or start was recorded to its end." in screen(nothing)
 
 
@@ -93,9 +166,8 @@ def test_without_a_start_the_longest_save_or_load_is_shown(report: Report) -> No
 def test_many_findings_and_problems_stay_on_the_screen(report: Report, number: int) -> None:
     """The costliest and the most severe are shown, the others counted."""
     findings = [Finding("rule", f"Title {i}", "Evidence", "Do it. Or not.", 9.0 - i, {}) for i in range(number)]
-    problems = [
-        Problem("missing_ranks" if i == 0 else "imported", f"Message {i} " + 30 * "long ") for i in range(number)
-    ]
+    kinds = list(KINDS)[:10]
+    problems = [Problem(kinds[i % 10], f"Message {i} " + 30 * "long ") for i in range(number)]
     lines = screen(replace(report, findings=findings, problems=problems))
     assert len(lines) <= 40
     text = "\n".join(lines)
@@ -104,7 +176,8 @@ def test_many_findings_and_problems_stay_on_the_screen(report: Report, number: i
     assert shown == sorted(shown, reverse=True)  # the first ones
     hidden = number - sum(shown)
     assert (f"  {hidden} more of less cost" in lines) is (hidden > 0)
-    assert ("  27 more problems" in lines) is (number == 30)
+    assert ("  21 more problems of other kinds" in lines) is (number == 30)
+    assert (sum("(2 more)" in line for line in lines) == 3) is (number == 30)
     assert [f"Message {i} " in text for i in range(number)] == [i < 3 for i in range(number)]
 
 

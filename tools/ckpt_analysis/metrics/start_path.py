@@ -1,0 +1,60 @@
+"""The longest start of a run along its critical path: what the terminal shows first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..model.frame import Frames
+from .critical_path import PathPart, Wait, longest_wait, parts_of_path, start_path, start_windows
+from .failures import failure_of
+from .restart_parts import OUTSIDE, outside
+from .results import StartStats
+
+
+@dataclass(frozen=True)
+class StartPath:
+    """A start from its failure, or else from the start of its first process, to the end of the last first step.
+
+    `outside`: part of restart_parts.OUTSIDE -> seconds until the first process of the path began; `parts` follow. They
+    add up to `whole_s`. `wait`: the longest wait of the other ranks for one.
+    """
+
+    cycle: int
+    whole_s: float
+    outside: dict[str, float]
+    parts: list[PathPart]
+    wait: Wait | None
+
+
+def longest_start(starts: Sequence[StartStats]) -> StartStats | None:
+    """The newest restart or the newest first launch, whichever took longer; None if none reached its first step."""
+    found: StartStats | None = None
+    for is_restart in (True, False):
+        alike = [start for start in starts if start.is_restart == is_restart and start.wall]
+        if alike and (found is None or _length_s(alike[-1]) > _length_s(found)):
+            found = alike[-1]
+    return found
+
+
+def _length_s(start: StartStats) -> float:
+    assert start.wall is not None
+    return start.wall.max_s if start.restart_s is None else start.restart_s
+
+
+def measure_path(frames: Frames, start: StartStats | None) -> StartPath | None:
+    """The path of `start`; None if the trace does not hold the phases of its ranks."""
+    windows = None if start is None else start_windows(frames, start.group)
+    path = [] if start is None or windows is None else start_path(frames, start.group, windows)
+    if start is None or windows is None or not path:
+        return None
+    failure = failure_of(frames.events, start.cycle - 1) if start.restart_s is not None else None
+    of_start = frames.operations.filter(pl.col("group") == start.group)
+    origin_ns = min(path[0].start_ns, *of_start["start_ns"]) if failure is None else failure.began_ns
+    began_s = (path[0].start_ns - origin_ns) / 1e9
+    before = outside(failure.times, began_s) if failure is not None else {OUTSIDE[-1]: began_s} if began_s > 0 else {}
+    return StartPath(
+        start.cycle, (path[-1].end_ns - origin_ns) / 1e9, before, parts_of_path(path), longest_wait(windows)
+    )
