@@ -150,11 +150,14 @@ class _Prefix:
     def publish_crashes(self) -> None:
         """Put the crashes that earlier starts of this run have left on this node beside the other records.
 
-        Of the ranks of several nodes the first counts whose node starts again. Raises ObjectStoreError.
+        Of the ranks of several nodes the first counts whose node starts again. If storage does not answer, the checks
+        after this one tell so.
         """
         from megatron.checkpointing.store.bucket.generations import run_id_there
 
-        run_id = run_id_there(self._bucket, self._uri)
+        run_id = None
+        with contextlib.suppress(ObjectStoreError):
+            run_id = run_id_there(self._bucket, self._uri)
         if run_id is None:  # no start has been there
             return
         crashes = self.crashes_of(run_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from restart_trace.schema import PHASES
 
 from .phases import START_ORDER
@@ -40,16 +42,25 @@ def parts_of(start: StartStats) -> dict[str, float]:
 def outside(failure: FailureTimes, began_s: float) -> dict[str, float]:
     """Part of OUTSIDE -> seconds, from the failure until a process began `began_s` after it.
 
-    What a supervisor recorded after that, as with clocks that differ, is not told apart.
+    `launcher` may be negative: by the 10 ms to which the kernel tells when a process began; by more if clocks differ.
     """
     parts: dict[str, float] = {}
     before = 0.0
     moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s, began_s)
     for name, moment in zip(OUTSIDE, moments, strict=True):
         if moment is not None:
-            until = max(before, min(moment, began_s))
-            parts[name], before = until - before, until
+            parts[name], before = moment - before, moment
     return parts
+
+
+def outside_until(failure: FailureTimes, began_s: float) -> dict[str, float]:
+    """As `outside`, without what the supervisor recorded after the process began: no part is negative."""
+    cut = {
+        name: None if moment is None else min(moment, began_s)
+        for name in ("detected_s", "stopped_s", "relaunched_s")
+        for moment in [getattr(failure, name)]
+    }
+    return outside(replace(failure, **cut), began_s)
 
 
 def _parts_of_load(load: PhaseStats) -> dict[str, float]:

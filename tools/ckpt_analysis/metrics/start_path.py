@@ -10,7 +10,7 @@ import polars as pl
 from ..model.frame import Frames
 from .critical_path import PathPart, Wait, longest_wait, parts_of_path, start_path, start_windows
 from .failures import failure_of
-from .restart_parts import OUTSIDE, outside
+from .restart_parts import OUTSIDE, outside_until
 from .results import StartStats
 
 
@@ -54,7 +54,9 @@ def measure_path(frames: Frames, start: StartStats | None) -> StartPath | None:
     of_start = frames.operations.filter(pl.col("group") == start.group)
     origin_ns = min(path[0].start_ns, *of_start["start_ns"]) if failure is None else failure.began_ns
     began_s = (path[0].start_ns - origin_ns) / 1e9
-    before = outside(failure.times, began_s) if failure is not None else {OUTSIDE[-1]: began_s} if began_s > 0 else {}
+    before = {OUTSIDE[-1]: began_s} if began_s > 0 else {}
+    if failure is not None:
+        before = outside_until(failure.times, began_s)
     return StartPath(
         start.cycle, (path[-1].end_ns - origin_ns) / 1e9, before, parts_of_path(path), longest_wait(windows)
     )

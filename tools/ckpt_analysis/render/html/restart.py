@@ -10,7 +10,7 @@ import polars as pl
 from ....common.formatting import plural
 from ...metrics.critical_path import Segment, Stretch, start_path, start_windows, stretches_of_ranks
 from ...metrics.failures import failure_of
-from ...metrics.restart_parts import ORDER, UNNAMED, outside
+from ...metrics.restart_parts import ORDER, UNNAMED, outside_until
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, missing, plot
@@ -74,7 +74,7 @@ def _joined(stretches: Sequence[Stretch], origin: int) -> list[tuple[str, float,
 def _outside(failure: FailureTimes, began_s: float) -> list[tuple[str, float, float]]:
     """What the supervisor did until the first process of the critical path began."""
     found, before = [], 0.0
-    for name, took in outside(failure, began_s).items():
+    for name, took in outside_until(failure, began_s).items():
         found.append((name, before, before + took))
         before += took
     return found

@@ -18,7 +18,7 @@ from tools.ckpt_analysis.common.problems import KINDS, Problem
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.metrics.critical_path import PathPart, Wait
-from tools.ckpt_analysis.metrics.restart_parts import outside
+from tools.ckpt_analysis.metrics.restart_parts import outside, outside_until
 from tools.ckpt_analysis.metrics.results import FailureTimes
 from tools.ckpt_analysis.metrics.start_path import StartPath
 from tools.ckpt_analysis.render.answer import answer
@@ -115,7 +115,9 @@ def test_before_its_first_span_a_process_is_unattributed(tmp_path: Path) -> None
 def test_a_supervisor_ahead_of_the_processes_makes_no_negative_part() -> None:
     """Clocks of hosts differ: what it recorded after the process began is cut there."""
     failure = FailureTimes("sigkill", 0.5, 0.8, 16.0)
-    assert outside(failure, 14.5) == {"detect": 0.5, "stop": pytest.approx(0.3), "relaunch": 13.7, "launcher": 0.0}
+    told = {"detect": 0.5, "stop": pytest.approx(0.3), "relaunch": 13.7, "launcher": 0.0}
+    assert outside_until(failure, 14.5) == told
+    assert outside(failure, 14.5) == told | {"relaunch": 15.2, "launcher": -1.5}
 
 
 def test_what_came_to_no_end_is_told_first(report: Report) -> None:
