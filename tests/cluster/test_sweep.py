@@ -26,7 +26,7 @@ runs:
     engines: [lazy]
     faults: [node-loss@iteration:5, node-loss@mid-step]
     nodes_command: $NODES_COMMAND
-    save_interval: 2
+    save_interval: 3
     flags: --split 100,0,0
 """
 

@@ -19,7 +19,7 @@ from .metrics.iterations import StepTime, TrainingTime, step_times, training_tim
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
 from .metrics.results import FailureTimes, OperationStats, StartStats, TargetResult
-from .metrics.start_path import StartPath, longest_start, measure_path
+from .metrics.start_path import StartPath, measure_path, shown_start
 from .metrics.starts import measure_starts, start_times
 from .metrics.steps_seen import check_steps, steps_seen
 from .metrics.store_traffic import store_traffic
@@ -65,7 +65,7 @@ class RunFacts:
 class Report:
     """All results of one run.
 
-    `path`: that of `longest_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
+    `path`: that of `shown_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
     the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
     --target. `imported`: the imported log that the report was made from; None for a trace.
     """
@@ -97,9 +97,9 @@ class Report:
         return [start for start in self.starts if not start.is_restart]
 
     @property
-    def longest_start(self) -> StartStats | None:
-        """The newest restart or the newest first launch, whichever took longer to its first step."""
-        return longest_start(self.starts)
+    def shown_start(self) -> StartStats | None:
+        """The start that is shown first: see `start_path.shown_start`."""
+        return shown_start(self.starts)
 
     @property
     def complete_saves(self) -> list[OperationStats]:
@@ -183,7 +183,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         saves=saves,
         loads=loads,
         starts=starts,
-        path=measure_path(frames, longest_start(starts)),
+        path=measure_path(frames, shown_start(starts)),
         last_failure=last_failure and last_failure.times,
         problems=by_severity(problems),
         findings=find(

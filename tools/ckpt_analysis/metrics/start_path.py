@@ -1,4 +1,4 @@
-"""The longest start of a run along its critical path: what the terminal shows first."""
+"""A start of the run along its critical path: what the terminal shows first."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ class StartPath:
     wait: Wait | None
 
 
-def longest_start(starts: Sequence[StartStats]) -> StartStats | None:
-    """The newest restart or the newest first launch, whichever took longer; None if none reached its first step."""
-    found: StartStats | None = None
-    for is_restart in (True, False):
-        alike = [start for start in starts if start.is_restart == is_restart and start.wall]
-        if alike and (found is None or _length_s(alike[-1]) > _length_s(found)):
-            found = alike[-1]
-    return found
+def shown_start(starts: Sequence[StartStats]) -> StartStats | None:
+    """The newest restart; the newest first launch if there is none, or if it took more than twice as long.
+
+    None: neither reached its first step.
+    """
+    restarts = [start for start in starts if start.is_restart and start.wall]
+    launches = [start for start in starts if not start.is_restart and start.wall]
+    if restarts and not (launches and _length_s(launches[-1]) > 2 * _length_s(restarts[-1])):
+        return restarts[-1]
+    return launches[-1] if launches else None
 
 
 def _length_s(start: StartStats) -> float:

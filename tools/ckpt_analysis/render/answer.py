@@ -30,7 +30,7 @@ def answer(report: Report) -> list[str]:
     starts = report.restarts or report.first_launches
     if starts:
         start = starts[-1]
-        sentences += _start(start, report.path if start is report.longest_start else None)
+        sentences += _start(start, report.path if start is report.shown_start else None)
     if report.complete_saves:
         sentences += _save(report.complete_saves)
     if not report.restarts and report.loads:

@@ -1,4 +1,4 @@
-"""The first screen: where the longest start went, four numbers, what to do about it; at most LINES lines."""
+"""The first screen: where a start went, four numbers, what to do about it; at most LINES lines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
 
 
 def _where_it_went(report: Report, style: Style) -> list[str]:
-    """The longest start along its critical path; without one, the newest save or load on its slowest rank.
+    """A start along its critical path; without one, the newest save or load on its slowest rank.
 
     Before it what came to no end: a failure after which nothing was started, a newest start without its first step.
     """
@@ -98,7 +98,7 @@ def _where_it_went(report: Report, style: Style) -> list[str]:
     if report.starts and report.starts[-1].wall is None:
         heads.append(f"The {name_of(report.starts[-1])} {no_first_step(report.starts[-1])}.")
     lines = [style.warning(head) for head in heads]
-    start = report.longest_start
+    start = report.shown_start
     if start is not None:
         return lines + _start(start, report.path, style)
     operations = [*report.complete_saves[-1:], *report.loads[-1:]]

@@ -146,12 +146,20 @@ def test_what_is_not_recorded_is_no_zero(report: Report, tmp_path: Path) -> None
     assert {save["blocked_s"] for save in to_dict(analyse(load_trace(directory)).report)["saves"]} == {None}
 
 
-def test_the_longer_one_of_launch_and_restart_is_shown(report: Report) -> None:
+def test_a_launch_is_shown_if_it_took_much_longer_than_the_restart(report: Report) -> None:
+    """More than twice: which one took longer by a little is chance."""
     restart, launch = report.restarts[-1], report.first_launches[-1]
-    assert report.longest_start is restart and launch.wall and restart.wall and restart.restart_s
-    slower = replace(launch, wall=replace(launch.wall, max_s=20.0))
-    assert replace(report, starts=[slower, restart]).longest_start is slower
-    assert replace(report, starts=[]).longest_start is None
+    assert report.shown_start is restart and launch.wall and restart.restart_s
+
+    def with_launch(seconds: float) -> Report:
+        assert launch.wall
+        return replace(report, starts=[replace(launch, wall=replace(launch.wall, max_s=seconds)), restart])
+
+    assert with_launch(2 * restart.restart_s).shown_start is restart
+    slower = with_launch(2.01 * restart.restart_s)
+    assert slower.shown_start is slower.starts[0]
+    assert replace(report, starts=[launch]).shown_start is launch
+    assert replace(report, starts=[]).shown_start is None
 
 
 def test_without_a_start_the_longest_save_or_load_is_shown(report: Report) -> None:
