@@ -6,8 +6,8 @@ same step, another restart does not help: the checkpoint that they resumed from,
 A run is identified by the flags of its first start (first_start.py), so this works before its first checkpoint.
 
 A crash, such as SIGSEGV, leaves a record of its own (crashes.py). No fault handler writes into object storage: with a
---save there the record is on the node's own disk, and the next start on that node puts it beside the others. If the
-prefix was emptied since, the record is of another run: it is passed over, and removed when it is old. SIGKILL and the
+--save there the record is on the node's own disk, and the next start on that node puts it beside the others. After the
+prefix was emptied, a new run begins there: it ignores the record, which is removed when it is old. SIGKILL and the
 loss of another rank or node leave no record; nor does the abort with which NCCL's watchdog answers such a loss. A start
 that passes the step removes the records.
 """

@@ -31,7 +31,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command: --quiet, --run-id and --cache-dir. The command line adds them itself."""
     shared = parser.add_argument_group("shared by all commands")
     shared.add_argument("--quiet", action="store_true", help="no progress bar and no remarks on stderr")
-    help_ = "run to analyse if a directory holds several (default: the last), or to import if the spans are of several"
+    help_ = "run to analyse if a directory holds several (default: the last); with import: run whose spans are read"
     shared.add_argument("--run-id", help=help_)
     shared.add_argument(
         "--cache-dir", metavar="DIR", type=Path, help="keep the Parquet cache here (default: beside the logs)"

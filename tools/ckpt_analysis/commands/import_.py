@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source == "otlp":
         return _import_spans(arguments)
     if arguments.run_id is not None:
-        raise CouldNotRunError(f"--run-id {arguments.run_id}: a log is of one run; leave it out, or add --from otlp")
+        raise CouldNotRunError(f"--run-id {arguments.run_id}: a log holds one run; leave it out, or add --from otlp")
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)

@@ -127,23 +127,26 @@ def start_path(frames: Frames, group: int, windows: pl.DataFrame) -> list[Segmen
 
 
 def longest_wait(windows: pl.DataFrame) -> Wait | None:
-    """The meeting at which the median of the other ranks waited longest; None: nobody waited."""
-    meetings = windows.filter(pl.col("phase").str.split("/").list.first().is_in(SYNCHRONISING))
-    last = _last_to_come(windows)
-    waits = [
-        Wait(rank, phase.split("/")[0], waited_s)
-        for (phase, nth), (rank, came_ns) in last.items()
-        if (waited_s := _waited_s(meetings, phase, nth, rank, came_ns)) > 0
-    ]
-    return max(waits, key=lambda wait: wait.seconds, default=None)
+    """The meeting at which the median of the other ranks waited longest; None: nobody waited.
 
-
-def _waited_s(meetings: pl.DataFrame, phase: str, nth: int, last: int, came_ns: int) -> float:
-    """Median over the ranks but the last one: from when each came to when the last one did, or it left before."""
-    here = (pl.col("phase") == phase) & (pl.col("occurrence") == nth) & (pl.col("rank") != last)
-    waited = pl.min_horizontal("end_ns", pl.lit(came_ns)) - pl.col("start_ns")
-    median = meetings.filter(here).select(waited.median()).item()
-    return 0.0 if median is None else median / 1e9
+    A rank waits from when it comes to when the last one does, or until it leaves before that.
+    """
+    last = [(phase, nth, rank, came_ns) for (phase, nth), (rank, came_ns) in _last_to_come(windows).items()]
+    schema = {"phase": windows.schema["phase"], "occurrence": windows.schema["occurrence"]}
+    came = pl.DataFrame(last, schema=schema | {"last": pl.Int64, "came_ns": pl.Int64}, orient="row")
+    waits = (
+        windows.join(came, on=["phase", "occurrence"])
+        .filter(pl.col("rank") != pl.col("last"))
+        .with_columns((pl.min_horizontal("end_ns", "came_ns") - pl.col("start_ns")).alias("waited_ns"))
+        .group_by("phase", "occurrence", "last", "came_ns")
+        .agg(pl.col("waited_ns").median())
+        .filter(pl.col("waited_ns") > 0)
+        .sort("waited_ns", "came_ns", descending=[True, False])
+    )
+    if waits.is_empty():
+        return None
+    first = waits.row(0, named=True)
+    return Wait(first["last"], first["phase"].split("/")[0], first["waited_ns"] / 1e9)
 
 
 def parts_of_path(path: list[Segment]) -> list[PathPart]:

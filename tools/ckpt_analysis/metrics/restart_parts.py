@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from restart_trace.schema import PHASES
 
 from .phases import START_ORDER
@@ -39,28 +37,20 @@ def parts_of(start: StartStats) -> dict[str, float]:
     return parts | {UNNAMED: rest}
 
 
-def outside(failure: FailureTimes, began_s: float) -> dict[str, float]:
+def outside(failure: FailureTimes, began_s: float, *, cut: bool = False) -> dict[str, float]:
     """Part of OUTSIDE -> seconds, from the failure until a process began `began_s` after it.
 
     `launcher` may be negative: by the 10 ms to which the kernel tells when a process began; by more if clocks differ.
+    With `cut` no part is: what the supervisor recorded too late for its place does not count.
     """
     parts: dict[str, float] = {}
     before = 0.0
     moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s, began_s)
     for name, moment in zip(OUTSIDE, moments, strict=True):
         if moment is not None:
-            parts[name], before = moment - before, moment
+            until = min(max(moment, before), max(began_s, 0.0)) if cut else moment
+            parts[name], before = until - before, until
     return parts
-
-
-def outside_until(failure: FailureTimes, began_s: float) -> dict[str, float]:
-    """As `outside`, without what the supervisor recorded after the process began: no part is negative."""
-    cut = {
-        name: None if moment is None else min(moment, began_s)
-        for name in ("detected_s", "stopped_s", "relaunched_s")
-        for moment in [getattr(failure, name)]
-    }
-    return outside(replace(failure, **cut), began_s)
 
 
 def _parts_of_load(load: PhaseStats) -> dict[str, float]:

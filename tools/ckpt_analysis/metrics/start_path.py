@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
 from ..model.frame import Frames
 from .critical_path import PathPart, Wait, longest_wait, parts_of_path, start_path, start_windows
 from .failures import failure_of
-from .restart_parts import OUTSIDE, outside_until
+from .restart_parts import OUTSIDE, outside
 from .results import StartStats
 
 
@@ -55,10 +55,12 @@ def measure_path(frames: Frames, start: StartStats | None) -> StartPath | None:
     failure = failure_of(frames.events, start.cycle - 1) if start.restart_s is not None else None
     of_start = frames.operations.filter(pl.col("group") == start.group)
     origin_ns = min(path[0].start_ns, *of_start["start_ns"]) if failure is None else failure.began_ns
+    # With clocks that differ a process may seem to have begun before the failure.
+    path = [replace(part, start_ns=max(part.start_ns, origin_ns)) for part in path if part.end_ns > origin_ns]
     began_s = (path[0].start_ns - origin_ns) / 1e9
     before = {OUTSIDE[-1]: began_s} if began_s > 0 else {}
     if failure is not None:
-        before = outside_until(failure.times, began_s)
+        before = outside(failure.times, began_s, cut=True)
     return StartPath(
         start.cycle, (path[-1].end_ns - origin_ns) / 1e9, before, parts_of_path(path), longest_wait(windows)
     )

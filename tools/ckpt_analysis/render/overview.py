@@ -26,7 +26,7 @@ _SMALL = 0.01  # of the whole: smaller parts are one row
 _MOST_PARTS = 10
 _BAR = 40  # columns that the parts are drawn in, where the terminal has them
 _BESIDE_THE_BAR = 60  # columns of the table that the bars are in
-_MOST_PROBLEMS = 3
+_MOST_PROBLEMS = 3  # kinds
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _where_it_went(report: Report, style: Style) -> list[str]:
     heads = []
     if report.last_failure is not None:
         fault = f" ({report.last_failure.fault})" if report.last_failure.fault else ""
-        heads.append(f"The newest cycle failed{fault}, and no other was started.")
+        heads.append(f"The newest cycle failed{fault}, and no other has started.")
     if report.starts and report.starts[-1].wall is None:
         heads.append(f"The {name_of(report.starts[-1])} {no_first_step(report.starts[-1])}.")
     lines = [style.warning(head) for head in heads]
@@ -154,7 +154,7 @@ def _merged(parts: Iterable[_Part]) -> list[_Part]:
 
 
 def _drawn(parts: Sequence[_Part], whole_s: float, style: Style) -> list[str]:
-    """Parts that follow one another, each drawn where it lies; small ones in one row.
+    """Parts that follow one another, each drawn where it first lies; small ones in one row.
 
     Phases of an operation that several threads were in at once add up to more than the whole: then no bars are drawn.
     """

@@ -101,6 +101,13 @@ def vertical(x: float, **more: Any) -> dict[str, Any]:
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"} | more
 
 
+def first_step_mark(done_s: float) -> dict[str, Any]:
+    """A dotted line at the end of the last first step, for a layout."""
+    mark = vertical(done_s, line={"color": "#228833", "width": 1.5, "dash": "dot"})
+    place = {"x": done_s, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done_s:.3f} s"}]}
+
+
 def matrix(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
     """A matrix as plotly's typed array of 32-bit floats: a quarter of the size of its decimals.
 

@@ -10,11 +10,11 @@ import polars as pl
 from ....common.formatting import plural
 from ...metrics.critical_path import Segment, Stretch, start_path, start_windows, stretches_of_ranks
 from ...metrics.failures import failure_of
-from ...metrics.restart_parts import ORDER, UNNAMED, outside_until
+from ...metrics.restart_parts import ORDER, UNNAMED, outside
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, missing, plot
-from .plots import bar, lanes, vertical
+from .plots import bar, first_step_mark, lanes
 from .run_data import RunData, title_of
 
 _MOST_RANKS = 48  # lanes; of more ranks those on the critical path, and others evenly spread
@@ -24,7 +24,7 @@ _PATH = "#E000C8"  # no phase has it; it can be seen on all of them, on white an
 
 
 def draw(run: RunData) -> Content:
-    """The newest restart, or else the newest launch."""
+    """The start that is shown first: `start_path.shown_start`."""
     start = run.start
     if start is None:
         return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
@@ -74,7 +74,7 @@ def _joined(stretches: Sequence[Stretch], origin: int) -> list[tuple[str, float,
 def _outside(failure: FailureTimes, began_s: float) -> list[tuple[str, float, float]]:
     """What the supervisor did until the first process of the critical path began."""
     found, before = [], 0.0
-    for name, took in outside_until(failure, began_s).items():
+    for name, took in outside(failure, began_s, cut=True).items():
         found.append((name, before, before + took))
         before += took
     return found
@@ -116,12 +116,7 @@ def _plot(
     ]
     done = max(end for parts in bars.values() for phase, _, end in parts if phase == "first_step")
     since = "the failure" if has_failure else "the first process began"
-    mark = {"x": done, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    arranged = lanes(
-        list(bars), _ROW, 170, x=f"seconds since {since}", barmode="overlay",
-        shapes=[vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})],
-        annotations=[mark | {"text": f"first step done: {done:.3f} s"}],
-    )  # fmt: skip
+    arranged = lanes(list(bars), _ROW, 170, x=f"seconds since {since}", barmode="overlay", **first_step_mark(done))
     ranks = len(bars) - has_failure
     description = (
         f"{title_of(start)} over {plural(ranks, 'rank')}: a lane per rank with its phases one after the other, the "

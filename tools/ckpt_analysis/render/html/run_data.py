@@ -17,7 +17,7 @@ class RunData(Analysis):
     """One run. A figure that shows a single operation shows `save`, `load` or `start`; None: there is none.
 
     These are the newest that every rank finished (of saves: for which the end of training did not wait, if there is
-    one, since that one is no usual save; of starts: the newest restart, else the newest launch).
+    one, since that one is no usual save; of starts: `Report.shown_start`).
     """
 
     save: OperationStats | None
@@ -76,10 +76,7 @@ def choose(analysis: Analysis, checkpoint: str | None = None) -> RunData:
             tags = ", ".join(dict.fromkeys(save.tag or "?" for save in report.saves)) or "none"
             raise CouldNotRunError(f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}")
     loads = [load for load in report.loads if load.wall]
-    starts = [start for start in report.starts if start.wall]
-    restarts = [start for start in starts if start.is_restart]
-    start = (restarts or starts or [None])[-1]
-    return RunData(**vars(analysis), save=_newest(saves), load=_newest(loads), start=start)
+    return RunData(**vars(analysis), save=_newest(saves), load=_newest(loads), start=report.shown_start)
 
 
 def _newest(operations: list[OperationStats]) -> OperationStats | None:

@@ -15,7 +15,7 @@ from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import bar, lanes, phase_bars, vertical
+from .plots import bar, first_step_mark, lanes, phase_bars
 from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
@@ -146,7 +146,9 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     data += [_lengths(rows, end, left) for left in (False, True)]
     full = any(row.end > _LATE * end and not row.is_labelled_left(end) for row in rows)
     origin = "the failure" if start.restart_s is not None else "the start of the critical rank's process"
-    more = {"barmode": "overlay", "xaxis": {"range": [0, end * (1 + _ROOM if full else 1.02)]}} | _first_step_mark(rows)
+    done_s = max(row.within[1] for row in rows if row.phase == "first_step" and row.within)
+    x_range = [0, end * (1 + _ROOM if full else 1.02)]
+    more = {"barmode": "overlay", "xaxis": {"range": x_range}} | first_step_mark(done_s)
     arranged = lanes([row.phase for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
     longest = max(rows, key=lambda row: row.took)
     description = (
@@ -170,14 +172,6 @@ def _lengths(rows: list[_Row], end: float, left: bool) -> dict[str, Any]:
         "showlegend": False,
         "hoverinfo": "skip",
     }
-
-
-def _first_step_mark(rows: list[_Row]) -> dict[str, Any]:
-    """A dotted line at the end of the last first step."""
-    done = max(row.within[1] for row in rows if row.phase == "first_step" and row.within)
-    mark = vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})
-    place = {"x": done, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done:.3f} s"}]}
 
 
 def _hover(phase: str, begin: float, end: float, rank: int | None) -> str:

@@ -315,7 +315,7 @@ def test_flags_that_have_no_effect_and_directories_in_use_are_refused(
     told = {
         "--table spans": export, "--world-size": [*read, "--world-size", "8"], "--force": [*read, "--force"],
         "holds a run already": [*read, "-o", str(trace)],
-        "--run-id x: a log is of one run": ["import", str(path), "--run-id", "x"],
+        "--run-id x: a log holds one run": ["import", str(path), "--run-id", "x"],
     }  # fmt: skip
     for message, command in told.items():
         assert main(command) == 2

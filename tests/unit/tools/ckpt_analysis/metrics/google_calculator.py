@@ -3,8 +3,8 @@
     pip install --no-deps --target DIRECTORY ml-goodput-measurement==0.2.3
     python -m tests.unit.tools.ckpt_analysis.metrics.google_calculator DIRECTORY > tests/golden/google_goodput.json
 
-The calculator runs as it is. It reads log entries through an object of ours, where it would use a client of Google
-Cloud, and what else it imports of that are empty modules: none of it is used.
+The calculator itself is not changed. It reads its log entries through an object of ours, in place of a client of Google
+Cloud. The other modules of Google Cloud that it imports are empty here: it does not use them.
 """
 
 from __future__ import annotations

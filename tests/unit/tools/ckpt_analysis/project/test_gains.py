@@ -45,7 +45,8 @@ def test_half_of_a_phase_is_what_the_replay_says(tmp_path: Path, monkeypatch: py
 def test_runs_of_very_many_ranks_are_not_replayed(tmp_path: Path) -> None:
     analysis = analyse(load_trace(write_trace(tmp_path)))
     worth = {analysis.report.findings[index].rule for index in gains(analysis)}
-    assert worth == {"cold_imports"} < {finding.rule for finding in analysis.report.findings}  # others are of no phase
+    # The others concern no single phase.
+    assert worth == {"cold_imports"} < {finding.rule for finding in analysis.report.findings}
     many = replace(analysis.report.cycles[0], expected=MOST_RANKS + 1)
     report = replace(analysis.report, cycles=[many, *analysis.report.cycles[1:]])
     assert gains(replace(analysis, report=report)) == {}

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from restart_trace.schema import SPAN
+from tests.unit.tools.ckpt_analysis import trace_factory
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.common.problems import KINDS, Problem
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.metrics.critical_path import PathPart, Wait
-from tools.ckpt_analysis.metrics.restart_parts import outside, outside_until
+from tools.ckpt_analysis.metrics.restart_parts import outside
 from tools.ckpt_analysis.metrics.results import FailureTimes
 from tools.ckpt_analysis.metrics.start_path import StartPath
 from tools.ckpt_analysis.render.answer import answer
@@ -116,8 +117,23 @@ def test_a_supervisor_ahead_of_the_processes_makes_no_negative_part() -> None:
     """Clocks of hosts differ: what it recorded after the process began is cut there."""
     failure = FailureTimes("sigkill", 0.5, 0.8, 16.0)
     told = {"detect": 0.5, "stop": pytest.approx(0.3), "relaunch": 13.7, "launcher": 0.0}
-    assert outside_until(failure, 14.5) == told
+    assert outside(failure, 14.5, cut=True) == told
     assert outside(failure, 14.5) == told | {"relaunch": 15.2, "launcher": -1.5}
+    backwards = FailureTimes("sigkill", 0.8, 0.5, None)
+    assert outside(backwards, 1.0, cut=True) == {"detect": 0.8, "stop": 0.0, "launcher": pytest.approx(0.2)}
+    assert set(outside(backwards, -1.0, cut=True).values()) == {0.0}
+
+
+def test_a_process_that_began_before_the_failure_counts_from_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_factory, "INJECTED_AFTER_MS", 16_000)  # the clocks of two hosts differ
+    found = analyse(load_trace(write_trace(tmp_path))).report
+    (restart,), path = found.restarts, found.path
+    assert path is not None and restart.restart_s is not None and restart.wall is not None
+    assert path.whole_s == pytest.approx(restart.restart_s) and path.whole_s < restart.wall.max_s
+    assert sum(path.outside.values()) == 0
+    assert sum(part.seconds for part in path.parts) == pytest.approx(path.whole_s)
 
 
 def test_what_came_to_no_end_is_told_first(report: Report) -> None:
@@ -130,7 +146,7 @@ def test_what_came_to_no_end_is_told_first(report: Report) -> None:
     assert any("3 steps undone in 1 of 2 restarts" in line for line in lines)
     failed = replace(report, starts=report.first_launches, last_failure=FailureTimes("sigkill", 0.5, None, None))
     lines = screen(failed)
-    assert "The newest cycle failed (sigkill), and no other was started." in lines
+    assert "The newest cycle failed (sigkill), and no other has started." in lines
     assert any(re.split(r"  +", line)[1:3] == ["Lost work", "not recorded"] for line in lines)
 
 

@@ -110,7 +110,7 @@ def test_a_crash_that_repeats_itself_is_known_from_the_prefix(tmp_path: Path) ->
 
 @pytest.mark.parametrize("first", ["this node's", "another node's"])
 def test_a_crash_before_the_prefix_was_emptied_is_of_another_run(tmp_path: Path, first: str) -> None:
-    """Also if it is of the same generation, and whichever node starts first in the prefix that holds nothing."""
+    """Even if both runs are in the same generation, and whichever node starts first in the empty prefix."""
     uri = f"s3://{BUCKET}/prefix/emptied_{first[0]}"
     node = saving_to(uri, tmp_path / "node")
     crashes(tmp_path / "node", uri)
