@@ -17,6 +17,7 @@ import pytest
 from megatron.net import acceptor
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import CLAIM, COORDINATOR, COPIES, MAGIC, AuthenticationError, connect
+from tests.descriptors import open_descriptors
 
 SECRET = b"s" * 32
 WAIT_S = 120.0
@@ -148,10 +149,10 @@ def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(acceptor, "MOST", 8)
     monkeypatch.setattr(acceptor, "SURE_S", WAIT_S)
     with closing(Port()) as port:
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         strangers = [stranger(port, MAGIC[: number % 8]) for number in range(40)]
         assert known(port.address)
-        assert len(os.listdir("/proc/self/fd")) - before <= len(strangers) + 8 + 1
+        assert len(open_descriptors() - before) <= len(strangers) + 8 + 1
         for one in strangers:
             one.close()
 

@@ -12,6 +12,7 @@ from megatron.peers.client import VARIABLE as COPIES
 from megatron.peers.client import ask, send_copies
 from megatron.peers.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots
 from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
+from tests.descriptors import open_descriptors
 from tests.unit.megatron.peers.conftest import in_a_launch  # noqa: F401
 from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, fill, two  # noqa: F401
 from tests.unit.tools.restart_drill.test_faults import checkpoint
@@ -42,7 +43,7 @@ def seal(slot: Slot, step: int, name: str | None = None) -> None:
 
 def test_the_newest_save_is_one_that_all_ranks_have(slots: list[list[Slot]], tmp_path: Path) -> None:
     in_memory, checkpoints = LauncherMemorySaves(os.getpid()), Checkpoints(tmp_path)
-    open_before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     assert in_memory.newest() is None
     with pytest.raises(DrillError, match="holds 0 complete checkpoints"):
         newest_resume_source(checkpoints, in_memory)
@@ -54,7 +55,7 @@ def test_the_newest_save_is_one_that_all_ranks_have(slots: list[list[Slot]], tmp
     assert in_memory.newest() == ResumeSource(6, LOCAL_MEMORY)
     seal(slots[1][1], 7, "of another run")
     assert in_memory.newest() == ResumeSource(6, LOCAL_MEMORY)
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert not open_descriptors() - before
 
 
 def test_memory_comes_before_storage_of_the_same_step_only(slots: list[list[Slot]], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPers
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
+from tests.descriptors import open_descriptors
 from tests.dist import forked_writers
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
     NAME,
@@ -75,13 +76,13 @@ def test_a_save_is_handed_over_before_the_process_listens(tmp_path: Path) -> Non
 
 def test_close_ends_the_process_and_gives_everything_back(forked: None, tmp_path: Path) -> None:
     engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for number in range(2):  # a closed engine can be used again
         save(engine, tmp_path / str(number))
         pid = process_of(engine)
         engine.close()
         assert not psutil.pid_exists(pid)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert not open_descriptors() - before
     engine.close()
 
 
