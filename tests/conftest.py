@@ -57,7 +57,7 @@ for variable in ("COLUMNS", "LINES"):
 # time of tests/dist/test_parallel_equivalence.py, and half as much without that.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# A shell starts what it runs in the background with these ignored, which all that a test starts and interrupts inherits.
+# A shell starts what it runs in the background with these ignored, which all processes that a test starts inherit.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
