@@ -89,6 +89,16 @@ def write_document(arguments: argparse.Namespace, document: Document) -> None:
     )
 
 
+def remark_on_problems(arguments: argparse.Namespace, report: Report) -> None:
+    """Tell on stderr what a CSV has no column for: errors and warnings that its numbers are to be read with."""
+    from ...common.escaping import visible
+    from ..common.problems import told
+
+    if arguments.format == "csv" and not arguments.quiet:
+        for problem in told(report.problems):
+            print(f"ckpt-analysis: {visible(problem)}", file=sys.stderr)
+
+
 def open_run(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> TraceAnalysis:
     """`open_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed."""
     return open_trace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...common.cli import OK
-from .common import add_format, add_logdir, read_analysis, write_document
+from .common import add_format, add_logdir, read_analysis, remark_on_problems, write_document
 
 HELP = "show what share of a run was useful by Meta's, NVIDIA's and Google's definitions, and Google's types of badput"
 EXAMPLES = """\
@@ -29,4 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     report = analysis.report
     found = goodputs(analysis.frames, analysis.tables, report.budget, report.saves)
     write_document(arguments, document(report, found))
+    remark_on_problems(arguments, report)
     return OK

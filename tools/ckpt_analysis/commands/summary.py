@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .common import add_format, add_logdir, add_strict, add_target, exit_status, read_report, write_formatted
+from .common import (
+    add_format,
+    add_logdir,
+    add_strict,
+    add_target,
+    exit_status,
+    read_report,
+    remark_on_problems,
+    write_formatted,
+)
 
 HELP = "print the numbers alone: a row per save, load and start, and a row per phase"
 EXAMPLES = """\
@@ -43,4 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
         csv=lambda: csv_text(report),
         markdown=lambda: markdown_text(report, show_all=arguments.all),
     )
+    remark_on_problems(arguments, report)
     return exit_status(arguments, report)

@@ -59,6 +59,12 @@ def by_severity(problems: list[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
+def told(problems: list[Problem]) -> list[str]:
+    """A line for each error and warning, the gravest first; notes are left out."""
+    chosen = [problem for problem in by_severity(problems) if problem.severity != NOTE]
+    return [f"{problem.severity}: {problem.kind}: {problem.message}" for problem in chosen]
+
+
 def number_list(numbers: list[int]) -> str:
     """Sorted numbers as text with runs folded: [0, 1, 2, 5] is "0-2, 5"."""
     # Within a run of consecutive numbers each is as far from its place in the order.

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from ...common.escaping import shown
 from ...common.formatting import percent
 from ...common.tables import Column, numbers, times
-from ..common.problems import NOTE
+from ..common.problems import told
 from ..metrics.goodput.definitions import Measured
 from ..report import Report
 from .document import Block, Document, Heading, Notes, table_of
@@ -27,10 +27,10 @@ def document(report: Report, found: Sequence[Measured]) -> Document:
     """A row per definition; docs/metrics.md has the terms of the formulas."""
     rows = [(*(_fields(one)[name] for name in _HEADER),) for one in found]
     problems = [{**asdict(problem), "severity": problem.severity} for problem in report.problems]
-    told = [f"{one.severity}: {one.kind}: {one.message}" for one in report.problems if one.severity != NOTE]
     definitions = [_fields(one) for one in found]
     data = {"kind": "goodput", "run_id": report.run_id, "problems": problems, "definitions": definitions}
-    return Document(data, _HEADER, rows, lambda safe: _blocks(*shown((report.run_id, told, list(found)), safe)))
+    content = (report.run_id, told(report.problems), list(found))
+    return Document(data, _HEADER, rows, lambda safe: _blocks(*shown(content, safe)))
 
 
 def _fields(one: Measured) -> dict[str, str | float | None]:

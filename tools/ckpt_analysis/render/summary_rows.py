@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, percent, rate, size
 from ...common.tables import Column, Style, csv_table, markdown_table, numbers, text_table, texts, times, titles
+from ..common.problems import told
 from ..metrics.results import Stats
 from ..report import Report
 from ..report_frames import operations_of, summary
@@ -64,22 +65,28 @@ def csv_text(report: Report) -> str:
 
 
 def table_text(report: Report, style: Style, *, show_all: bool) -> str:
-    """Both tables for a terminal."""
+    """Both tables for a terminal, and the errors and warnings that the numbers are to be read with."""
     operations, phases = _both(shown(report), show_all)
     lines = [style.heading("Operations"), *text_table(*operations, style, indent="")]
     lines += ["", style.heading("Phases"), *text_table(*phases, style, indent="")]
     if report.targets:
         rows = texts(TARGETS, shown(report).targets)
         lines += ["", style.heading("Targets"), *text_table(titles(TARGETS), rows, style, indent="")]
+    problems = told(shown(report).problems)
+    if problems:
+        lines += ["", style.heading("Problems"), *map(style.warning, problems)]
     return "\n".join(lines) + "\n"
 
 
 def markdown_text(report: Report, *, show_all: bool) -> str:
-    """Both tables as GitHub's Markdown."""
+    """Both tables as GitHub's Markdown, and the errors and warnings."""
     operations, phases = _both(shown(report, markdown), show_all)
     lines = [*markdown_table(*operations, numbers=True), "", *markdown_table(*phases, numbers=True)]
     if report.targets:
         lines += ["", *markdown_table(titles(TARGETS), texts(TARGETS, report.targets), numbers=True)]
+    problems = told(shown(report, markdown).problems)
+    if problems:
+        lines += ["", *(f"- {problem}" for problem in problems)]
     return "\n".join(lines) + "\n"
 
 

@@ -48,6 +48,21 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
 # summary
 
 
+def test_summary_tells_what_its_numbers_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    for form in ("table", "markdown", "csv"):
+        assert main(["summary", str(tmp_path), "--format", form]) == 0
+        assert "missing_ranks" not in "".join(capsys.readouterr()).replace("\\", "")
+    for path in tmp_path.glob("rank_0000[1-7]_*.jsonl"):
+        path.unlink()
+    for form in ("table", "markdown"):
+        text = output(capsys, "summary", str(tmp_path), "--format", form).replace("\\", "")
+        assert "error: missing_ranks: cycle 0:" in text
+    assert main(["summary", str(tmp_path), "--format", "csv"]) == 0
+    out, err = capsys.readouterr()
+    assert "missing_ranks" not in out and "ckpt-analysis: error: missing_ranks: cycle 0:" in err
+
+
 def test_summary_json_is_the_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(output(capsys, "summary", str(run), "--format", "json")) == result(run)
 

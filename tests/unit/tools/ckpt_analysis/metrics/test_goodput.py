@@ -211,8 +211,13 @@ def test_problems_of_the_trace_come_with_the_shares(tmp_path: Path, capsys: pyte
             < table
         )
     assert main(["goodput", str(tmp_path), "--format", "json"]) == 0
-    problems = json.loads(capsys.readouterr().out)["problems"]
-    assert problems == result(tmp_path)["problems"] and problems[0]["severity"] == "error"
+    out, err = capsys.readouterr()
+    problems = json.loads(out)["problems"]
+    assert problems == result(tmp_path)["problems"] and problems[0]["severity"] == "error" and not err
+    assert main(["goodput", str(tmp_path), "--format", "csv"]) == 0
+    assert "ckpt-analysis: error: missing_ranks: cycle 0:" in capsys.readouterr().err
+    assert main(["goodput", str(tmp_path), "--format", "csv", "--quiet"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_an_imported_log_has_no_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
