@@ -152,19 +152,33 @@ def test_promtool_finds_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("saved_at", "fires"), [(None, True), (0, True), (3000, False)])
 def test_the_alert_of_the_page_fires_if_nothing_is_saved(tmp_path: Path, saved_at: int | None, fires: bool) -> None:
     """The step ends at 3600, the run began at 0; `saved_at`: when its only checkpoint was saved."""
-    page = (ROOT / "docs" / "prometheus.md").read_text()
-    (expression,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     moments = {"start": 0, "last_step": 3600} | ({} if saved_at is None else {"last_checkpoint": saved_at})
+    check_alert(tmp_path, 0, moments, "0m", 3600 if fires else None)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of the package prometheus")
+@pytest.mark.parametrize(("step_at", "since_s"), [(None, 3600), (0, 3600), (1500, 2100), (1801, None)])
+def test_the_alert_of_the_page_fires_without_a_step(tmp_path: Path, step_at: int | None, since_s: int | None) -> None:
+    """It is 3600, and the run began at 0; `step_at`: when its only step ended."""
+    moments = {"start": 0} | ({} if step_at is None else {"last_step": step_at})
+    check_alert(tmp_path, 1, moments, "60m", since_s)
+
+
+def check_alert(directory: Path, number: int, moments: dict[str, int], time: str, value: int | None) -> None:
+    """Alert `number` of the page has this value at `time`, or does not fire; `moments`: the metrics of time."""
+    page = (ROOT / "docs" / "prometheus.md").read_text()
+    expressions = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert len(expressions) == 2
     series = [
-        {"series": f'{PREFIX}{name}_timestamp_seconds{{run_id="a",instance="b"}}', "values": f"{at}"}
+        {"series": f'{PREFIX}{name}_timestamp_seconds{{run_id="a",instance="b"}}', "values": f"{at}x60"}
         for name, at in moments.items()
     ]
-    expected = [{"labels": '{run_id="a",instance="b"}', "value": 3600}] if fires else []
-    case = {"expr": expression, "eval_time": "0s", "exp_samples": expected}
+    expected = [] if value is None else [{"labels": '{run_id="a",instance="b"}', "value": value}]
+    case = {"expr": expressions[number], "eval_time": time, "exp_samples": expected}
     tests = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [case]}]}
-    (tmp_path / "tests.yml").write_text(json.dumps(tests))  # JSON is YAML
+    (directory / "tests.yml").write_text(json.dumps(tests))  # JSON is YAML
     checked = subprocess.run(
-        ["promtool", "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True, timeout=300
+        ["promtool", "test", "rules", str(directory / "tests.yml")], capture_output=True, text=True, timeout=300
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
