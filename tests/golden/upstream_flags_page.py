@@ -16,15 +16,12 @@ _HEAD = """\
 # What upstream's flags do here
 
 Every flag of upstream Megatron-DeepSpeed (commit 4efb479d) has an effect here, is accepted without one, or is
-refused; the three tables say which. `python pretrain_gpt.py --help` also lists the flags that upstream does not
-have. The page is printed from the tables of the parser by `python -m tests.golden.upstream_flags_page
-tests/golden/upstream_flags.txt`.
+refused. The page is printed by `python -m tests.golden.upstream_flags_page tests/golden/upstream_flags.txt`.
 
-Upstream has 55 shell scripts that run `pretrain_gpt.py` with arguments of their own. 37 of them are accepted with
-their flags unchanged; each key of their DeepSpeed files (a curriculum, for example) is checked separately. The
-other 18 use a feature that is refused: a mixture of experts (5), distillation (5, of which 2 with experts),
-sequence parallelism of more than one rank (3), ZeRO-3 (2), an optimizer on the CPU (2), the zero-bubble pipeline
-(1). `tests/golden/record_upstream_scripts.py` counts the scripts and records their arguments.
+Of upstream's 55 shell scripts that run `pretrain_gpt.py` with arguments of their own, 37 are accepted with their
+flags unchanged; each key of their DeepSpeed files is checked separately. The other 18 use a feature that is refused:
+a mixture of experts (5), distillation (5, of which 2 with experts), sequence parallelism of more than one rank (3),
+ZeRO-3 (2), an optimizer on the CPU (2), the zero-bubble pipeline (1).
 
 Length and schedules work as in upstream:
 
@@ -45,27 +42,42 @@ exit status: 0 printed, 2 wrong arguments
 
 def page(upstream: Iterable[str]) -> str:
     """The page about the flags called `upstream`. Raises KeyError for one that has no answer."""
-    help_of = {name: action.help or "" for name, action in actions_of(build_parser()).items()}
-    names = sorted(set(upstream), key=str.lower)
-    effect, none, refused = [], [], []
-    for name in names:
+    known = actions_of(build_parser())
+    effect: list[str] = []
+    none: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for name in sorted(set(upstream), key=str.lower):
         if name in UNSUPPORTED:
-            refused.append(f"| `{name}` | {_cell(UNSUPPORTED[name])} |")
+            refused.setdefault(UNSUPPORTED[name], []).append(name)
         elif name in NO_EFFECT:
             inert = NO_EFFECT[name]
             only = f"; accepted: {', '.join(inert.accepted)}" if inert.accepted else ""
-            none.append(f"| `{name}` | {_cell(inert.why + only)} |")
+            none.setdefault(inert.why + only, []).append(name)
         else:
-            effect.append(f"| `{name}` | {_cell(help_of[name].replace('%%', '%'))} |")
-    sections = (
-        (f"## {len(effect)} flags have an effect", "what it does", effect),
-        (f"## {len(none)} flags are accepted and have no effect; the log says so", "why", none),
-        (f"## {len(refused)} flags are refused by name", "what to use instead", refused),
+            known[name]  # raises KeyError
+            effect.append(name)
+    return "\n".join(
+        [
+            _HEAD,
+            f"## {len(effect)} flags have an effect\n",
+            "`python pretrain_gpt.py --help` says what each does, with its default.\n",
+            f"{_names(effect)}\n",
+            f"## {sum(map(len, none.values()))} flags are accepted and have no effect; the log says so\n",
+            _table("why", none),
+            f"## {sum(map(len, refused.values()))} flags are refused by name\n",
+            _table("what to use instead", refused),
+        ]
     )
-    parts = [_HEAD]
-    for title, column, rows in sections:
-        parts.append("\n".join([title, "", f"| flag | {column} |", "|---|---|", *rows, ""]))
-    return "\n".join(parts)
+
+
+def _table(column: str, flags_by_text: dict[str, list[str]]) -> str:
+    """Flags with the same answer share a row."""
+    rows = [f"| {_names(names)} | {_cell(text)} |" for text, names in flags_by_text.items()]
+    return "\n".join([f"| flags | {column} |", "|---|---|", *rows, ""])
+
+
+def _names(flags: Iterable[str]) -> str:
+    return " ".join(f"`{flag}`" for flag in flags)
 
 
 def _cell(text: str) -> str:
