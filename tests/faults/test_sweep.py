@@ -20,7 +20,7 @@ from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.subjects import EXCEPTIONS
 from tests.faults import sweep
 from tests.faults.injection import Fault
-from tests.faults.sweep import SCENARIOS, TWO_RANKS, read
+from tests.faults.sweep import SCENARIOS, TWO_RANKS, read, share_of
 from tests.faults.system_calls import KILL
 from tests.faults.verdicts import MISSED, SAVE, START, Verdict
 
@@ -98,3 +98,10 @@ def test_a_sweep_without_a_fault_has_shown_nothing(
     monkeypatch.setattr(sweep, "run_beside", lambda *_: True)
     assert sweep.main(["--fault", "EIO at rename 99", "--out", str(tmp_path / "out.jsonl")]) == 1
     assert "no fault was injected: " in capsys.readouterr().out
+
+
+def test_processes_that_list_other_faults_leave_none_out() -> None:
+    """Each process records the calls anew, and a socket takes another number of reads each time."""
+    few, more = ([Fault("receive", number, "short") for number in range(1, most)] for most in (40, 60))
+    judged = [fault for share, faults in enumerate((few, more, few)) for fault in faults if share_of(fault, 3) == share]
+    assert len(judged) == len({*judged}) and {*few} <= {*judged}
