@@ -1,6 +1,7 @@
 """At every seventh system call of a save and of a start something goes wrong: nothing is lost, and it is said.
 
-Of two ranks, of which each fault takes a second, at every 41st.
+In object storage, where one request takes some twenty calls, at every 19th; of two ranks, of which each fault takes a
+second, at every 41st.
 
 Every fault at every call: `python -m tests.faults.sweep --processes 2`, which .ci/nightly runs.
 """
@@ -20,22 +21,23 @@ from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.subjects import EXCEPTIONS
 from tests.faults import sweep
 from tests.faults.injection import Fault
-from tests.faults.sweep import SCENARIOS, TWO_RANKS, read, share_of
+from tests.faults.sweep import SCENARIOS, STORED, TWO_RANKS, read, share_of
 from tests.faults.system_calls import KILL
 from tests.faults.verdicts import MISSED, SAVE, START, Verdict
 
 # Those of which others have all the code.
 LEFT_TO_THE_NIGHT = ("fastpersist", "dcp")
-OF_THE_SUITE = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *TWO_RANKS)]
+IN_DIRECTORIES = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *STORED, *TWO_RANKS)]
 
 
-def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
-    scenarios = [text for name in names for text in ("--scenario", name)]
-    command = [sys.executable, "-m", "tests.faults.sweep", "--every", str(every), "--processes", "2", *scenarios]
-    ended = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+def swept(out: Path, names: Sequence[str], every: int, processes: int) -> list[Verdict]:
+    options = [text for name in names for text in ("--scenario", name)]
+    options += ["--every", str(every), "--processes", str(processes), "--out", str(out)]
+    command = [sys.executable, "-m", "tests.faults.sweep", *options]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
     verdicts = read(out)
     broken = any(verdict.broken for verdict in verdicts)
-    # With 1 and nothing broken, one of the two processes has ended early.
+    # With 1 and nothing broken, a process has ended early.
     assert ended.returncode == (1 if broken else 0), ended.stdout[-2000:] + ended.stderr[-6000:]
     return verdicts
 
@@ -43,12 +45,18 @@ def swept(out: Path, names: Sequence[str], every: int) -> list[Verdict]:
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     directory = tmp_path_factory.mktemp("faults")
-    return swept(directory / "one.jsonl", OF_THE_SUITE, 7) + swept(directory / "two.jsonl", [*TWO_RANKS], 41)
+    return (
+        swept(directory / "one.jsonl", IN_DIRECTORIES, 7, 1)
+        + swept(directory / "stored.jsonl", STORED, 19, 1)
+        + swept(directory / "two.jsonl", [*TWO_RANKS], 41, 2)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", [*([name] for name in OF_THE_SUITE), [*TWO_RANKS]], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names", [*([name] for name in (*IN_DIRECTORIES, *STORED)), [*TWO_RANKS]], ids=lambda names: names[0]
+)
 def test_a_fault_loses_nothing(verdicts: list[Verdict], names: list[str]) -> None:
     mine = [verdict for verdict in verdicts if verdict.scenario in names]
     assert [verdict for verdict in mine if verdict.broken] == []

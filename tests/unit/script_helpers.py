@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import shlex
 import subprocess
-import sys
-import tempfile
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
-from tools.restart_bench.cli import main
+from tests.unit.script_forks import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples_deepspeed" / "restart_bench"
@@ -31,13 +26,13 @@ def run_script(
     """Run a script as on a machine without GPUs, with these settings and none from outside.
 
     `wrapper`: a command whose last word is bash, or that runs bash with the words that follow. Without one, a script
-    that only starts a command of tools.restart_bench is that command in a child of this process, which has imported it.
+    that only starts a command of tools.restart_bench is that command in a forked process, which has imported it.
     """
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     command = _STARTS.search((BENCH / script).read_text())
     if command is not None and not wrapper:
         environ = kept | {"CUDA_VISIBLE_DEVICES": ""} | settings
-        return _run_forked([*shlex.split(command[1]), *arguments], cwd, environ)
+        return run_forked([*shlex.split(command[1]), *arguments], cwd, environ)
     return subprocess.run(
         [*(wrapper or ("bash",)), str(BENCH / script), *arguments],
         cwd=cwd,
@@ -46,37 +41,6 @@ def run_script(
         text=True,
         timeout=300,
     )
-
-
-def _run_forked(words: list[str], cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The command as its own process does it, which may replace itself by another program, but without a new start."""
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        pid = os.fork()
-        if pid == 0:
-            status = 70
-            try:
-                with open(os.devnull) as nothing:
-                    os.dup2(nothing.fileno(), 0)
-                os.dup2(stdout.fileno(), 1)
-                os.dup2(stderr.fileno(), 2)
-                sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"))
-                sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), line_buffering=True)
-                os.chdir(cwd)
-                os.environ.clear()
-                os.environ.update(environ)
-                status = main(words)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(BaseException):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        stdout.seek(0)
-        stderr.seek(0)
-        told = stdout.read().decode(), stderr.read().decode()
-    return subprocess.CompletedProcess(words, status, *told)
 
 
 class Command(NamedTuple):

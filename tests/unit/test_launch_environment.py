@@ -242,6 +242,7 @@ def test_what_deepspeed_cannot_carry_is_named(given: dict[str, str], lines: str,
     assert message in done.stderr and "5" * 64 not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_dry_run_prints_variables_and_no_secret(launcher: str, tmp_path: Path) -> None:
     mine = NASTY | SECRETS

@@ -148,14 +148,15 @@ def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS[1:], ids=lambda preset: preset.script)
 def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> None:
-    commands = dry_run(preset.script, tmp_path, GPUS_PER_NODE="4", MASTER_ADDR="node0")
+    given = {"GPUS_PER_NODE": "4", "RECOMPUTE": "none"}
+    commands = dry_run(preset.script, tmp_path, **given, MASTER_ADDR="node0")
     assert len(commands) == preset.tp * preset.pp / 4
     assert [command.option("--node_rank") for command in commands] == [str(i) for i in range(len(commands))]
     assert {command.option("--nproc_per_node") for command in commands} == {"4"}
     assert {command.option("--nnodes") for command in commands} == {str(len(commands))}
     assert {command.option("--master_addr") for command in commands} == {"node0"}
     assert len({command.environment["RESTART_TRACE_LAUNCH_ID"] for command in commands}) == 1
-    again = dry_run(preset.script, tmp_path, GPUS_PER_NODE="4")
+    again = dry_run(preset.script, tmp_path, **given)
     assert again[0].environment["RESTART_TRACE_LAUNCH_ID"] not in {
         command.environment["RESTART_TRACE_LAUNCH_ID"] for command in commands
     }
@@ -276,6 +277,7 @@ def test_a_dry_run_shows_the_plan_of_its_own_settings(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_deepspeed_launcher(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two nodes\nnode0 slots=4\n\nnode1 slots=4\n")
@@ -288,6 +290,7 @@ def test_deepspeed_launcher(tmp_path: Path) -> None:
     assert configuration(over_hosts, 8).parallel.data_parallel_size == 1
 
 
+@pytest.mark.slow
 def test_fork_launcher(tmp_path: Path) -> None:
     (single,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="3", KILL_AT="none")
     plan = parse_arguments([*single.launcher[2:], str(ROOT / "pretrain_gpt.py"), *single.training])
@@ -593,7 +596,7 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> WithoutIt:
 
     @functools.cache
     def dry_run_over_hosts(launcher: str) -> tuple[Path, dict[str, str], subprocess.CompletedProcess[str]]:
-        given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(directory / "work")}
+        given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(directory / "work"), "RECOMPUTE": "none"}
         given |= {"RESTART_TRACE_LAUNCH_ID": "id", "GPUS_PER_NODE": "4"}
         given |= {"LAUNCHER": {"restarts": "fork", "by hand": "torchrun"}.get(launcher, launcher)}
         given |= {} if launcher == "srun" else {"HOSTFILE": str(hostfile)}
@@ -634,6 +637,7 @@ def test_a_setting_has_its_effect_or_is_refused_by_name(
         assert after.returncode == 2 and (f"error: {name}={value}: " in line or "MAX_RESTARTS=3: " in line), line
 
 
+@pytest.mark.slow
 def test_what_a_mode_takes_no_notice_of_is_refused(tmp_path: Path) -> None:
     """All of the settings that there are: a replay has an effect of those that the table of the modes names."""
     work = {"WORK_DIR": str(tmp_path / "work"), "DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable}

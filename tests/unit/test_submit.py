@@ -99,6 +99,7 @@ def test_options_may_be_one_word(tmp_path: Path) -> None:
     assert {"--nodes=4", "--ntasks-per-node=4", "--time=0:30:00"} < set(directives)
 
 
+@pytest.mark.slow
 def test_a_plan_is_shown_beside_the_job(tmp_path: Path) -> None:
     given = {"DRY_RUN": "plan", "WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable}
     done = run_script("submit.sh", tmp_path, "1b_tp1_pp1", "--scheduler", "slurm", **given)

@@ -178,6 +178,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert "examples:" in done.stdout and "exit status" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_report_does_not_wait_for_scipy(tmp_path: Path) -> None:
     """Only tests of repeats, projections and fits need it; importing it takes longer than a small report."""
     write_trace(tmp_path / "logs")
@@ -190,6 +191,7 @@ def test_a_report_does_not_wait_for_scipy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-2:] == ["0", "[]"], done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_never_imports_torch_and_of_the_project_only_small_modules(tmp_path: Path) -> None:
     write_trace(tmp_path)
     code = (

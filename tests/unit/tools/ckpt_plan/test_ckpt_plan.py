@@ -349,6 +349,7 @@ def test_gradients_that_are_kept_take_memory(tmp_path: Path, capsys: pytest.Capt
     assert used["gradients"] == 3 * used["weights"]  # in fp32, and each parameter's own in bf16
 
 
+@pytest.mark.slow
 def test_replicas_share_the_optimizer_and_write_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     one = plan_json(capsys, "--model", "3b", "--tp", "4", "--pp", "1", "--dp", "1")
     four = plan_json(capsys, "--model", "3b", "--tp", "4", "--pp", "1", "--dp", "4")

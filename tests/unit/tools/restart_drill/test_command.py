@@ -250,6 +250,7 @@ def test_nodes_that_take_a_command_each(settings: Path, monkeypatch: pytest.Monk
         expanded(["tiny_tp2_pp2_dp2"])
 
 
+@pytest.mark.slow
 def test_a_preset_over_hosts_tells_a_command_that_takes_flags(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of megatron.launch with spares: it starts the preset again, with the flags of the training behind it."""
     hosts = settings / "hosts"

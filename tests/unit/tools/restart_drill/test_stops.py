@@ -181,6 +181,7 @@ def test_a_launch_that_ends_before_it_is_stopped_is_reported(tmp_path: Path, mon
     assert [result["wrong"] for result in results] == [["the launch ended before the stop, with exit code 0"]] * 3
 
 
+@pytest.mark.slow
 def test_a_soak_of_stops_ends_when_it_is_told_to(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.restart_drill", *job(tmp_path, "import time", "time.sleep(600)")]
     running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

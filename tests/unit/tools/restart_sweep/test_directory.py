@@ -58,6 +58,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_what_the_storage_has_no_room_for_is_refused_before_a_cell_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_what_the_storage_has_no_room_for_is_refused_before_a_cell_runs(
     assert not any((out / CELLS).iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_cell_writes_is_known_from_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     replayed = "{mode: replay, models: [7b], engines: [lazy], cache: [warm], ranks: 0-1, limit_bytes: MOST}"

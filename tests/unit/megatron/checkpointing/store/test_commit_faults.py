@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from tests.faults.injection import Fault, Traced, faults_at, run_traced
 from tests.unit.megatron.checkpointing.store.test_commit import committed, write
 
 TAG = "global_step3"
+
+
+def in_a_small_process(body: Callable[[Path], None], save: Path) -> None:
+    """Call `body` in a new process: it forks hundreds of times, slowly where all tests have left their imports."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(body, save).result()
 
 
 def each_fault(work: Callable[[], Any], directory: Path, effects: tuple[str, ...]) -> Iterator[tuple[Fault, Traced]]:
@@ -38,7 +46,10 @@ def each_fault(work: Callable[[], Any], directory: Path, effects: tuple[str, ...
 @pytest.mark.slow
 def test_a_commit_that_raises_has_published_nothing(tmp_path: Path) -> None:
     """Whatever fails after the rename is returned, and is no error: the checkpoint would be found by every load."""
-    save = tmp_path / "save"
+    in_a_small_process(commit_with_each_fault, tmp_path / "save")
+
+
+def commit_with_each_fault(save: Path) -> None:
     save.mkdir()
     held = claim(save)
     held.release()
@@ -66,7 +77,10 @@ def test_a_commit_that_raises_has_published_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_search_that_storage_does_not_answer_hides_no_checkpoint(tmp_path: Path) -> None:
     """A manifest of which the storage does not tell is not one that is missing, and a directory not an empty one."""
-    save = tmp_path / "save"
+    in_a_small_process(search_with_each_fault, tmp_path / "save")
+
+
+def search_with_each_fault(save: Path) -> None:
     committed(save, 1, 2)
     (save / "latest").unlink()
 

@@ -46,6 +46,7 @@ def test_what_was_not_recorded_is_missed(tmp_path: Path, capsys: pytest.CaptureF
     assert "| restart_s | at most 60 s | - | 0 | not observed |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_in_json_csv_and_the_page(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = targets("restart_s=10", "load_s=1")
     assert main(["report", str(trace), "--format", "json", "-o", str(tmp_path), *asked]) == 1

@@ -42,6 +42,7 @@ def test_statistics_survive_their_print(num_bytes: int, seconds: float, path: st
     assert parse_statistics(printed) == FileStatistics(path, num_bytes, seconds)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.text(max_size=200))
 @example("[]")  # a set cannot hold it

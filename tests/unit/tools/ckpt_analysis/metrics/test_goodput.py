@@ -194,6 +194,7 @@ def test_the_command_prints_one_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"Meta +ettr +2\.77 % +0\.704 ", text) and "a trace has no slices" in text
 
 
+@pytest.mark.slow
 def test_problems_of_the_trace_come_with_the_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path)
     assert main(["goodput", str(tmp_path)]) == 0

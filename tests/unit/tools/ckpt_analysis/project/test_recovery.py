@@ -81,6 +81,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_the_command_draws_the_curve_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["project", str(run), "--failures-per-day", "1,8", "--interval-steps", "100"]
     assert main([*command, "--format", "json"]) == 0
