@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pickle
 import platform
@@ -19,6 +20,7 @@ import struct
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -129,6 +131,12 @@ def run_traced(
     if content:
         found.result, found.raised = pickle.loads(content)
     return found
+
+
+def in_a_small_process(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of a module in a new process: `run_traced` is slow where all tests have left their imports."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(function, *arguments).result()
 
 
 def _be_traced(function: Callable[[], Any], may_begin: int, told: int) -> NoReturn:

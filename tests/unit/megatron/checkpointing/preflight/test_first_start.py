@@ -21,7 +21,7 @@ from megatron.checkpointing.preflight.first_start import (
 )
 from megatron.checkpointing.store.commit import write_manifest
 from megatron.config import CheckpointConfig, ConfigError
-from tests.faults.injection import Fault, Traced, faults_at, run_traced
+from tests.faults.injection import Fault, Traced, faults_at, in_a_small_process, run_traced
 from tests.unit.megatron.checkpointing.store.test_commit import manifest_of
 
 AGAIN = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}]
@@ -221,7 +221,10 @@ def test_links_to_one_place_are_one_place(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_storage_that_does_not_answer_makes_no_first_start(tmp_path: Path) -> None:
     """The run would begin again over its own checkpoints, or save others under another beginning."""
-    save, pretrained = tmp_path / "run", tmp_path / "pretrained"
+    in_a_small_process(start_with_each_fault, tmp_path / "run", tmp_path / "pretrained")
+
+
+def start_with_each_fault(save: Path, pretrained: Path) -> None:
     pretrained.mkdir()
     mine = options(save, pretrained, finetune=True)
     resumed = options(save, save)

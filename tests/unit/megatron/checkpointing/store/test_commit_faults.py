@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,10 @@ from megatron.checkpointing.store import commit
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.ownership import claim
 from megatron.checkpointing.store.search import discover
-from tests.faults.injection import Fault, Traced, faults_at, run_traced
+from tests.faults.injection import Fault, Traced, faults_at, in_a_small_process, run_traced
 from tests.unit.megatron.checkpointing.store.test_commit import committed, write
 
 TAG = "global_step3"
-
-
-def in_a_small_process(body: Callable[[Path], None], save: Path) -> None:
-    """Call `body` in a new process: it forks hundreds of times, slowly where all tests have left their imports."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(body, save).result()
 
 
 def each_fault(work: Callable[[], Any], directory: Path, effects: tuple[str, ...]) -> Iterator[tuple[Fault, Traced]]:
