@@ -115,31 +115,30 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
     opened.assert_quiet(report)
 
 
-@pytest.mark.parametrize(("width", "colours"), [(1400, "light"), (800, "dark")])
-def test_the_picture_and_the_four_numbers_are_seen_first(
-    fresh: Watched, width: int, colours: Literal["light", "dark"]
-) -> None:
-    fresh.page.emulate_media(color_scheme=colours)
-    fresh.page.set_viewport_size({"width": width, "height": 900})
-    for part in ("#summary .numbers", "#summary #restart .plot"):
-        box = fresh.page.locator(part).bounding_box()
-        assert box and box["y"] > 0 and box["y"] + box["height"] < 900, part
-    assert not fresh.page.locator("#summary .facts").is_visible()
-    assert fresh.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
-    fresh.page.locator("#barriers").scroll_into_view_if_needed()
-    contents = fresh.page.locator("nav").bounding_box()
-    assert contents and contents["y"] == 0 and contents["height"] < 60
+def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None:
+    for width, colours in ((1400, "light"), (800, "dark")):
+        fresh.page.emulate_media(color_scheme=colours)
+        fresh.page.set_viewport_size({"width": width, "height": 900})
+        fresh.page.evaluate("window.scrollTo(0, 0)")
+        for part in ("#summary .numbers", "#summary #restart .plot"):
+            box = fresh.page.locator(part).bounding_box()
+            assert box and box["y"] > 0 and box["y"] + box["height"] < 900, (part, width)
+        assert not fresh.page.locator("#summary .facts").is_visible()
+        assert fresh.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
+        fresh.page.locator("#barriers").scroll_into_view_if_needed()
+        contents = fresh.page.locator("nav").bounding_box()
+        assert contents and contents["y"] == 0 and contents["height"] < 60, width
 
 
-def test_zoom_is_undone_by_a_button(fresh: Watched) -> None:
+def test_zoom_is_undone_by_a_button(opened: Watched) -> None:
     ranges = "JSON.stringify(document.getElementById('plot-breakdown-0').layout.xaxis.range)"
-    before = fresh.page.evaluate(ranges)
-    fresh.page.evaluate("Plotly.relayout('plot-breakdown-0', {'xaxis.range': [0.01, 0.02]})")
-    assert fresh.page.evaluate(ranges) == "[0.01,0.02]"
-    fresh.page.locator("button.reset[data-plot='plot-breakdown-0']").click()
-    fresh.page.wait_for_function(f"{ranges} === {before!r}")
-    with fresh.page.expect_download() as saved:
-        fresh.page.locator("button.image[data-plot='plot-breakdown-0']").click()
+    before = opened.page.evaluate(ranges)
+    opened.page.evaluate("Plotly.relayout('plot-breakdown-0', {'xaxis.range': [0.01, 0.02]})")
+    assert opened.page.evaluate(ranges) == "[0.01,0.02]"
+    opened.page.locator("button.reset[data-plot='plot-breakdown-0']").click()
+    opened.page.wait_for_function(f"{ranges} === {before!r}")
+    with opened.page.expect_download() as saved:
+        opened.page.locator("button.image[data-plot='plot-breakdown-0']").click()
     assert saved.value.suggested_filename == "plot-breakdown-0.png"
 
 
