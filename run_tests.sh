@@ -21,7 +21,7 @@ if [[ ${1:-} == --quick ]]; then
     quick=true
     shift
 fi
-examples_deepspeed/restart_bench/setup_env.sh
+EXTRAS=dev${EXTRAS:+,$EXTRAS} examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew

@@ -1,15 +1,19 @@
-"""Packaging of megatron-restart: trace, analysis and plan; the extra `train` brings what training needs.
+"""Packaging of megatron-restart, and of restart-trace, which is a part of it: the trace and its analysis.
 
-Exact versions that work together are in constraints.txt.
+`pip install .` installs megatron-restart; its extra `train` brings what training needs. `pip install
+distributions/restart-trace` installs restart-trace. Exact versions that work together are in constraints.txt.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,22 +24,15 @@ HERE = Path(__file__).resolve().parent
 INSTALLED_TOOLS = "megatron_restart_tools"
 SCRIPTS = f"{INSTALLED_TOOLS}.restart_bench.scripts"
 EDITABLE = "editable_wheel" in sys.argv
-OURS = find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*"])
-TOOLS = find_packages(include=["tools", "tools.*"])
-if EDITABLE:
-    PACKAGES, PACKAGE_DIR, REPORT = [*OURS, *TOOLS], {"": "."}, "tools.ckpt_analysis.render.html"
-else:
-    PACKAGES = [*OURS, *(name.replace("tools", INSTALLED_TOOLS, 1) for name in TOOLS)]
-    PACKAGE_DIR = {"": ".", INSTALLED_TOOLS: "tools"}
-    REPORT = f"{INSTALLED_TOOLS}.ckpt_analysis.render.html"
-    # A package of scripts alone, which start tools.restart_bench.
-    PACKAGES.append(SCRIPTS)
-    PACKAGE_DIR[SCRIPTS] = "examples_deepspeed/restart_bench"
+TOOLS = "tools" if EDITABLE else INSTALLED_TOOLS
+TYPED = {"restart_trace": ["py.typed"], TOOLS: ["py.typed"]}
+# What a package has beside Python files, for the trace and its analysis.
+TRACE_DATA = {**TYPED, "restart_trace.hooks": ["site/*.py"], f"{TOOLS}.ckpt_analysis.render.html": ["templates/*"]}
+TRACE_COMMANDS = ["restart-trace = restart_trace.run:main", f"ckpt-analysis = {INSTALLED_TOOLS}.ckpt_analysis.cli:main"]
 
-VERSION = re.search(
+(VERSION,) = re.findall(
     r'^__version__ = "(.+)"$', (HERE / "restart_trace" / "version.py").read_text(encoding="utf-8"), re.MULTILINE
 )
-assert VERSION is not None
 
 # Lower bounds only: constraints.txt pins one set that is known to work.
 INSTALL_REQUIRES = [
@@ -87,45 +84,96 @@ DEV = [
     "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 
-setup(
-    name="megatron-restart",
-    version=VERSION[1],
-    description="3D-parallel GPT pretraining that measures its own checkpoints and restarts",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    python_requires=">=3.10,<3.14",  # what was run under which: docs/what_has_been_run.md
-    packages=PACKAGES,
-    package_dir=PACKAGE_DIR,
-    package_data={
-        REPORT: ["templates/*"],
-        SCRIPTS: ["*.sh", "sweep.py", "sweeps/*.yaml"],
-        "megatron": ["py.typed"],
-        "restart_trace": ["py.typed"],
-        "restart_trace.hooks": ["site/*.py"],
-    },
-    py_modules=["pretrain_gpt"],
-    install_requires=INSTALL_REQUIRES,
-    extras_require={
-        "train": TRAIN,
-        "tensorboard": TENSORBOARD,
-        "engines": ENGINES,
-        "s3": S3,
-        "s3torchconnector": S3TORCHCONNECTOR,
-        "clients": CLIENTS,
-        "dev": DEV,
-    },
-    entry_points={
-        "console_scripts": [
-            "restart-trace = restart_trace.run:main",
-            f"restart-drill = {INSTALLED_TOOLS}.console:drill",
-            f"restart-launch = {INSTALLED_TOOLS}.console:launch",
-            f"restart-sweep = {INSTALLED_TOOLS}.console:sweep",
-            f"ckpt-analysis = {INSTALLED_TOOLS}.ckpt_analysis.cli:main",
-            f"ckpt-plan = {INSTALLED_TOOLS}.console:plan",
-            f"ckpt-replay = {INSTALLED_TOOLS}.console:replay",
-            f"megatron-preprocess-data = {INSTALLED_TOOLS}.console:preprocess_data",
-        ]
-    },
-)
+
+class WithoutTheTrainer(build_py):
+    """Leaves out the tools' modules that import the trainer, of the packages that restart-trace has."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Return (package, module, file) of each module to install."""
+        found = super().find_package_modules(package, package_dir)
+        if package == INSTALLED_TOOLS:
+            return [module for module in found if module[1] == "__init__"]
+        return [module for module in found if module[:2] != (f"{INSTALLED_TOOLS}.common", "page_cache")]
+
+
+def installed_tools(*names: str) -> list[str]:
+    """Return the packages below tools/ that match `names`, by their names in site-packages."""
+    return [name.replace("tools", INSTALLED_TOOLS, 1) for name in find_packages(include=names)]
+
+
+def package(**arguments: Any) -> None:
+    """Call setup() with `arguments` and what both distributions have, and leave nothing in the checkout.
+
+    setuptools would build in the checkout, and install from there a module that is removed since.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        setup(
+            version=VERSION,
+            license="Apache-2.0",
+            license_files=["LICENSE"],
+            python_requires=">=3.10,<3.14",  # what was run under which: docs/what_has_been_run.md
+            install_requires=INSTALL_REQUIRES,
+            options={"build": {"build_base": place}, "egg_info": {"egg_base": place}},
+            **arguments,
+        )
+
+
+def restart_trace() -> None:
+    """Package the trace and its analysis, for an environment in which jobs of others run."""
+    package(
+        name="restart-trace",
+        description="Measures where the checkpoints and restarts of a training job spend their time",
+        packages=[
+            *find_packages(include=["restart_trace", "restart_trace.*"]),
+            *installed_tools("tools", "tools.common", "tools.ckpt_analysis", "tools.ckpt_analysis.*"),
+        ],
+        package_dir={"": ".", INSTALLED_TOOLS: "tools"},
+        package_data=TRACE_DATA,
+        cmdclass={"build_py": WithoutTheTrainer},
+        entry_points={"console_scripts": TRACE_COMMANDS},
+    )
+
+
+def megatron_restart() -> None:
+    """Package all that there is."""
+    ours = find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*"])
+    if EDITABLE:
+        packages, package_dir = [*ours, *find_packages(include=["tools", "tools.*"])], {"": "."}
+    else:
+        # SCRIPTS is a package of scripts alone, which start tools.restart_bench.
+        packages = [*ours, *installed_tools("tools", "tools.*"), SCRIPTS]
+        package_dir = {"": ".", INSTALLED_TOOLS: "tools", SCRIPTS: "examples_deepspeed/restart_bench"}
+    package(
+        name="megatron-restart",
+        description="3D-parallel GPT pretraining that measures its own checkpoints and restarts",
+        long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+        long_description_content_type="text/markdown",
+        packages=packages,
+        package_dir=package_dir,
+        package_data={**TRACE_DATA, SCRIPTS: ["*.sh", "sweep.py", "sweeps/*.yaml"], "megatron": ["py.typed"]},
+        py_modules=["pretrain_gpt"],
+        extras_require={
+            "train": TRAIN,
+            "tensorboard": TENSORBOARD,
+            "engines": ENGINES,
+            "s3": S3,
+            "s3torchconnector": S3TORCHCONNECTOR,
+            "clients": CLIENTS,
+            "dev": DEV,
+        },
+        entry_points={
+            "console_scripts": [
+                *TRACE_COMMANDS,
+                f"restart-drill = {INSTALLED_TOOLS}.console:drill",
+                f"restart-launch = {INSTALLED_TOOLS}.console:launch",
+                f"restart-sweep = {INSTALLED_TOOLS}.console:sweep",
+                f"ckpt-plan = {INSTALLED_TOOLS}.console:plan",
+                f"ckpt-replay = {INSTALLED_TOOLS}.console:replay",
+                f"megatron-preprocess-data = {INSTALLED_TOOLS}.console:preprocess_data",
+            ]
+        },
+    )
+
+
+if __name__ == "__main__":
+    megatron_restart()

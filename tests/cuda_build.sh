@@ -16,7 +16,7 @@ answer_help "" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z ${SKIP_SETUP:-} ]]; then
     export VENV_DIR=${CUDA_VENV_DIR:-$PWD/.venv-cuda}
-    TORCH_VARIANT=cuda TORCH_VERSION=2.14.1 examples_deepspeed/restart_bench/setup_env.sh
+    TORCH_VARIANT=cuda TORCH_VERSION=2.14.1 EXTRAS=dev examples_deepspeed/restart_bench/setup_env.sh
     PYTHON=$VENV_DIR/bin/python
 fi
 exec "${PYTHON:?SKIP_SETUP=1 needs PYTHON, an interpreter}" -m pytest -q "$@" tests/cuda_build

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13.
-# It needs no torch. Each has an environment below runs/pythons, which is kept, and whose packages are installed again
-# only if their versions have changed. run_tests.sh calls this for the oldest and the newest if CI=true, .ci/nightly for
-# the one between them.
+# Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13,
+# and traces and analyses a job there with the installed distribution restart-trace. It needs no torch. Each has an
+# environment below runs/pythons, which is kept, and whose packages are installed again only if their versions have
+# changed. run_tests.sh calls this for the oldest and the newest if CI=true, .ci/nightly for the one between them.
 #
 # examples:
 #   bash tests/other_pythons.sh
@@ -20,7 +20,7 @@ for version in "${versions[@]}"; do
 done
 cd "$ROOT"
 PIP=${VENV_DIR:-$ROOT/.venv}/bin/pip
-PACKAGES=(polars numpy scipy psutil pytest pytest-timeout hypothesis) # what TESTS import
+PACKAGES=(pytest pytest-timeout hypothesis) # what TESTS import beside what restart-trace requires
 TESTS=(
     tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
     tests/unit/restart_trace/test_hooks.py tests/unit/restart_trace/test_reading.py
@@ -40,6 +40,21 @@ find_python() {
     return 1
 }
 
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+"$PIP" wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$place" "$ROOT/distributions/restart-trace"
+wheel=$(echo "$place"/*.whl)
+# A job that imports torch, of which the hooks see that much here.
+echo 'class serialization: save = load = _open_zipfile_writer = len' >"$place/torch.py"
+echo 'import torch' >"$place/train.py"
+
+# Traces and analyses a job with the commands in directory $1.
+trace_a_job() {
+    rm -rf "$place/trace"
+    (cd "$place" && RANK=0 WORLD_SIZE=1 "$1/restart-trace" run --trace-dir trace -- "$1/python" train.py &&
+        "$1/ckpt-analysis" trace --no-cache -o page.html)
+}
+
 for version in "${versions[@]}"; do
     if ! python=$(find_python "$version"); then
         echo "== Python $version is not here"
@@ -51,8 +66,10 @@ for version in "${versions[@]}"; do
     if [[ ! -e $venv/installed || $(<"$venv/installed") != "$wanted" ]]; then
         "$python" -m venv --without-pip "$venv" # a pip of its own would take as long as all of the packages
         "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
-            "${PACKAGES[@]}"
+            "${PACKAGES[@]}" "$wheel"
         printf '%s\n' "$wanted" >"$venv/installed"
     fi
+    "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheel"
+    trace_a_job "$venv/bin"
     "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" --deselect "$NEEDS_TORCH" "${TESTS[@]}"
 done

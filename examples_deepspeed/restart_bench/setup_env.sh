@@ -7,13 +7,13 @@
 #   TORCH_VERSION    version of torch (default: that of constraints.txt)
 #   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is
 #                    configured with a package source; an empty value adds none)
-#   EXTRAS           extras of setup.py to install (default: dev,engines)
+#   EXTRAS           extras of setup.py to install beside train and engines, as s3,tensorboard; for the tests: dev
 #
 # examples:
 #   bash setup_env.sh
-#   VENV_DIR=/opt/restart TORCH_VARIANT=cuda EXTRAS=train,engines bash setup_env.sh
+#   VENV_DIR=/opt/restart TORCH_VARIANT=cuda EXTRAS=s3 bash setup_env.sh
 #
-# An environment of another checkout is refused.
+# What an environment has stays in it: extras are added. An environment of another checkout is refused.
 #
 # exit status: 0 up to date, 1 it could not be created, 2 wrong arguments
 set -euo pipefail
@@ -23,7 +23,7 @@ no_arguments "$@"
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 VENV_DIR=${VENV_DIR:-$ROOT/.venv}
-EXTRAS=${EXTRAS:-dev,engines}
+EXTRAS=train,engines${EXTRAS:+,$EXTRAS}
 STAMP=$VENV_DIR/.setup_stamp
 LOG=$VENV_DIR/setup.log
 
@@ -35,15 +35,25 @@ constraints() {
 # A checksum of everything whose change makes an installed environment stale. The checkout counts by its physical path: to reach
 # it through a symbolic link changes nothing.
 fingerprint() {
-    { cat "$ROOT/setup.py" && constraints && echo "$EXTRAS $(cd "$ROOT" && pwd -P)"; } | cksum
+    { cat "$ROOT/setup.py" && constraints && cd "$ROOT" && pwd -P; } | cksum
+}
+
+# Prints line $1 of the stamp: 1 the fingerprint, 2 the variant of torch, 3 the extras; nothing if there is no such line.
+stamped() { sed -n "$1p" "$STAMP" 2>/dev/null || true; }
+
+# Prints the extras of EXTRAS that are not installed, each after a comma.
+missing_extras() {
+    local extra installed
+    installed=,$(stamped 3),
+    for extra in ${EXTRAS//,/ }; do
+        [[ $installed == *,$extra,* ]] || printf ',%s' "$extra"
+    done
 }
 
 up_to_date() {
     [[ -x $VENV_DIR/bin/python && -f $STAMP ]] || return 1
-    local installed_variant installed_fingerprint
-    { read -r installed_fingerprint && read -r installed_variant; } <"$STAMP" || return 1
-    [[ $installed_fingerprint == "$(fingerprint)" ]] || return 1
-    [[ ${TORCH_VARIANT:-$installed_variant} == "$installed_variant" ]]
+    [[ $(stamped 1) == "$(fingerprint)" && -z $(missing_extras) ]] || return 1
+    [[ ${TORCH_VARIANT:-$(stamped 2)} == "$(stamped 2)" ]]
 }
 
 say() { printf '[set-up %3ds] %s\n' "$SECONDS" "$*" >&2; }
@@ -85,23 +95,35 @@ create_venv() {
     fi
 }
 
-# Runs pip and prints what it downloads and builds; the complete output is in the log. `byte_compile` compiles afterwards.
+# Says every ten seconds how large the environment is: pip is silent while it unpacks, for a minute and more on a slow disk.
+# It ends with this shell, also with one that was killed.
+show_growth() {
+    while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        say "$VENV_DIR: $(du -sh "$VENV_DIR" 2>/dev/null | cut -f1) installed so far"
+    done
+}
+
+# Runs pip and prints what it downloads and builds; the complete output is in the log. `compile_imports` compiles afterwards.
 pip_install() {
     local status=0
     "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile \
         -c <(constraints) "$@" 2>&1 | tee -a "$LOG" |
-        grep --line-buffered -E '^ *(Downloading .*\([0-9.]+ (MB|GB)\)|Building|Installing collected|ERROR)' |
-        cut -c1-110 >&2 || status=${PIPESTATUS[0]}
+        sed -nuE '/^ *(Downloading .*\([0-9.]+ (MB|GB)\)|Building|Installing collected|ERROR)/s/^(.{,110}).*/\1/p' >&2 ||
+        status=${PIPESTATUS[0]}
     if ((status != 0)); then
         tail -n 25 "$LOG" >&2
         die "pip failed with status $status; the complete log is $LOG${HINT:+. $HINT}"
     fi
 }
 
-# byte_compile DIRECTORY CORES: compiles what is not compiled yet; 0: on all cores, while pip would use one. A file that
-# cannot be compiled (a template, a test of another version's syntax) is not an error, as for pip.
-byte_compile() {
-    "$VENV_DIR/bin/python" -m compileall -q -j "$2" "$1" >>"$LOG" 2>&1 9>&- || true
+# Imports what trainings and the analysis import, which compiles it. To compile all packages would take a minute of processor time
+# more, and 0.2 GB. An import that fails will tell its user.
+compile_imports() {
+    say "compiling what is imported"
+    (cd "$ROOT" && env -u PYTHONDONTWRITEBYTECODE DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= "$VENV_DIR/bin/python" -c '
+import megatron_restart_tools.ckpt_analysis.commands.report
+from megatron.training.heavy_imports import import_for_forks
+import_for_forks()') >>"$LOG" 2>&1 9>&- || true
 }
 
 # The package index to take a CPU build of torch from; empty: pip's configured sources.
@@ -137,18 +159,16 @@ sys.exit("+cpu" in torch.version or not any("nvidia" in need for need in torch.r
     fi
 }
 
+# Arguments: the variant of torch, the extras.
 install_everything() {
     : >"$LOG"
     pip_install setuptools
     install_torch "$1"
-    local site=("$VENV_DIR"/lib/python3.*/site-packages)
-    byte_compile "${site[0]}/torch" 1 & # while the others are downloaded
-    say "installing deepspeed, the other dependencies and this project"
+    say "installing deepspeed, the other dependencies and this project with the extras $2"
     # Without isolation, because a build environment of its own would fetch unpinned build tools.
     # No op is compiled ahead of time: none is needed, and a compiler for one may be missing.
-    DS_BUILD_OPS=0 pip_install --no-build-isolation -e "$ROOT[$EXTRAS]"
-    wait
-    byte_compile "${site[0]}" 0
+    DS_BUILD_OPS=0 pip_install --no-build-isolation -e "$ROOT[$2]"
+    compile_imports
 }
 
 # Refuses the environment of another checkout, whose editable install this one would replace: that checkout's commands
@@ -191,14 +211,18 @@ main() {
     [[ $variant == cpu || $variant == cuda ]] || die "TORCH_VARIANT=$variant: use cpu or cuda"
 
     # pip takes a torch of the other variant for the one that is asked for, so that needs a new environment.
-    local old_variant=$variant
-    [[ ! -f $STAMP ]] || old_variant=$(sed -n 2p "$STAMP")
-    if [[ $old_variant != "$variant" ]] || ! "$VENV_DIR/bin/python" -m pip --version >/dev/null 2>&1; then
+    local old_variant extras
+    old_variant=$(stamped 2) extras=$(stamped 3)$(missing_extras)
+    extras=${extras#,}
+    if [[ ${old_variant:-$variant} != "$variant" ]] || ! "$VENV_DIR/bin/python" -m pip --version >/dev/null 2>&1; then
         create_venv
     fi
     rm -f "$STAMP"
-    install_everything "$variant"
-    printf '%s\n%s\n' "$(fingerprint)" "$variant" >"$STAMP.tmp"
+    show_growth 9>&- &
+    growth=$!
+    trap 'kill "$growth" 2>/dev/null || true' EXIT
+    install_everything "$variant" "$extras"
+    printf '%s\n%s\n%s\n' "$(fingerprint)" "$variant" "$extras" >"$STAMP.tmp"
     mv "$STAMP.tmp" "$STAMP"
     say "ready: $VENV_DIR ($(du -sh "$VENV_DIR" 2>/dev/null | cut -f1))"
 }

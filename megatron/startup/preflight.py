@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import logging
 import mmap
@@ -206,7 +207,7 @@ def check_copies(config: Config) -> None:
 
 
 def check_inputs(config: Config) -> tuple[int, int]:
-    """Check datasets, tokenizer files, the --load directory and the directories that will be written to.
+    """Check datasets, tokenizer files, the --load directory, and that what is asked for can be written.
 
     Returns what check_tokenizer does.
 
@@ -218,6 +219,8 @@ def check_inputs(config: Config) -> tuple[int, int]:
     first = config.parallel.rank == 0
     tokenizer = check_data(config.data)
     check_load(config.checkpoint, warn=first)
+    if config.training.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard-dir: tensorboard is not installed: pip install tensorboard, or drop the flag")
     for flag, directory in (
         ("--save", config.checkpoint.save),
         ("--restart-trace-dir", config.trace.restart_trace_dir),

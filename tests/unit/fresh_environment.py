@@ -56,9 +56,9 @@ def site_packages(environment: Path) -> Path:
     return next(environment.glob("lib/python3*/site-packages"))
 
 
-def required(site: Path) -> list[str]:
-    """What the package that is installed in `site` requires, each with the extra that asks for it."""
-    (metadata,) = site.glob("megatron_restart-*.dist-info/METADATA")
+def required(site: Path, name: str = "megatron_restart") -> list[str]:
+    """What the distribution `name` that is installed in `site` requires, each with the extra that asks for it."""
+    (metadata,) = site.glob(f"{name}-*.dist-info/METADATA")
     return Parser().parsestr(metadata.read_text()).get_all("Requires-Dist", [])
 
 

@@ -1,4 +1,7 @@
-"""The package as `pip install .` leaves it: what it puts into site-packages, and console scripts that work anywhere."""
+"""What is installed: the packages that come into site-packages, and console scripts that work anywhere.
+
+`pip install .` installs megatron-restart, `pip install distributions/restart-trace` its part for somebody else's job.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,30 @@ pytestmark = pytest.mark.slow  # it builds and installs the package
 
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2"
 TOOLS = "megatron_restart_tools"
+# A job that resumes from its own checkpoint.
+TRAINING = """
+import os, torch
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+if os.path.exists("state.pt"):
+    model.load_state_dict(torch.load("state.pt"))
+for _ in range(3):
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+torch.save(model.state_dict(), "state.pt")
+torch.distributed.destroy_process_group()
+"""
+# What somebody's own code or notebook uses of this project; with every type known.
+CLIENT = f"""
+import restart_trace.hooks
+from {TOOLS}.ckpt_analysis import open_trace
+
+restart_trace.hooks.install("trace")
+restart_trace.hooks.step(1)
+print(open_trace("trace").summary().columns, open_trace("trace").spans().height)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +61,33 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of_the_checkout(tmp_path_factory.mktemp("source") / "checkout", "tests", "docs")
 
 
+def build(directory: Path, place: Path) -> Path:
+    """The wheel of the distribution in `directory`, made in the new directory `place`."""
+    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", "wheel", *options, "-w", place, directory, cwd=directory)
+    (found,) = place.glob("*.whl")
+    return found
+
+
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    build = ("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", source.parent, source)
-    run(sys.executable, "-m", "pip", *build, cwd=source.parent)
-    (found,) = source.parent.glob("*.whl")
-    return found
+    return build(source, source.parent / "all")
+
+
+@pytest.fixture(scope="module")
+def trace_wheel(source: Path) -> Path:
+    return build(source / "distributions" / "restart-trace", source.parent / "trace")
+
+
+@pytest.fixture(scope="module")
+def tracing(trace_wheel: Path) -> Path:
+    """The environment of a job, which has torch, after `pip install distributions/restart-trace`."""
+    place = make_environment(trace_wheel.parent / "tracing", str(trace_wheel))
+    site, linked = site_packages(place), set[str]()
+    link_requirements(required(site, "restart_trace"), site, linked)
+    assert "polars" in linked and not linked & {"torch", "deepspeed"}
+    link_requirements(["torch"], site, linked)
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +123,22 @@ def console_scripts(wheel: Path) -> dict[str, str]:
     return dict(parser["console_scripts"])
 
 
-def test_no_common_name_is_taken_in_site_packages(wheel: Path) -> None:
+def top_level(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = {name.split("/")[0] for name in archive.namelist()}
-    names = {name for name in names if not name.endswith(".dist-info")}
-    assert names >= {"megatron", TOOLS, "pretrain_gpt.py"}
-    assert names <= {"megatron", TOOLS, "pretrain_gpt.py", "restart_trace"}
+    return {name for name in names if not name.endswith(".dist-info")}
+
+
+def test_an_installation_leaves_nothing_in_the_checkout(
+    source: Path, wheel: Path, trace_wheel: Path, editable: Path
+) -> None:
+    """A build directory there would keep modules that are removed, and the next wheel would have them."""
+    made = {path for path in source.rglob("*") if path.name in ("build", "dist") or path.suffix == ".egg-info"}
+    assert made == set()
+
+
+def test_no_common_name_is_taken_in_site_packages(wheel: Path) -> None:
+    assert top_level(wheel) == {"megatron", TOOLS, "pretrain_gpt.py", "restart_trace"}
 
 
 def test_a_job_is_traced_by_the_installed_command(installed: Path, tmp_path: Path) -> None:
@@ -94,7 +152,42 @@ def test_a_job_is_traced_by_the_installed_command(installed: Path, tmp_path: Pat
 
 def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        assert {"megatron/py.typed", "restart_trace/py.typed"} <= set(archive.namelist())
+        assert {"megatron/py.typed", "restart_trace/py.typed", f"{TOOLS}/py.typed"} <= set(archive.namelist())
+
+
+def test_a_job_of_others_gets_the_trace_and_its_analysis_alone(trace_wheel: Path, tracing: Path) -> None:
+    """Each module that it has can be imported without the trainer."""
+    assert top_level(trace_wheel) == {TOOLS, "restart_trace"}
+    assert {*console_scripts(trace_wheel)} == {"restart-trace", "ckpt-analysis"}
+    with zipfile.ZipFile(trace_wheel) as archive:
+        files = [Path(name) for name in archive.namelist() if name.endswith(".py") and "/site/" not in name]
+    names = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    names = [name for name in names if not name.endswith(".__main__")]
+    assert f"{TOOLS}.ckpt_analysis" in names and "restart_trace.hooks" in names
+    code = "import importlib, sys; all(map(importlib.import_module, sys.argv[1:])); print('megatron' in sys.modules)"
+    assert run(tracing / "bin" / "python", "-c", code, *names, cwd=tracing).strip() == "False"
+
+
+def test_a_job_of_others_is_traced_and_analysed(tracing: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    traced = (tracing / "bin" / "restart-trace", "run", "--trace-dir", "trace", "--", tracing / "bin" / "python")
+    for _ in range(2):
+        run(*traced, "train.py", cwd=tmp_path, **launched)
+    analysis = (tracing / "bin" / "ckpt-analysis", "trace", "--no-cache", "--quiet")
+    found = json.loads(run(*analysis, "--format", "json", "-o", "page.html", cwd=tmp_path))
+    assert [save["bytes"] > 16 << 10 for save in found["saves"]] == [True, True]
+    assert (len(found["loads"]), len(found["restarts"])) == (1, 1)
+    assert "<html" in (tmp_path / "page.html").read_text()[:1000]
+    code = f"from {TOOLS}.ckpt_analysis import open_trace; print(len(open_trace('trace').iterations()))"
+    assert run(tracing / "bin" / "python", "-c", code, cwd=tmp_path).strip() == "6"
+
+
+def test_a_strict_type_checker_knows_what_is_imported(tracing: Path, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    check = (Path(sys.prefix) / "bin" / "pyright", "--pythonpath", tracing / "bin" / "python", "client.py")
+    assert "0 errors, 0 warnings" in run(*check, cwd=tmp_path, PYRIGHT_PYTHON_IGNORE_WARNINGS="1")
 
 
 def test_every_console_script_answers_whatever_the_job_calls_its_packages(

@@ -790,12 +790,3 @@ def test_storage_without_room_is_one_message_before_any_rank_is_started(mode: st
     wrapper = ("unshare", "--mount", "bash", "-c", mount, "bash")
     (said,) = ask_for(tmp_path, mode, *wrapper, SAVE_DIR=str(full))
     assert str(full) in said and ("No space left on device" in said or "has 0 bytes free" in said)
-
-
-def test_container_files_copy_what_there_is() -> None:
-    copied = re.findall(r"^COPY (.+) \S+$", (BENCH / "containers" / "Dockerfile").read_text(), re.MULTILINE)
-    dockerfile = {name for names in copied for name in names.split()}
-    definition = (BENCH / "containers" / "megatron_restart.def").read_text()
-    assert set(re.findall(r"^    (\S+) /opt/megatron-restart/\1$", definition, re.MULTILINE)) == dockerfile
-    assert {"setup.py", "constraints.txt", "megatron", "restart_trace", "tools"} < dockerfile
-    assert all((ROOT / name).exists() for name in dockerfile)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from importlib.metadata import entry_points, requires
 from pathlib import Path
@@ -107,3 +109,32 @@ def test_another_version_of_torch_takes_the_place_of_the_pinned_one(tmp_path: Pa
     for other in ({"TORCH_VERSION": "2.14.0"}, {}):
         pins.unlink()
         assert "ready: " in run_script("setup_env.sh", tmp_path, **settings, **other).stderr and pins.exists()
+
+
+@pytest.mark.slow
+def test_an_environment_keeps_its_extras_and_says_what_is_done(tmp_path: Path) -> None:
+    """First what a user needs, then what the tests need, too; then both commands find it up to date."""
+    venv, asked, said = tmp_path / "venv", tmp_path / "asked", tmp_path / "said"
+    python = venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # pip says what it downloads, and is silent until the set-up has said how large the environment is.
+    python.write_text(
+        '#!/bin/bash\n[[ $3 == install && ${!#} == */* ]] || exit 0\necho "  Downloading a.whl (2.1 MB)"\n'
+        f'echo "${{!#}}" >>{asked}\n'
+        f'until grep -q "a.whl (2.1 MB)" {said} && grep -q "so far" {said}; do sleep 0.1; done\n'
+    )
+    python.chmod(0o755)
+
+    def set_up(extras: str) -> str:
+        environ = {**os.environ, "VENV_DIR": str(venv), "TORCH_VARIANT": "cpu", "EXTRAS": extras}
+        script = REPOSITORY / "examples_deepspeed" / "restart_bench" / "setup_env.sh"
+        with said.open("w") as output:
+            done = subprocess.run(["bash", str(script)], env=environ, stderr=output, timeout=300)
+        assert done.returncode == 0, said.read_text()
+        return said.read_text()
+
+    assert re.search(rf"\[set-up +\d+s\] {venv}: \S+ installed so far\n", set_up(""))
+    assert set_up("") == ""
+    assert "ready: " in set_up("dev")
+    assert (set_up(""), set_up("dev"), set_up("engines,dev")) == ("", "", "")
+    assert asked.read_text().split() == [f"{REPOSITORY}[train,engines]", f"{REPOSITORY}[train,engines,dev]"]

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as exc:  # polars and what else the extra brings
         if not exc.name or exc.name.split(".")[0] in (__name__.split(".")[0], "megatron"):
             raise
-        print(f"{PROGRAM}: {exc}: install what the package needs: `pip install .`", file=sys.stderr)
+        print(f"{PROGRAM}: {exc}: it was installed without what it needs: `pip install {exc.name}`", file=sys.stderr)
     return COULD_NOT_RUN
 
 

@@ -90,7 +90,7 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
     if not in_object_storage:
         return f"engine {name} writes to object storage only: give --dir s3://BUCKET/PREFIX"
     if importlib.util.find_spec("s3torchconnector") is None:
-        install = "pip install '.[s3torchconnector]' in the checkout"
+        install = "pip install 's3torchconnector[dcp]' botocore"
         return f"engine {name}: package s3torchconnector is not installed; install it ({install})"
     return None
 

@@ -367,7 +367,7 @@ class Settings:
         of=SET_UP,
     )
     venv_dir: str = setting("directory of the virtual environment", "`.venv`", of=SET_UP)
-    extras: str = setting("extras of `setup.py` that are installed at set-up", "`dev,engines`", of=SET_UP)
+    extras: str = setting("extras of `setup.py` to install at set-up beside `train` and `engines`, as `s3`", of=SET_UP)
     torch_variant: str = setting("`cpu` or `cuda` build of torch at set-up", "`cuda` if a GPU answers", of=SET_UP)
     torch_version: str = setting("version of torch at set-up", "that of `constraints.txt`", of=SET_UP)
     torch_index_url: str = setting(

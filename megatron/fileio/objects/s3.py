@@ -31,7 +31,7 @@ from megatron.fileio.objects.parts import LISTED, MIB, PART_BYTES, parts
 from megatron.fileio.objects.s3_google import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
 from restart_trace.under_way import STORAGE, UnderWay
 
-INSTALL = "pip install '.[s3]' in the checkout"
+INSTALL = "pip install botocore"
 _CHECK_S = 15.0
 _CONNECTIONS = 64  # that are kept; there are as many as requests at once
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes

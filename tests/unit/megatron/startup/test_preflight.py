@@ -502,6 +502,15 @@ def test_an_outage_is_told_as_any_refusal(prefix: str, tmp_path: Path, monkeypat
         is_later_start(config)
 
 
+def test_a_board_that_cannot_be_written_is_refused(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match="--tensorboard-dir: tensorboard is not installed: pip install tensorboard"):
+        check_inputs(config_for(prefix, tmp_path, str(tmp_path / "ckpt")))
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_check_inputs_checks_every_part(prefix: str, tmp_path: Path) -> None:
     save = tmp_path / "ckpt"
     check_inputs(config_for(prefix, tmp_path, str(save)))
