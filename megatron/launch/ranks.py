@@ -88,7 +88,7 @@ class Refusals:
 
     A refusal of the first start means wrong input. Later it is more likely that a host or the storage has changed,
     perhaps only for a moment, so that there is one more start. The same error at the same step is always final. See
-    docs/decisions.md.
+    docs/launch.md.
     """
 
     def __init__(self) -> None:
