@@ -25,7 +25,9 @@ examples:
   %(prog)s examples_deepspeed/restart_bench/sweeps/tiny.yaml
       replays, trainings and restarts on CPUs, in minutes; the report is in runs/sweep_tiny/report
   %(prog)s --dry-run examples_deepspeed/restart_bench/sweeps/study.yaml
-      its cells in their order, and the files and bytes of each checkpoint
+      its cells in their order, the files and bytes of each checkpoint, and what all of them take
+  %(prog)s --dry-run --models 3b,7b --engines torch,lazy examples_deepspeed/restart_bench/sweeps/study.yaml
+      a part of it; without --dry-run that part is measured, and the rest when you ask for it
   %(prog)s --reduced examples_deepspeed/restart_bench/sweeps/study.yaml
       two small cells of each kind, to see that all of it runs here
   %(prog)s --out runs/first --dir /scratch study.yaml
@@ -45,7 +47,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "where checkpoints are written, s3://BUCKET/PREFIX too: on the storage that is measured (default: below --out)"
     )
     parser.add_argument("--dir", metavar="DIR", help=help_)
-    parser.add_argument("--dry-run", action="store_true", help="list cells and sizes; run and write nothing")
+    help_ = "list cells and sizes, and what all of them take; run and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=help_)
+    for name in ("models", "engines"):
+        help_ = f"only the cells of these {name} of the file; the same command without it measures the others"
+        parser.add_argument(f"--{name}", type=_names, metavar="NAME[,NAME...]", help=help_)
     help_ = "a few small cells of each kind, one repeat, trainings scaled down: whether it runs here; measures nothing"
     parser.add_argument("--reduced", action="store_true", help=help_)
     parser.add_argument("--retry-failed", action="store_true", help="measure again the cells that failed")
@@ -74,13 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             sweep = reduced(sweep)
         cells = cells_of(sweep)
-        _check_environment(cells)
+        chosen = _chosen(cells, arguments)
+        _check_environment(chosen)
         if arguments.dry_run:
             from .dry_run import listing
 
-            write_stdout(listing(sweep, cells))
+            write_stdout(listing(sweep, chosen))
             return OK
-        return _run(arguments, sweep, cells)
+        return _run(arguments, sweep, cells, chosen)
     except StoppedBySignal as exc:
         print(f"restart-sweep: stopped by {exc}; the same command resumes", file=sys.stderr)
     except (SweepError, SweepFileError, ConfigError) as exc:
@@ -91,7 +98,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return COULD_NOT_RUN
 
 
-def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _chosen(cells: list[Cell], arguments: argparse.Namespace) -> list[Cell]:
+    """The cells of --models and --engines, and those of the storage itself. Raises SweepError for another name."""
+    from restart_trace.command_line import hint
+
+    from ..common.sweep_files import STORAGE
+    from .directory import SweepError
+
+    for option, attribute in (("models", "model"), ("engines", "engine")):
+        asked = getattr(arguments, option)
+        if asked is None:
+            continue
+        known = list(dict.fromkeys(getattr(cell, attribute) for cell in cells if cell.mode != STORAGE))
+        for name in asked or [""]:
+            if name not in known:
+                there = ", ".join(known)
+                raise SweepError(
+                    f"--{option} {name}: no cell of {arguments.sweep} has it{hint(name, known)}; there are {there}"
+                )
+        cells = [cell for cell in cells if cell.mode == STORAGE or getattr(cell, attribute) in asked]
+    return cells
+
+
+def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell], chosen: list[Cell]) -> int:
     from .directory import opened
     from .progress import to_stderr
     from .sweep import run_cells
@@ -102,12 +135,12 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
         storage = storage.absolute()
         _check_storage(storage)
     elif storage is not None:
-        _check_bucket(storage, sweep, cells)
-    _check_hosts(cells)
+        _check_bucket(storage, sweep, chosen)
+    _check_hosts(chosen)
     with opened(out, sweep, cells, storage) as directory:
         if arguments.retry_failed:
-            to_stderr(f"{directory.move_failures_aside(cells)} failed cells are measured again")
-        failed = run_cells(directory, cells, sweep.time_limit_s, to_stderr)
+            to_stderr(f"{directory.move_failures_aside(chosen)} failed cells are measured again")
+        failed = run_cells(directory, cells, chosen, sweep.time_limit_s, to_stderr)
         if not arguments.no_report:
             _report(out)
     if failed:

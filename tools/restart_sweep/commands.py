@@ -21,7 +21,7 @@ ROOT = Path(__file__).absolute().parents[2]
 # Settings that the cells of a sweep do not take from the user's shell, and what to use instead.
 _NOT_TAKEN = {name: setting.instead for name, setting in DECLARATIONS.items() if setting.instead is not None}
 _DROPPED = {*_NOT_TAKEN, "LAUNCHER", "RESTART_TRACE_LAUNCH_ID"}
-_LAUNCHED = ("train", "restart")  # modes whose launcher LAUNCHER chooses; mode scaled is on this host
+LAUNCHED = ("train", "restart")  # modes whose launcher LAUNCHER chooses; mode scaled is on this host
 _OF_TRAINING = {
     "iterations": "ITERS", "micro_batch": "MICRO_BATCH", "global_batch": "GLOBAL_BATCH", "seq_length": "SEQ_LENGTH",
     "launcher": "LAUNCHER", "flags": "EXTRA_ARGS",
@@ -61,7 +61,7 @@ def refused_setting(cells: Sequence[Cell]) -> str | None:
     launcher = os.environ.get("LAUNCHER")
     if not launcher:
         return None
-    launched = [cell for cell in cells if cell.mode in _LAUNCHED]
+    launched = [cell for cell in cells if cell.mode in LAUNCHED]
     why = None if launched else "starts the ranks of modes train and restart, and no cell has one of them"
     for cell in launched:
         if cell.settings.get("launcher", launcher) != launcher:
@@ -155,7 +155,7 @@ def _training_settings(cell: Cell, places: Places) -> dict[str, str]:
         "WORK_DIR": str(places.work),
     }
     found |= {name: str(cell.settings[key]) for key, name in _OF_TRAINING.items() if key in cell.settings}
-    if cell.mode in _LAUNCHED and "launcher" not in cell.settings and os.environ.get("LAUNCHER"):
+    if cell.mode in LAUNCHED and "launcher" not in cell.settings and os.environ.get("LAUNCHER"):
         found["LAUNCHER"] = os.environ["LAUNCHER"]
     if cell.save_interval is not None:
         found["SAVE_INTERVAL"] = str(cell.save_interval)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..ckpt_replay.options import FIT
 from ..common.formatting import plural, size
 from ..common.sweep_files import STORAGE, Cell
 from ..common.tables import Column, text_table, texts, titles
+from .commands import LAUNCHED
 from .progress import to_stderr
 from .sizes import Sizes
 from .sweep_file import Sweep
 
 
 def listing(sweep: Sweep, cells: list[Cell]) -> str:
-    """Lines for a terminal. Asks ckpt-plan for the sizes, which takes seconds for each layout and engine."""
+    """Lines for a terminal. Has ckpt-plan work out the sizes, which takes seconds."""
     sizes = Sizes(None)
     to_stderr(f"planning {plural(len(sizes.missing(cells)), 'checkpoint')} at full size")
+    sizes.make(cells)
     columns = (
         Column[Cell]("cell", lambda cell: str(cell.index + 1)),
         Column[Cell]("repeat", lambda cell: str(cell.repeat)),
@@ -25,14 +29,52 @@ def listing(sweep: Sweep, cells: list[Cell]) -> str:
         Column[Cell]("this cell writes", lambda cell: _written(sizes, cell)),
     )
     lines = text_table(titles(columns), texts(columns, cells), indent="", left=3)
-    errors = {cell.plan_name: plan["error"] for cell in cells if "error" in (plan := _plan(sizes, cell))}
-    lines += ["", f"{sweep.name}: {plural(len(cells), 'cell')} in {plural(sweep.repeats, 'repeat')}"]
-    lines += [f"no plan of {name}: {error}" for name, error in errors.items()]
+    reasons: dict[str, set[str]] = {}
+    for cell in cells:
+        if "error" in (plan := _plan(sizes, cell)):
+            reasons.setdefault(str(plan["error"]), set()).add(f"{cell.model} {cell.layout}")
+    lines.append("")
+    lines += [f"no plan of {plural(len(of), 'layout')}: {error}" for error, of in reasons.items()]
     lines.append(
         "files and full size: of one checkpoint at full size, by ckpt-plan. A replay writes its ranks' share of one, "
         "limited by limit_bytes, twice (the first save is a warm-up); a scaled preset writes the same files, narrow."
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_totals(sweep, sizes, cells)]) + "\n"
+
+
+def _totals(sweep: Sweep, sizes: Sizes, cells: list[Cell]) -> list[str]:
+    """What all cells take: a bound where that is known only once they have run."""
+    modes = Counter(cell.mode for cell in cells)
+    kinds = ", ".join(f"{number} {mode}" for mode, number in modes.items())
+    written = [_written_in_all(sizes, cell) for cell in cells]
+    unknown = written.count(None)
+    more = f", and what {plural(unknown, 'cell')} write, which is not known before" if unknown else ""
+    limit_h = sweep.time_limit_s / 3600
+    lines = [
+        f"{sweep.name}: {plural(len(cells), 'cell')} in {plural(sweep.repeats, 'repeat')}: {kinds}",
+        f"bytes: {size(sum(each for each in written if each is not None))}{more}; a cell's files go when it ends",
+        f"hours: at most {len(cells) * limit_h:,.0f}, with time_limit {sweep.time_limit_s:g} s for each cell",
+    ]
+    gpu_cells = [cell for cell in cells if cell.mode in LAUNCHED]
+    gpu_hours = sum(cell.ranks for cell in gpu_cells) * limit_h
+    most = max((cell.ranks for cell in gpu_cells), default=0)
+    of = f": {plural(len(gpu_cells), 'cell')} with a GPU for each rank, at most {most} at a time" if gpu_cells else ""
+    return [*lines, f"GPU-hours: at most {gpu_hours:,.0f}{of}"]
+
+
+def _written_in_all(sizes: Sizes, cell: Cell) -> int | None:
+    """Bytes of all saves of a cell; None if the file of the sweep does not tell."""
+    if cell.engine == "none":
+        return 0
+    once = sizes.written(cell)
+    if once is None or cell.mode == STORAGE:
+        return once
+    if cell.mode == "replay":
+        return once * (1 if cell.settings.get("operations") == "load" else 2)
+    iterations = cell.settings.get("iterations")
+    if iterations is None or cell.save_interval is None:
+        return None
+    return int(once * -(-iterations // cell.save_interval))
 
 
 def _plan(sizes: Sizes, cell: Cell) -> dict[str, object]:

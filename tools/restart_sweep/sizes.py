@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from ..ckpt_replay.options import FIT
 from ..ckpt_replay.plan import RAW
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import PLANS, STORAGE, Cell, write_json
-from .commands import PACKAGE, environment
 
 _KEPT = (
     "engine",
@@ -39,16 +40,25 @@ class Sizes:
         named = {cell.plan_name: cell for cell in cells if cell.mode != STORAGE}
         return [cell for name, cell in named.items() if self._find(name) is None]
 
+    def make(self, cells: Iterable[Cell]) -> None:
+        """Make the plans that are missing, in one process: to import torch takes longer than most plans."""
+        missing = self.missing(cells)
+        if not missing:
+            return
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as planner:
+            for cell, plan in zip(missing, planner.map(_plan, missing), strict=True):
+                self._known[cell.plan_name] = plan
+                if self._out is not None:
+                    self._out.mkdir(exist_ok=True)
+                    write_json(self._out / f"{cell.plan_name}.json", plan)
+
     def of(self, cell: Cell) -> dict[str, Any]:
-        """num_files, total_bytes, bytes_per_rank_max and more; `error` alone where there can be no plan."""
-        known = self._find(cell.plan_name)
-        if known is None:
-            known = _ask(cell)
-            self._known[cell.plan_name] = known
-            if self._out is not None:
-                self._out.mkdir(exist_ok=True)
-                write_json(self._out / f"{cell.plan_name}.json", known)
-        return known
+        """num_files, total_bytes, bytes_per_rank and more; `error` alone where there can be no plan.
+
+        Raises KeyError before `make` has made it.
+        """
+        self._find(cell.plan_name)
+        return self._known[cell.plan_name]
 
     def written(self, cell: Cell) -> int | None:
         """Bytes that a cell has on the storage at the least: what the storage is measured with, or one save. None where
@@ -73,20 +83,25 @@ class Sizes:
         return self._known.get(name)
 
 
-def _ask(cell: Cell) -> dict[str, Any]:
+def _plan(cell: Cell) -> dict[str, Any]:
+    """What ckpt-plan says of the checkpoint of a cell; `error` if it refuses."""
+    from ..ckpt_plan.cli import main
+
     if cell.engine in RAW:
         return {"error": f"{cell.engine} is {RAW[cell.engine]}; ckpt-plan knows the files of engines", "command": []}
-    words = [sys.executable, "-m", f"{PACKAGE}.ckpt_plan", "--model", cell.model, "--engine", cell.engine]
+    words = ["--model", cell.model, "--engine", cell.engine]
     words += ["--tp", str(cell.tp), "--pp", str(cell.pp), "--dp", str(cell.dp), "--format", "json"]
     if "vocab_size" in cell.settings:
         words += ["--vocab-size", str(cell.settings["vocab_size"])]
-    done = subprocess.run(words, env=environment({}), capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "command": words[1:]}
-    plan = json.loads(done.stdout)
+    command = ["ckpt-plan", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(words)
+    if status != 0:
+        return {"error": (err.getvalue().strip().splitlines() or ["it said nothing"])[-1], "command": command}
+    plan = json.loads(out.getvalue())
     found = {name: plan[name] for name in _KEPT}
     return found | {
-        "command": words[1:],
+        "command": command,
         "bytes_per_rank": [rank["bytes"] for rank in plan["per_rank"]],
         "files_per_rank": [rank["num_files"] for rank in plan["per_rank"]],
     }

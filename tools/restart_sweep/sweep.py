@@ -25,8 +25,8 @@ Say = Callable[[str], None]
 _SAID_OF_A_FAILURE = 4  # last lines of its log
 
 
-def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float, say: Say) -> int:
-    """Measure what is still to be measured; how many cells of the sweep have failed.
+def run_cells(directory: SweepDirectory, cells: list[Cell], chosen: list[Cell], time_limit_s: float, say: Say) -> int:
+    """Measure what is still to be measured of the chosen cells; how many cells of the sweep have failed.
 
     Raises OSError, and SweepError if the storage has no room for a cell.
     """
@@ -40,12 +40,12 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
         storage.mkdir(parents=storage.parent == own)
     directory.note_session(storage)
     sizes = Sizes(directory.out)
-    _make_plans(sizes, cells, say)
-    waiting = [cell for cell in cells if directory.result(cell) is None]
+    _make_plans(sizes, chosen, say)
+    waiting = [cell for cell in chosen if directory.result(cell) is None]
     if isinstance(storage, Path):
         _check_room(sizes, waiting, storage.parent)
-    if len(waiting) < len(cells):
-        say(f"{len(cells) - len(waiting)} of {len(cells)} cells are done already")
+    if len(waiting) < len(chosen):
+        say(f"{len(chosen) - len(waiting)} of {plural(len(chosen), 'cell')} are done already")
     times = Times(directory, cells)
     for cell in waiting:
         result = _measure(directory, cell, below(storage, cell.name), time_limit_s)
@@ -65,6 +65,7 @@ def _make_plans(sizes: Sizes, cells: list[Cell], say: Say) -> None:
     missing = sizes.missing(cells)
     if missing:
         say(f"planning {plural(len(missing), 'checkpoint')} at full size")
+        sizes.make(missing)
     for cell in missing:
         plan = sizes.of(cell)
         if "error" in plan:

@@ -81,5 +81,6 @@ def test_what_a_cell_writes_is_known_from_its_plan(tmp_path: Path) -> None:
     )
     sizes = Sizes(None)
     cells = cells_of(read_sweep(file))
+    sizes.make(cells)
     full = sum(sizes.of(cells[-1])["bytes_per_rank"][:2])
     assert sorted(sizes.written(cell) or 0 for cell in cells) == [2 << 20, 3 << 20, full]
