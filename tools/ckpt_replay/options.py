@@ -146,7 +146,7 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         f"file per rank, per host, or for all ranks; or {', '.join(IN_MEMORY)}: saves only in host memory, "
         f"loads from there or from another process's copy; or {CONNECTOR}: the S3 connector for PyTorch under DCP"
     )
-    how.add_argument("--engine", default=ALL, metavar="NAME,...", help=help_)
+    how.add_argument("--engine", action="append", metavar="NAME,...", help=help_)
     help_ = "what to measure; load: each engine saves one checkpoint first (default: save_and_load)"
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
     help_ = "stripe each file over N targets, in stripes of SIZE, on a file system that supports it: 8 or 8x4MiB"
@@ -200,6 +200,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    arguments.engine = ",".join(arguments.engine or [ALL])  # given twice: both
     if (arguments.model is None) == (arguments.small_tensors is None):
         parser.error("give --model NAME, or --small-tensors N, and not both")
     require_at_least(parser, arguments, 1, "tp", "pp", "dp", "repeat", "small_tensors", "small_tensor_bytes")

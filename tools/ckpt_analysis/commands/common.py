@@ -131,13 +131,18 @@ def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: boo
 
 
 def read_variants(texts: list[str], arguments: argparse.Namespace) -> list[Variant]:
-    """The runs of a comparison from `[NAME=]LOGDIR`s. Raises LogDirectoryError if one cannot be analysed."""
-    from ..compare.variants import Variant
+    """The runs of a comparison from `[NAME=]LOGDIR`s, each engine of a run by itself.
 
-    return [
-        Variant(name, [read_report(directory, arguments) for directory in directories])
-        for name, directories in named(texts).items()
-    ]
+    Raises LogDirectoryError if one cannot be analysed.
+    """
+    from ..compare.variants import Variant, by_engine
+
+    return by_engine(
+        [
+            Variant(name, [read_report(directory, arguments) for directory in directories])
+            for name, directories in named(texts).items()
+        ]
+    )
 
 
 def named(texts: list[str]) -> dict[str, list[Path]]:

@@ -22,7 +22,7 @@ from .results import (
     MetricRow,
     VariantFacts,
 )
-from .variants import Variant, facts_of, label_of
+from .variants import Variant, by_engine, facts_of, label_of
 
 _NOISE_OF_OPERATIONS = (
     "The noise is that between the operations of one run, each counted by its slowest rank; what changes from one run "
@@ -34,8 +34,9 @@ _NOISE_OF_RUNS = (
 
 
 def compare_runs(reports: list[Report], *, keep_first: bool = False) -> Comparison:
-    """Compare every run with the first one: `compare_variants` without repeats."""
-    return compare_variants([Variant(str(report.directory), [report]) for report in reports], keep_first=keep_first)
+    """Compare every run, and each engine of it, with the first one: `compare_variants` without repeats."""
+    runs = [Variant(str(report.directory), [report]) for report in reports]
+    return compare_variants(by_engine(runs), keep_first=keep_first)
 
 
 def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Comparison:

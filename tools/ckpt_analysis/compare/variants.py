@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 
-from ..model.run_info import layout_text
+from ..model.run_info import CycleInfo, layout_text
 from ..report import Report
 from .metrics import Samples
 from .results import VariantFacts
@@ -27,6 +27,48 @@ class Variant:
     collected: list[dict[str, Samples]] | None = None
 
 
+def by_engine(variants: list[Variant]) -> list[Variant]:
+    """The variants, with one for each engine in place of one whose runs used several, in the order of use.
+
+    Two engines are no repeats of each other. A replay, or a job that was resumed with another engine, holds several in
+    one run; its cycles have one each.
+    """
+    found: list[Variant] = []
+    for variant in variants:
+        engines = list(dict.fromkeys(_engine(info) for report in variant.reports for info in report.cycles))
+        if len(engines) == 1:
+            found.append(variant)
+            continue
+        of = "" if len(variants) == 1 else f"{_short(variant.name, variant.reports[0].directory)} "
+        for engine in engines:
+            parts = [part for report in variant.reports for part in _of_engine(report, engine)]
+            found.append(Variant(f"{of}{engine}", parts))
+    return found
+
+
+def _engine(info: CycleInfo) -> str:
+    return info.engine_asked or info.engine_used or "without an engine"
+
+
+def _of_engine(report: Report, engine: str) -> list[Report]:
+    """The report with the cycles of that engine alone, without what is of the whole run; none if it has none."""
+    cycles = [info for info in report.cycles if _engine(info) == engine]
+    if not cycles:
+        return []
+    kept = {info.cycle for info in cycles}
+    part = replace(
+        report,
+        cycles=cycles,
+        saves=[save for save in report.saves if save.cycle in kept],
+        loads=[load for load in report.loads if load.cycle in kept],
+        starts=[start for start in report.starts if start.cycle in kept],
+        steps=[step for step in report.steps if step.cycle in kept],
+        training=[training for training in report.training if training.cycle in kept],
+        path=None, last_failure=None, budget=None, findings=[],
+    )  # fmt: skip
+    return [part]
+
+
 def label_of(index: int) -> str:
     """A, B, ... in the order given."""
     return ascii_uppercase[index] if index < len(ascii_uppercase) else f"#{index + 1}"
@@ -34,10 +76,14 @@ def label_of(index: int) -> str:
 
 def short_name(variant: VariantFacts) -> str:
     """The name of a variant; if it was given as a directory, the last part that is not a generic name."""
-    path = Path(variant.name)
-    if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
-        return variant.name
-    return (path.parent.name if path.name in _TRACES else path.name) or variant.name
+    return _short(variant.name, Path(variant.directories[0]))
+
+
+def _short(name: str, directory: Path) -> str:
+    path = Path(name)
+    if not directory.is_relative_to(path):  # a NAME, which may hold slashes
+        return name
+    return (path.parent.name if path.name in _TRACES else path.name) or name
 
 
 def names_in_sentences(variants: list[VariantFacts]) -> list[str]:

@@ -313,3 +313,9 @@ def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.Captu
     assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN
     assert f"{flag} {missing}: {missing.parent} is not a directory; create it first" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_may_be_given_one_by_one() -> None:
+    line = ["--small-tensors", "1", "--dir", "."]
+    asked = [["--engine", "torch,lazy"], ["--engine", "torch", "--engine", "lazy"]]
+    assert [request_from(parse_arguments([*line, *words]), None).engines for words in asked] == [("torch", "lazy")] * 2

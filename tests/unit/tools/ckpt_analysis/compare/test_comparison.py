@@ -10,10 +10,11 @@ import pytest
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
+from tools.ckpt_analysis.common.errors import CouldNotRunError
 from tools.ckpt_analysis.compare.comparison import compare_runs, compare_variants
 from tools.ckpt_analysis.compare.metrics import collect
 from tools.ckpt_analysis.compare.results import Cell, Comparison
-from tools.ckpt_analysis.compare.variants import Variant
+from tools.ckpt_analysis.compare.variants import Variant, by_engine
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -48,6 +49,44 @@ def test_slower_saves_are_found_and_the_first_is_warm_up(tmp_path: Path) -> None
     assert any("left out as warm-up" in note for note in comparison.notes)
     kept = compare_runs([a, b], keep_first=True)
     assert cell(kept, "blocked_s").left_out == 0 and max(cell(kept, "blocked_s", 0).values) == 9.0
+
+
+def of_engines(tmp_path: Path, *names: str) -> Report:
+    """A run whose cycles had these engines: saves of the second cycle take 10 s more than those of the first."""
+    parts = []
+    for cycle, name in enumerate(names):
+        of_cycle = report(LogOptions(save_ms=[1000.0 * (1 + 10 * cycle)] * 4), tmp_path, f"{tmp_path.name}{cycle}")
+        info = replace(of_cycle.cycles[0], cycle=cycle, engine_asked=name, engine_used=f"{name}Engine")
+        saves = [replace(save, cycle=cycle) for save in of_cycle.saves]
+        parts.append(replace(of_cycle, cycles=[info], saves=saves))
+    return replace(
+        parts[0],
+        cycles=[info for part in parts for info in part.cycles],
+        saves=[save for part in parts for save in part.saves],
+    )
+
+
+def test_engines_of_one_run_are_no_repeats_of_each_other(tmp_path: Path) -> None:
+    mixed = of_engines(tmp_path, "torch", "lazy")
+    alone = compare_runs([mixed])
+    assert [variant.name for variant in alone.variants] == ["torch", "lazy"]
+    assert [variant.facts["engine"] for variant in alone.variants] == ["torchEngine", "lazyEngine"]
+    assert [set(cell(alone, "blocked_s", run).values) for run in (0, 1)] == [{1.0}, {11.0}]
+    again = of_engines(tmp_path, "lazy", "torch")
+    names = [variant.name for variant in compare_runs([mixed, again]).variants]
+    assert names == [
+        f"{tmp_path.name} torch",
+        f"{tmp_path.name} lazy",
+        f"{tmp_path.name} lazy",
+        f"{tmp_path.name} torch",
+    ]
+    repeated = compare_variants(by_engine([Variant("x", [mixed, again]), Variant("y", [of_engines(tmp_path, "dcp")])]))
+    assert [(variant.name, len(variant.run_ids)) for variant in repeated.variants] == [
+        ("x torch", 2), ("x lazy", 2), ("y", 1),
+    ]  # fmt: skip
+    assert [cell(repeated, "blocked_s", run).values for run in range(3)] == [[1.0, 11.0], [11.0, 1.0], [1.0]]
+    with pytest.raises(CouldNotRunError, match="give two runs at least to compare"):
+        compare_runs([of_engines(tmp_path, "lazy", "lazy")])
 
 
 def test_warm_up_is_left_out_of_all_runs_or_of_none(tmp_path: Path) -> None:
