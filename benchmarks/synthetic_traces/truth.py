@@ -14,7 +14,17 @@ from benchmarks.synthetic_traces.lines import ENGINE, RUN_ID
 from benchmarks.synthetic_traces.plants import problems_of
 from benchmarks.synthetic_traces.schedule import BEFORE_LOOP_US, engine_ready, loop_start
 from benchmarks.synthetic_traces.shape import Shape
-from benchmarks.synthetic_traces.times import COMMIT_US, GAP_US, STARTUP_PHASES, TAIL_US, Cycle, Save, Times, late
+from benchmarks.synthetic_traces.times import (
+    COMMIT_US,
+    GAP_US,
+    STARTUP_PHASES,
+    TAIL_US,
+    Cycle,
+    RankSave,
+    Save,
+    Times,
+    late,
+)
 
 US = 1e6
 PerRank = Mapping[int, int]  # rank -> us; a rank that is not in it spent no time
@@ -60,7 +70,7 @@ def _spread(values: PerRank, ranks: list[int]) -> dict[str, Any]:
 def _phase(
     values: PerRank,
     ranks: list[int],
-    critical: int | None,
+    critical: int | None = None,
     *,
     num_bytes: int | None = None,
     files: int | None = None,
@@ -69,22 +79,23 @@ def _phase(
 ) -> dict[str, Any]:
     spread = _spread(values, ranks)
     rate = num_bytes / 1e9 / spread["max_s"] if num_bytes and spread["max_s"] else None
-    entry = spread | {
-        "at_critical_s": None if critical is None else values.get(critical, 0) / US,
-        "ranks": len(values),
-        "bytes": num_bytes,
-        "num_files": files,
-        "GBps": rate,
-        "blocking": blocking,
-    }
+    entry = spread | {"ranks": len(values), "bytes": num_bytes, "num_files": files, "GBps": rate, "blocking": blocking}
+    if critical is not None:
+        entry["at_critical_s"] = values.get(critical, 0) / US
     return entry | ({"details": details} if details else {})
 
 
 def _operation(
-    walls: PerRank, covered: PerRank, ranks: list[int], num_bytes: int | None, files: int | None
+    walls: PerRank,
+    covered: PerRank,
+    ranks: list[int],
+    num_bytes: int | None,
+    files: int | None,
+    parts: Mapping[int, Mapping[str, int]],
 ) -> dict[str, Any]:
-    """What saves and loads have in common."""
+    """What saves and loads have in common. `parts`: rank -> what it did until it came to the first barrier."""
     wall = _spread(walls, ranks)
+    critical = _critical(walls, parts)
     shares = {rank: covered[rank] / walls[rank] for rank in ranks}
     lowest = min(ranks, key=lambda rank: shares[rank])
     return {
@@ -96,12 +107,20 @@ def _operation(
         "finished_ranks": len(ranks),
         "bytes": num_bytes,
         "num_files": files,
-        "critical_rank": wall["slowest_rank"],
-        "wall": wall,
+        **critical,
+        "wall": wall | {"at_critical_s": walls[critical["critical_rank"]] / US},
         "coverage_min": shares[lowest],
         "coverage_rank": lowest,
         "unattributed_s": max(walls[rank] - covered[rank] for rank in ranks) / US,
     }
+
+
+def _critical(walls: PerRank, parts: Mapping[int, Mapping[str, int]]) -> dict[str, Any]:
+    """The rank that came to the barrier last, and the longest of what it did until then, or since others began."""
+    longest = max(walls.values())
+    before = {rank: {**parts[rank], "late": longest - walls[rank]} for rank in parts}
+    last = max(before, key=lambda rank: (sum(before[rank].values()), sum(parts[rank].values()), -rank))
+    return {"critical_rank": last, "critical_phase": max(before[last], key=lambda phase: before[last][phase])}
 
 
 def _save(times: Times, save: Save, ranks: list[int]) -> dict[str, Any]:
@@ -120,7 +139,8 @@ def _save(times: Times, save: Save, ranks: list[int]) -> dict[str, Any]:
     walls = {rank: save.end(rank) - part.start for rank, part in parts.items()}
     gaps = TAIL_US + GAP_US * times.shape.files
     covered = {rank: walls[rank] - gaps - (save.end(rank) - save.over - TAIL_US) for rank in ranks}
-    truth = _operation(walls, covered, ranks, num_bytes, num_files) | labels
+    before = {rank: _before_barrier(part) for rank, part in parts.items()}
+    truth = _operation(walls, covered, ranks, num_bytes, num_files, before) | labels
     if save.drain_from:  # the wait lies over what goes on in the background: not worth a formula
         for name in ("coverage_min", "coverage_rank", "unattributed_s"):
             del truth[name]
@@ -142,6 +162,12 @@ def _save(times: Times, save: Save, ranks: list[int]) -> dict[str, Any]:
         "device_copies": None,
         "phases": phases,
     }
+
+
+def _before_barrier(part: RankSave) -> dict[str, int]:
+    named = {"wait_previous": part.waited, "collect": part.collect, "device_to_host": part.copy}
+    named |= {"serialize": sum(part.serialize), "flush": sum(part.write) + sum(part.fsync)}
+    return named | {"unattributed": part.arrival - part.start - sum(named.values())}
 
 
 def _written(
@@ -190,7 +216,12 @@ def _load(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
     covered = {rank: walls[rank] - TAIL_US for rank in ranks}
     files = times.shape.files * len(ranks)
     num_bytes = sum(times.bytes_per_file(rank) for rank in ranks) * times.shape.files
-    truth = _operation(walls, covered, ranks, num_bytes, files)
+    took = {rank: sum(part.read) + sum(part.verify) + sum(part.deserialize) + part.copy for rank, part in parts.items()}
+    before = {
+        rank: {"discover": part.discover, "load": took[rank], "redistribute": part.gather}
+        for rank, part in parts.items()
+    }
+    truth = _operation(walls, covered, ranks, num_bytes, files, before)
     phases = _load_phases(times, cycle, ranks, truth["critical_rank"], num_bytes, files)
     read = phases["load"]["details"]["read"]["max_s"]
     return truth | {
@@ -204,7 +235,7 @@ def _load(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
 
 
 def _load_phases(
-    times: Times, cycle: Cycle, ranks: list[int], critical: int, num_bytes: int, files: int
+    times: Times, cycle: Cycle, ranks: list[int], critical: int | None, num_bytes: int, files: int
 ) -> dict[str, Any]:
     parts = {rank: times.load(engine_ready(times, cycle, rank), rank) for rank in ranks}
     took = {
@@ -235,17 +266,16 @@ def _start(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
     starts = {rank: cycle.begin + late(rank) for rank in ranks}
     walls = {rank: cycle.first_step_end - starts[rank] for rank in ranks}
     wall = _spread(walls, ranks)
-    critical = wall["slowest_rank"]
     durations = {rank: times.startup(cycle.number, rank) for rank in ranks}
     for rank in ranks:
         durations[rank][2] = cycle.together - starts[rank] - sum(durations[rank][:2])
     phases = {
-        phase: _phase({rank: durations[rank][place] for rank in ranks}, ranks, critical)
+        phase: _phase({rank: durations[rank][place] for rank in ranks}, ranks)
         for place, phase in enumerate(STARTUP_PHASES)
     }
     phases["communicators"]["details"] = {"world": dict(phases["communicators"])}
     first = {rank: cycle.first_step_end - loop_start(times, cycle, rank) for rank in ranks}
-    phases["first_step"] = _phase(first, ranks, critical)
+    phases["first_step"] = _phase(first, ranks)
     shares = {rank: 1 - BEFORE_LOOP_US / walls[rank] for rank in ranks}
     lowest = min(ranks, key=lambda rank: shares[rank])
     return {
@@ -253,7 +283,6 @@ def _start(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
         "ranks": len(ranks),
         "finished_ranks": len(ranks),
         "time_to_first_step_s": wall["max_s"],
-        "critical_rank": critical,
         "wall": wall,
         "resumed_step": cycle.resumed,
         "unattributed_s": BEFORE_LOOP_US / US,
@@ -273,10 +302,9 @@ def _restart(times: Times, cycles: list[Cycle], failure: dict[str, int], visible
     began = min(after.begin + late(rank) for rank in ranks)
     truth = _start(times, after, ranks)
     loaded = {rank: after.loaded + TAIL_US - engine_ready(times, after, rank) for rank in ranks}
-    critical = truth["critical_rank"]
-    truth["phases"]["load"] = _loaded_phase(times, after, ranks, loaded, critical)
+    truth["phases"]["load"] = _loaded_phase(times, after, ranks, loaded)
     since = {rank: moment - after.first_step_end for rank, moment in caught_up.items()}
-    truth["phases"]["caught_up"] = _phase(since, ranks, critical)
+    truth["phases"]["caught_up"] = _phase(since, ranks)
     last_record = failure["injected"] - 30_000
     return truth | {
         "caught_up_s": max(caught_up[rank] - after.begin - late(rank) for rank in ranks) / US,
@@ -302,9 +330,9 @@ def _caught_up(times: Times, cycle: Cycle, rank: int) -> int:
     return cycle.iterations[step] + late(rank) + times.iteration(step, rank)
 
 
-def _loaded_phase(times: Times, cycle: Cycle, ranks: list[int], loaded: PerRank, critical: int) -> dict[str, Any]:
+def _loaded_phase(times: Times, cycle: Cycle, ranks: list[int], loaded: PerRank) -> dict[str, Any]:
     """The start-up's phase `load`: the load's wall time, with the load's own phases as details."""
     num_bytes = sum(times.bytes_per_file(rank) for rank in ranks) * times.shape.files
-    own = _load_phases(times, cycle, ranks, critical, num_bytes, times.shape.files * len(ranks))
+    own = _load_phases(times, cycle, ranks, None, num_bytes, times.shape.files * len(ranks))
     details = {name: {k: v for k, v in entry.items() if k != "details"} for name, entry in own.items()}
-    return _phase(loaded, ranks, critical, num_bytes=num_bytes, details=details)
+    return _phase(loaded, ranks, num_bytes=num_bytes, details=details)

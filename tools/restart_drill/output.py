@@ -126,11 +126,11 @@ def _entry(
 
 
 def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
-    """Consecutive phases from the failure to the end of the first step, in seconds, on the rank that took longest.
+    """Consecutive phases from the failure to the end of the first step, in seconds, on the critical rank.
 
     `drill`: the drill's own work before it relaunched. `launcher`: from the relaunch until that rank's process existed.
     """
-    failure, startup = restart["failure"], restart["wall"]["max_s"]
+    failure, startup = restart["failure"], restart["wall"]["at_critical_s"] + restart["after_critical_s"]
     detected, stopped, relaunched = (failure[name] for name in ("detected_s", "stopped_s", "relaunched_s"))
     found = {
         "detect": detected,

@@ -133,19 +133,19 @@ def files_written_twice(e: Evidence, limits: Thresholds) -> list[Observation]:
 def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The newest start, if imports take a large part of the time to its first step."""
     for start in reversed(e.starts):
-        first, imports = start.wall, phase_of(start, "imports")
-        if first is None or imports is None or imports.time.at_critical_s is None:
+        whole_s, imports = start.wall and start.wall.at_critical_s, phase_of(start, "imports")
+        if start.wall is None or whole_s is None or imports is None or imports.time.at_critical_s is None:
             continue
         took = imports.time.at_critical_s
-        if took < limits["least_s"] or took < limits["share"] * first.max_s:
+        if took < limits["least_s"] or took < limits["share"] * whole_s:
             return []
         return [
             Observation(
-                title=f"Imports take {100 * took / first.max_s:.0f} % of the time to the first step",
-                evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(first.max_s)} s on "
+                title=f"Imports take {100 * took / whole_s:.0f} % of the time to the first step",
+                evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(whole_s)} s on "
                 f"critical rank {start.critical_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
                 cost_s=took,
-                data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": first.max_s},
+                data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": start.wall.max_s},
                 phase="imports",
                 group=start.group,
             )

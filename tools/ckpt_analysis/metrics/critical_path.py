@@ -1,15 +1,15 @@
-"""The critical path of a start: the chain of phases, over several ranks, that determines its length.
+"""The critical path of an operation: the chain of phases, over several ranks, that determines its length.
 
-It is found backwards from the end of the last rank's first step. On a rank it follows the innermost span at each time.
-At a phase that no rank can leave before all have entered it (SYNCHRONISING) it continues on the rank that entered last,
-since the others waited there. This is the usual definition of a critical path through collective operations; see Boehme
-et al., "Scalable critical-path based performance analysis", IPDPS 2012.
+It is found backwards from the end of the last rank, of a start from that of its first step. On a rank it follows the
+innermost span at each time. At a phase that no rank can leave before all have entered it (SYNCHRONISING) it continues
+on the rank that entered last, since the others waited there. This is the usual definition of a critical path through
+collective operations; see Boehme et al., "Scalable critical-path based performance analysis", IPDPS 2012.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -21,6 +21,8 @@ from .restart_parts import UNNAMED
 
 # Phases, with all their details, in which every rank takes part and that none leaves before the last has come.
 SYNCHRONISING = ("rendezvous", "communicators", "barrier", "first_step")
+
+Row = tuple[str, int, int, int]  # phase, start_ns, end_ns, occurrence
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
+    """A part of a span of one rank, in Unix ns."""
+
     phase: str
     start_ns: int
     end_ns: int
@@ -84,13 +88,14 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
     return windows_of(spans)
 
 
-def windows_of(spans: pl.DataFrame) -> pl.DataFrame:
-    """Spans as rank, phase ("phase" or "phase/detail"), start_ns, end_ns, occurrence of the phase on the rank."""
-    return (
-        spans.select("rank", PHASE_NAME, "start_ns", "end_ns")
-        .sort("rank", "phase", "start_ns", "end_ns")
-        .with_columns(pl.int_range(pl.len()).over("rank", "phase").alias("occurrence"))
-    )
+def windows_of(spans: pl.DataFrame, *of: str) -> pl.DataFrame:
+    """Spans as rank, phase ("phase" or "phase/detail"), start_ns, end_ns, occurrence of the phase on the rank.
+
+    `of`: columns that come first, in each of whose groups occurrences are counted from 0.
+    """
+    key = [*of, "rank", "phase"]
+    table = spans.select(*of, "rank", PHASE_NAME, "start_ns", "end_ns").sort(*key, "start_ns", "end_ns")
+    return table.with_columns(pl.int_range(pl.len()).over(key).alias("occurrence"))
 
 
 def critical_path(windows: pl.DataFrame) -> list[Segment]:
@@ -99,12 +104,12 @@ def critical_path(windows: pl.DataFrame) -> list[Segment]:
     if ends.is_empty():
         return []
     windows = windows.filter(pl.col("phase") != "caught_up")
-    last_to_come = _last_to_come(windows)
+    came = _last_to_come(windows)
     rank: int = ends["rank"][0]
     until: int = ends["end_ns"][0]
     path: list[Segment] = []
     while True:
-        jump = _follow(rank, until, _timeline(windows, rank, until), last_to_come, path)
+        jump = _follow(rank, until, timeline(_rows_of(windows, rank), until), came, path)
         if jump is None:
             return path[::-1]
         rank, until = jump
@@ -173,15 +178,15 @@ def stretches_until(windows: pl.DataFrame, ends: Mapping[int, int]) -> dict[int,
 
     What no span covers is named `unattributed`. A rank that left a meeting before the last came has no meeting there.
     """
-    last_to_come = _last_to_come(windows)
+    came = _last_to_come(windows)
     found: dict[int, list[Stretch]] = {}
     for rank, until in sorted(ends.items()):
         found[rank] = []
-        for window in _timeline(windows, rank, until):
+        for window in timeline(_rows_of(windows, rank), until):
             if found[rank] and found[rank][-1].end_ns < window.start_ns:
                 found[rank].append(Stretch(UNNAMED, found[rank][-1].end_ns, window.start_ns))
             place = (window.phase, window.occurrence)
-            _, came_ns = last_to_come.get(place, (rank, -1))
+            _, came_ns = came.get(place, (rank, -1))
             waited = window.start_ns <= came_ns < window.end_ns
             meeting = (place, came_ns) if waited else (None, 0)
             found[rank].append(Stretch(window.phase, window.start_ns, window.end_ns, *meeting))
@@ -189,17 +194,13 @@ def stretches_until(windows: pl.DataFrame, ends: Mapping[int, int]) -> dict[int,
 
 
 def _follow(
-    rank: int,
-    until: int,
-    timeline: list[_Window],
-    last_to_come: dict[tuple[str, int], tuple[int, int]],
-    path: list[Segment],
+    rank: int, until: int, windows: list[Window], came: dict[tuple[str, int], tuple[int, int]], path: list[Segment]
 ) -> tuple[int, int] | None:
     """Add what `rank` did before `until`, backwards; returns where the path goes on, None at its beginning."""
-    for window in reversed(timeline):
+    for window in reversed(windows):
         if window.end_ns < until:
             path.append(Segment(rank, UNNAMED, window.end_ns, until))
-        came_last, came_ns = last_to_come.get((window.phase, window.occurrence), (rank, window.start_ns))
+        came_last, came_ns = came.get((window.phase, window.occurrence), (rank, window.start_ns))
         if came_last != rank and window.start_ns < came_ns < window.end_ns:
             path.append(Segment(rank, window.phase, came_ns, window.end_ns))
             return came_last, came_ns
@@ -219,14 +220,18 @@ def _last_to_come(windows: pl.DataFrame) -> dict[tuple[str, int], tuple[int, int
     return {(phase, nth): (rank, start_ns) for phase, nth, rank, start_ns in latest.iter_rows()}
 
 
-def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
-    """What `rank` did before `until`, without overlap: of spans within each other the one begun last."""
-    mine = windows.filter((pl.col("rank") == rank) & (pl.col("start_ns") < until)).sort("start_ns", "end_ns")
-    columns = mine.select("phase", "start_ns", pl.min_horizontal("end_ns", pl.lit(until)), "occurrence")
-    spans = [_Window(*row) for row in columns.iter_rows()]
+def _rows_of(windows: pl.DataFrame, rank: int) -> list[Row]:
+    """The windows of a rank by begin, as `timeline` takes them."""
+    mine = windows.filter(pl.col("rank") == rank).sort("start_ns", "end_ns")
+    return mine.select("phase", "start_ns", "end_ns", "occurrence").rows()
+
+
+def timeline(rows: Sequence[Row], until: int) -> list[Window]:
+    """What a rank did before `until`, without overlap: of spans within each other the one begun last."""
+    spans = [Window(phase, start, min(end, until), nth) for phase, start, end, nth in rows if start < until]
     boundaries = sorted({boundary for span in spans for boundary in (span.start_ns, span.end_ns)})
     active: list[tuple[int, int]] = []  # (-start, index in spans): the span begun last is on top
-    found: list[_Window] = []
+    found: list[Window] = []
     following = 0
     for start_ns, end_ns in zip(boundaries, boundaries[1:], strict=False):
         while following < len(spans) and spans[following].start_ns <= start_ns:
@@ -240,5 +245,5 @@ def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
         last = found[-1] if found else None
         if last and (last.phase, last.occurrence, last.end_ns) == (inner.phase, inner.occurrence, start_ns):
             start_ns = found.pop().start_ns
-        found.append(_Window(inner.phase, start_ns, end_ns, inner.occurrence))
+        found.append(Window(inner.phase, start_ns, end_ns, inner.occurrence))
     return found

@@ -11,6 +11,7 @@ import polars as pl
 from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
+from .critical_rank import critical_ranks
 from .phases import throughput_GBps
 from .rank_totals import finished_spread, join_totals, stats_over_ranks
 from .results import OperationStats, PhaseStats
@@ -72,8 +73,9 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     `times` is what `rank_times` has for it.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
-    over_ranks = stats_over_ranks(times.seconds, times.totals, times.volumes, operation, per_rank=per_rank)
-    blocked = finished_spread(times.totals, pl.col("blocked_ns"))
+    critical = critical_ranks(frames, operation, times.seconds, times.totals)
+    over_ranks = stats_over_ranks(times.seconds, times.totals, times.volumes, critical, operation, per_rank=per_rank)
+    blocked = finished_spread(times.totals, pl.col("blocked_ns"), critical)
     drained = _drained(times.totals)
     committed = _committed(frames, operation)
     results = []

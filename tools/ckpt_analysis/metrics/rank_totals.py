@@ -100,33 +100,33 @@ def _drains(spans: pl.DataFrame, of: Sequence[str]) -> pl.DataFrame:
     return after.filter(pl.col("start_ns") >= pl.col("collect_ns")).drop("collect_ns")
 
 
-def with_critical(totals: pl.DataFrame) -> pl.DataFrame:
-    """Members of each group: group, rank, critical (the rank with the longest wall time; null if unknown)."""
-    longest = (
-        totals.filter(pl.col("wall_ns").is_not_null())
-        .filter(pl.col("wall_ns") == pl.col("wall_ns").max().over("group"))
-        .group_by("group")
-        .agg(pl.col("rank").min().alias("critical"))
-    )
-    return totals.select(_RANK).join(longest, on="group", how="left")
-
-
 def stats_over_ranks(
-    seconds: pl.DataFrame, totals: pl.DataFrame, moved: Volumes, operation: str, *, per_rank: bool
+    seconds: pl.DataFrame,
+    totals: pl.DataFrame,
+    moved: Volumes,
+    critical: pl.DataFrame,
+    operation: str,
+    *,
+    per_rank: bool,
 ) -> dict[int, dict[str, Any]]:
     """group -> the fields of `Stats` that are computed over ranks, of every operation in `totals`.
 
-    `seconds` is what `phase_seconds` gives, `totals` what `join_totals` does, `moved` what `volumes` does.
+    `seconds` is what `phase_seconds` gives, `totals` what `join_totals` does, `moved` what `volumes` does, `critical`
+    what `critical_ranks` does.
     """
-    phases = phase_stats(seconds, moved, with_critical(totals), operation)
+    members = totals.select(_RANK).join(critical, on="group", how="left")
+    phases = phase_stats(seconds, moved, members, operation)
     ranks = rank_stats(seconds, totals) if per_rank else {}
-    wall = finished_spread(totals, pl.col("wall_ns"))
-    rest = finished_spread(totals, pl.col("wall_ns") - pl.col("covered_ns"))
+    wall = finished_spread(totals, pl.col("wall_ns"), critical)
+    rest = finished_spread(totals, pl.col("wall_ns") - pl.col("covered_ns"), critical)
     lowest = lowest_coverage(totals)
+    waited_for = {group: (rank, phase) for group, rank, phase in critical.iter_rows()}
     return {
         group: {
             "group": group,
             "wall": wall.get(group),
+            "critical_rank": waited_for.get(group, (None, None))[0],
+            "critical_phase": waited_for.get(group, (None, None))[1],
             "coverage_min": lowest.get(group, (None, None))[0],
             "coverage_rank": lowest.get(group, (None, None))[1],
             "unattributed": rest.get(group),
@@ -137,11 +137,16 @@ def stats_over_ranks(
     }
 
 
-def finished_spread(totals: pl.DataFrame, values: pl.Expr) -> dict[int, Spread]:
-    """Spread of `values` (ns, computed from the columns of `totals`) over the finished ranks of each group."""
+def finished_spread(totals: pl.DataFrame, values: pl.Expr, critical: pl.DataFrame) -> dict[int, Spread]:
+    """Spread of `values` (ns, computed from the columns of `totals`) over the finished ranks of each group.
+
+    `critical` is what `critical_ranks` gives; a critical rank that did not finish has no value.
+    """
     finished = totals.filter(pl.col("wall_ns").is_not_null())
     table = finished.select(*_RANK, values.alias("busy_ns"))
-    spreads = spread_over_ranks(table, with_critical(finished), ["group"])
+    known = critical.join(finished, left_on=["group", "critical"], right_on=_RANK, how="semi")
+    members = finished.select(_RANK).join(known, on="group", how="left")
+    spreads = spread_over_ranks(table, members, ["group"])
     return {key[0]: spread for key, (spread, _) in spreads.items()}
 
 

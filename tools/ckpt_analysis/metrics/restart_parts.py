@@ -19,13 +19,15 @@ def parts_of(start: StartStats) -> dict[str, float]:
 
     Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
     until the critical rank's process began; of any other start it is the time from process start to first step. The
-    load is shown by its own phases. `unattributed` is the rest, that of the load too.
+    load is shown by its own phases. `unattributed` is the rest, that of the load too, and what other ranks took for
+    their first step after the critical rank's.
     """
-    first, failure = start.wall, start.failure
+    failure, own_s = start.failure, start.wall.at_critical_s if start.wall else None
+    after_s = start.after_critical_s or 0.0
     parts: dict[str, float] = {}
-    if first and failure and start.restart_s is not None:
-        parts = outside(failure, start.restart_s - first.max_s)
-    rest = (start.unattributed.at_critical_s if start.unattributed else None) or 0.0
+    if own_s is not None and failure and start.restart_s is not None:
+        parts = outside(failure, start.restart_s - own_s - after_s)
+    rest = after_s + ((start.unattributed.at_critical_s if start.unattributed else None) or 0.0)
     for phase in start.phases:
         if phase.name == "caught_up" or not phase.time.at_critical_s:
             continue

@@ -87,20 +87,14 @@ class Stats:
     unattributed: Spread | None = None
     phases: list[PhaseStats] = field(default_factory=list)
     per_rank: list[RankStats] = field(default_factory=list)
+    critical_rank: int | None = None  # for which the others waited, by the critical path; None: not recorded
+    critical_phase: str | None = None  # in which the path spends most on it; `late`: the others began earlier
     group: int = NO_GROUP  # of its rows in the frames
 
     @property
     def kind(self) -> str:
         """save, load, launch or restart."""
         raise NotImplementedError
-
-    @property
-    def critical_rank(self) -> int | None:
-        """The rank with the longest wall time, of equals the lowest; None: none finished, or it is not recorded.
-
-        Whatever is said of an operation on one rank is said of this one.
-        """
-        return self.wall.slowest_rank if self.wall else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +155,7 @@ class StartStats(Stats):
     """The start of one cycle: the first launch of the run, or a restart."""
 
     is_restart: bool
+    after_critical_s: float | None = None  # from the end of the critical rank's first step to that of the last
     steps_observed: bool = True  # False: nothing in the trace would tell of a step if there was one
     caught_up_s: float | None = None
     resumed_step: int | None = None

@@ -11,6 +11,7 @@ import polars as pl
 from ..common.intervals import pieces
 from ..model.frame import Frames
 from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
+from .critical_rank import critical_ranks_of_starts
 from .failures import clean_ends, failure_of
 from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
@@ -71,12 +72,15 @@ def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
 def measure_starts(frames: Frames, times: StartTimes, steps: StepsSeen, *, per_rank: bool) -> list[StartStats]:
     """Statistics of the start of every cycle that recorded one, in order."""
     startups = times.startups
-    over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, "startup", per_rank=per_rank)
+    critical = critical_ranks_of_starts(frames, startups)
+    over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, critical, "startup", per_rank=per_rank)
     results = []
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         loads = times.loads.filter(pl.col("startup") == group)
         around = _circumstances(frames, mine, loads, times, steps)
+        ends = dict(mine.select("rank", "end_ns").iter_rows())
+        around["after_critical_s"] = _seconds(ends.get(over_ranks[group]["critical_rank"]), mine["end_ns"].max())
         results.append(StartStats(**over_ranks[group], **around))
     return results
 

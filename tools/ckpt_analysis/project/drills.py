@@ -95,7 +95,7 @@ def drill_of(trace: Trace, analysis: Analysis) -> Drill:
 def _parts(load: OperationStats) -> dict[str, float]:
     """Phases of a load on its critical rank, and the rest: together its wall time."""
     found = {phase.name: phase.time.at_critical_s or 0.0 for phase in load.phases}
-    wall_s = load.wall.max_s if load.wall else 0.0
+    wall_s = load.wall.max_s if load.wall else 0.0  # what the critical rank's own does not have, too
     return found | {UNNAMED: max(0.0, wall_s - sum(found.values()))}
 
 

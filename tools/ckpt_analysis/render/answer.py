@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ...common.formatting import digits_for, listed, percent, plural, rate, seconds, size
 from ..metrics.budget import Budget
 from ..metrics.critical_path import Wait
+from ..metrics.critical_rank import LATE
 from ..metrics.phases import AFTERWARDS
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.start_path import StartPath
@@ -68,14 +69,11 @@ def _start(start: StartStats, path: StartPath | None) -> list[str]:
             lead += f", {seconds(start.failure.relaunched_s)} s of it until it was relaunched"
         sentences = [f"{lead}."]
     else:
-        last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
-        sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
+        sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step."]
     if path is not None:
         sentences.append(_along(path))
-    elif where := _largest(start, first.max_s):
-        sentences.append(
-            f"Of the {seconds(first.max_s)} s from process start on critical rank {start.critical_rank}, {where}."
-        )
+    elif where := _on_critical_rank(start):
+        sentences.append(where)
     return sentences + _lost(start)
 
 
@@ -139,21 +137,36 @@ def _save(saves: list[OperationStats]) -> list[str]:
     if last.drain_s is not None:
         waited = seconds(last.drain_s, digits)
         sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
-    where = _largest(last, last.wall.max_s)
-    return sentences + ([f"On its critical rank, {last.critical_rank}, {where}."] if where else [])
+    where = _on_critical_rank(last)
+    return sentences + ([where] if where else [])
 
 
 def _load(load: OperationStats) -> list[str]:
     if load.wall is None:
         return []
-    where = _largest(load, load.wall.max_s)
+    where = _on_critical_rank(load)
     took = seconds(load.wall.max_s, digits_for(load.wall.max_s))
-    text = f"The load of {load.tag or 'nothing'} took {took} s"
-    return [f"{text}; on its critical rank, {load.critical_rank}, {where}." if where else f"{text}."]
+    text = f"The load of {load.tag or 'nothing'} took {took} s."
+    return [text, where] if where else [text]
+
+
+def _on_critical_rank(stats: Stats) -> str:
+    """Which rank was waited for, in which phase, and where its time went."""
+    wall_s = stats.wall.at_critical_s if stats.wall else None
+    where = "" if wall_s is None else _largest(stats, wall_s)
+    if wall_s is None or not where:
+        return ""
+    took = f"of its {seconds(wall_s, digits_for(wall_s))} s, {where}."
+    if stats.ranks == 1:
+        return f"O{took[1:]}"
+    rank, phase = stats.critical_rank, stats.critical_phase
+    if phase == LATE:
+        return f"Rank {rank} was waited for, since it began later than the others; {took}"
+    return f"Rank {rank} was waited for{f', in {phase}' if phase else ''}; {took}"
 
 
 def _largest(stats: Stats, wall_s: float) -> str:
-    """Where the critical rank's time went: its largest phases with their shares, and what no phase accounts for."""
+    """The largest phases on the critical rank with their shares, and what no phase accounts for."""
     timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in stats.phases if phase.name not in AFTERWARDS]
     rest = (stats.unattributed.at_critical_s if stats.unattributed else None) or 0.0
     if rest >= _WORTH_NAMING * wall_s:

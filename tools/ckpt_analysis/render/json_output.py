@@ -105,7 +105,7 @@ def _copies(copies: DeviceCopies | None) -> dict[str, Any] | None:
 def _start(start: StartStats) -> dict[str, Any]:
     result = _fields(start, "cycle ranks finished_ranks")
     result |= {"time_to_first_step_s": start.wall.max_s if start.wall else None} | _wall(start)
-    result |= _fields(start, f"{_LOST} failure_to_caught_up_s")
+    result |= _fields(start, f"{_LOST} after_critical_s failure_to_caught_up_s")
     result["failure"] = _failure(start.failure) if start.failure else None
     return result | _coverage_and_phases(start)
 
@@ -116,7 +116,11 @@ def _failure(failure: FailureTimes) -> dict[str, Any]:
 
 
 def _wall(stats: Stats) -> dict[str, Any]:
-    return {"critical_rank": stats.critical_rank, "wall": _spread(stats.wall)}
+    return {
+        "critical_rank": stats.critical_rank,
+        "critical_phase": stats.critical_phase,
+        "wall": _spread(stats.wall, "at_critical_s"),
+    }
 
 
 def _coverage_and_phases(stats: Stats) -> dict[str, Any]:
@@ -129,8 +133,8 @@ def _coverage_and_phases(stats: Stats) -> dict[str, Any]:
     }
 
 
-def _spread(spread: Spread | None) -> dict[str, Any] | None:
-    return _fields(spread, _SPREAD) if spread else None
+def _spread(spread: Spread | None, more: str = "") -> dict[str, Any] | None:
+    return _fields(spread, f"{_SPREAD} {more}") if spread else None
 
 
 def _phases(phases: list[PhaseStats]) -> dict[str, Any]:

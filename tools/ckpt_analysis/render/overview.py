@@ -87,7 +87,7 @@ def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
 
 
 def _where_it_went(report: Report, style: Style) -> list[str]:
-    """A start along its critical path; without one, the newest save or load on its slowest rank.
+    """A start along its critical path; without one, the newest save or load on its critical rank.
 
     Before it what came to no end: a failure after which nothing was started, a newest start without its first step.
     """
@@ -132,9 +132,11 @@ def _operation(stats: OperationStats, style: Style) -> list[str]:
     if stats.unattributed is not None and stats.unattributed.at_critical_s is not None:
         parts.append(_Part(UNNAMED, stats.unattributed.at_critical_s, rank))
     name = name_of(stats)
-    slowest = "" if rank is None else f", on its slowest rank {rank}"
-    title = f"{name[0].upper()}{name[1:]}: {seconds(stats.wall.max_s, digits_for(stats.wall.max_s))} s{slowest}"
-    return [*_heading(title, style), *_drawn(parts, stats.wall.max_s, style)]
+    whole_s = stats.wall.max_s if stats.wall.at_critical_s is None else stats.wall.at_critical_s
+    phase = f", in {stats.critical_phase}" if stats.critical_phase else ""
+    waited = "" if rank is None or stats.ranks == 1 else f"; rank {rank} was waited for{phase}"
+    title = f"{name[0].upper()}{name[1:]}: {seconds(stats.wall.max_s, digits_for(stats.wall.max_s))} s{waited}"
+    return [*_heading(title, style), *_drawn(parts, whole_s, style)]
 
 
 def _heading(text: str, style: Style) -> list[str]:

@@ -144,7 +144,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
         lines.append(f"  {no_first_step(start)}")
     else:
         caught_up = "" if start.caught_up_s is None else f", caught up after {seconds(start.caught_up_s)} s"
-        lines.append(f"  process start to first step {seconds(first.max_s)} s{_on_critical_rank(start)}{caught_up}")
+        lines.append(f"  process start to first step {seconds(first.max_s)} s{caught_up}")
     if failure := start.failure:
         lines.append(
             f"  failure{f' ({failure.fault})' if failure.fault else ''} to first step {seconds(start.restart_s)} s: "
@@ -162,7 +162,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
             f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
             f"last record to first process start {seconds(start.down_s)} s"
         )
-    lines.append(f"  coverage {_coverage(start)}")
+    lines += [*_waited_for(start), f"  coverage {_coverage(start)}"]
     lines = [fitted for line in lines for fitted in _fitted(line)]
     if start.restart_s is not None:
         lines += [*_waterfall(start, start.restart_s, style), ""]
@@ -216,7 +216,7 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
         lines += _fitted("  " + _device_copies(stats.device_copies))
     if stats.store_traffic is not None:
         lines += _fitted("  " + _store_traffic(stats.store_traffic))
-    lines.append(f"  coverage {_coverage(stats)}")
+    lines += [*_waited_for(stats), f"  coverage {_coverage(stats)}"]
     lines += _phase_lines(stats, f"whole {stats.operation}", style)
     return lines + _rank_lines(stats, coordinates, style)
 
@@ -262,14 +262,17 @@ def _store_traffic(traffic: StoreTraffic) -> str:
     )
 
 
+def _waited_for(stats: Stats) -> list[str]:
+    if stats.critical_rank is None or stats.ranks == 1:
+        return []
+    phase = f", in {stats.critical_phase}" if stats.critical_phase else ""
+    return [f"  waited for: rank {stats.critical_rank} (critical){phase}"]
+
+
 def _coverage(stats: Stats) -> str:
     if stats.coverage_min is None:
         return "not recorded" if stats.finished_ranks else "not known: no rank finished"
     return f"{percent(stats.coverage_min)} at least (rank {count(stats.coverage_rank)})"
-
-
-def _on_critical_rank(start: StartStats) -> str:
-    return "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
 
 
 def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:

@@ -49,7 +49,8 @@ def test_stages_of_a_trace(record: dict[str, Any], stage: str | None) -> None:
 def restart(cycle: int) -> dict[str, Any]:
     details = {"discover": {"at_critical_s": 0.25}, "load": {"at_critical_s": 0.5}}
     return {
-        "cycle": cycle, "restart_s": 10.0, "wall": {"max_s": 6.0}, "lost_steps": 1,
+        "cycle": cycle, "restart_s": 10.0, "wall": {"max_s": 6.5, "at_critical_s": 6.0}, "lost_steps": 1,
+        "after_critical_s": 0.0,
         "lost_work_s": 0.1, "failure_to_caught_up_s": 11.0,
         "failure": {"detected_s": 1.0, "stopped_s": 1.5, "relaunched_s": 2.5},
         "phases": {

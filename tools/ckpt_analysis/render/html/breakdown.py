@@ -74,10 +74,10 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
             series.setdefault(UNATTRIBUTED, {})[names[-1]] = rest_ns[rank] / 1e9
     data = phase_bars(series, [name for name in [*_order(stats), UNATTRIBUTED] if name in series], 4)
     arranged = lanes(names, 34, 130, x="seconds (busy time)", barmode="stack")
-    wall = wall_of(stats)
+    wall_s = wall_of(stats).at_critical_s or 0.0
     description = (
         f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the critical rank, "
-        f"{stats.critical_rank}, took {wall.max_s:.3f} s in all."
+        f"{stats.critical_rank}, took {wall_s:.3f} s in all."
     )
     title = f"{title_of(stats)}: phases of the critical, the median and the fastest rank"
     return plot(title, data, arranged, description)

@@ -15,16 +15,20 @@ DEFINITIONS: dict[str, str] = {
     "sum of its `duration_ns`, at most its length; the clusters are summed. So phases that alternate within "
     "one window (serialize and write) count what each took, and four writer threads at once count a moment "
     "once. Windows that only touch do not overlap.",
-    "critical rank": "of an operation: the rank with the longest wall time, of equals the lowest. What is said "
-    "of an operation on one rank (where its time went, the shares of its phases, a waterfall) is said of this "
-    "rank, in sentences, findings, tables, figures and JSON alike. It is chosen once per operation: the slowest "
-    "rank of a single phase may be another one, and is named as that phase's.",
+    "critical rank": "of an operation: the rank for which the others waited, not the one with the longest wall time, "
+    "which often waited itself. It is the rank on which the critical path spends most time outside of `rendezvous`, "
+    "`communicators`, `barrier` and `first_step`; of equals the lowest. Critical phase: the phase in which it spent "
+    "most of that time; `late`, if it began the operation that much later than the others. What is said of an "
+    "operation on one rank (where its time went, the shares of its phases, a waterfall) is said of the critical "
+    "rank, in sentences, findings, tables, figures and JSON alike.",
     "own time": "of a rank in an operation: busy time in the phases in which it does not wait for others, "
     "which are all but `barrier`, `rendezvous` and `wait_previous`, and those that follow when it is over "
     "(`caught_up`, `remove`).",
     "critical path": "of a start: found backwards from the end of the last first step. On a rank it follows "
     "what the rank did, the innermost span of each moment; at a phase that no rank leaves before all have "
-    "come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last.",
+    "come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last. Of a save "
+    "or load: from the end of the rank with the longest wall time; the rank that waited least, or did not wait, is "
+    "the one that came last.",
     "waiting": "time of a rank in its n-th `barrier` span of an operation. All leave together, so the rank "
     "that waits least came last and was waited for; ranks without an n-th span did something else while the "
     "others waited, and were waited for.",
@@ -56,7 +60,7 @@ DEFINITIONS: dict[str, str] = {
     "lost_work_s": "time of the iterations after `resumed_step` up to `reached_step`, as the newest earlier "
     "cycle ran each, on the rank that spent most. Saves and evaluation between them, and the iteration "
     "under way at the failure, are not in it",
-    "load_s": "loads only: wall time of the critical rank",
+    "load_s": "loads only: wall time of the slowest rank",
     "goodput": "training that counts over wall time: the share of `training_s` in `wall_s` of the run's budget",
     "blocked share": "of a run: the sum of `blocked_s` over its saves, over its training time: from the begin of "
     "the first to the end of the last training step of each cycle, and what saves after that last step blocked. Of "

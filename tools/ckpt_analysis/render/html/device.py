@@ -91,7 +91,7 @@ def _over_save(run: RunData) -> tuple[Plot, Table] | None:
         line(name, paint, x=shown["seconds"].to_list(), y=(shown[name] / 1e9).to_list(), showlegend=True)
         for name, paint in zip(known, _RATE_COLOURS, strict=False)
     ]
-    end = wall_of(run.save).max_s
+    end = wall_of(run.save).at_critical_s or wall_of(run.save).max_s
     shapes = [vertical(x, line={"dash": "dot", "width": 1}) for x in (0.0, end)]
     arranged = layout(320, x="s since the save began", y="GB/s", shapes=shapes)
     title = f"Throughput over {title_of(run.save)}, critical rank {critical}"

@@ -62,7 +62,7 @@ def draw(run: RunData) -> Content:
     wall = wall_of(save)
     description = (
         f"Timeline of {title_of(save)} on {', '.join(name for name, _ in ranks)}: a lane per thread and one of the "
-        f"training steps. It lasts {wall.max_s:.3f} s on its critical rank, {save.critical_rank}."
+        f"training steps. It lasts {wall.max_s:.3f} s; rank {save.critical_rank} was waited for."
     )
     longest = max(one.end_s for one in bars if one.phase != STEP) - begin / 1e9
     arranged = layout(

@@ -49,11 +49,11 @@ class RunData(Analysis):
         return not self.totals_of(stats).is_empty()
 
     def three_ranks(self, stats: Stats) -> list[tuple[str, int]]:
-        """The critical, the median and the fastest rank by wall time, each with that word; of few ranks fewer."""
+        """The critical rank, then the median and the fastest by wall time, each with that word; of few ranks fewer."""
         finished = self.totals_of(stats).drop_nulls("wall_ns")
         ranks = finished.sort("wall_ns", "rank", descending=[True, False])["rank"].to_list()
-        found: dict[int, str] = {}
-        for word, index in (("critical", 0), ("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):
+        found = {} if stats.critical_rank is None else {stats.critical_rank: "critical"}
+        for word, index in (("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):
             if ranks:
                 found.setdefault(ranks[index], word)
         return [(word, rank) for rank, word in found.items()]

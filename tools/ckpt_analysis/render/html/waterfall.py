@@ -185,10 +185,7 @@ def _ranks_on_path(path: list[Segment]) -> str:
     if len(order) == 1:
         return f"No other rank was waited for: the critical path lies on rank {order[0]} from beginning to end."
     shown = " to ".join(f"rank {rank}" for rank in order[:6]) + (" and on" if len(order) > 6 else "")
-    return (
-        f"The critical rank waited for others: the critical path goes from {shown}, each time to the rank that was "
-        "waited for next."
-    )
+    return f"The critical path goes from {shown}, each time to the rank that was waited for next."
 
 
 def _path_table(path: list[Segment], origin: int) -> Table:

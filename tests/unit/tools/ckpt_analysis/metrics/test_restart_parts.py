@@ -17,7 +17,8 @@ def phase(name: str, seconds: float | None, *details: PhaseStats) -> PhaseStats:
 def start(*phases: PhaseStats, rest_s: float = 0.0, failure: FailureTimes | None = None) -> StartStats:
     """From process start to first step 10 s; of a restart with `failure` 25 s."""
     return StartStats(
-        cycle=1, ranks=1, finished_ranks=1, wall=Spread(10.0), unattributed=Spread(rest_s, at_critical_s=rest_s),
+        cycle=1, ranks=1, finished_ranks=1, wall=Spread(10.0, at_critical_s=10.0),
+        unattributed=Spread(rest_s, at_critical_s=rest_s),
         phases=list(phases), is_restart=failure is not None, failure=failure, restart_s=25.0 if failure else None,
     )  # fmt: skip
 

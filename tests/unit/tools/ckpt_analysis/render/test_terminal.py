@@ -180,7 +180,7 @@ def test_a_launch_is_shown_if_it_took_much_longer_than_the_restart(report: Repor
 
 def test_without_a_start_the_longest_save_or_load_is_shown(report: Report) -> None:
     lines = screen(replace(report, starts=[], path=None, budget=None))
-    assert "Save global_step10 of cycle 1: 0.3830 s, on its slowest rank 5" in lines
+    assert "Save global_step10 of cycle 1: 0.3830 s; rank 5 was waited for, in flush" in lines
     shown = waterfall(lines)
     assert shown["flush"][0] == "5" and max(shown, key=lambda name: float(shown[name][1])) == "flush"
     assert ["Lost work", "not recorded", "no start was recorded"] in [re.split(r"  +", line)[1:] for line in lines]

@@ -1,0 +1,58 @@
+"""Who was waited for in a save: traces in which the longest wall time is that of a rank that waited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.synthetic_traces.shape import Shape
+from benchmarks.synthetic_traces.write import write_run
+from tests.unit.tools.ckpt_analysis.analysis_helpers import result
+from tools.ckpt_analysis.cli import main
+
+pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
+_SHAPE = Shape(ranks=24, saves=4, plants=frozenset({"straggler-rank"}))
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank is late at each barrier, since its fsync takes long; others have longer wall times, and wait."""
+    directory = tmp_path_factory.mktemp("victims") / "run"
+    write_run(directory, _SHAPE)
+    return directory
+
+
+def test_a_victim_in_a_barrier_is_not_critical(trace: Path) -> None:
+    straggler = _SHAPE.planted_rank("straggler-rank")
+    found = result(trace, per_rank=True)
+    victims = 0
+    for save in found["saves"]:
+        waited = {entry["rank"]: entry["phases"]["barrier"] for entry in save["per_rank"]}
+        victims += save["wall"]["slowest_rank"] != straggler and waited[save["wall"]["slowest_rank"]] > 0.3
+        assert (save["critical_rank"], save["critical_phase"]) == (straggler, "flush")
+        own = next(entry for entry in save["per_rank"] if entry["rank"] == straggler)
+        assert save["wall"]["at_critical_s"] == pytest.approx(own["wall_s"])
+        assert save["phases"]["barrier"]["at_critical_s"] == pytest.approx(own["phases"]["barrier"])
+    assert victims  # else this trace would show nothing
+
+
+def test_the_rank_that_was_waited_for_is_named_in_all_outputs(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straggler = _SHAPE.planted_rank("straggler-rank")
+    assert main(["--all", str(trace), "--no-cache"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count(f"waited for: rank {straggler} (critical), in flush") == 4
+    assert main(["-o", str(tmp_path / "report"), str(trace), "--no-cache"]) == 0
+    page = next((tmp_path / "report").glob("*.html")).read_text()
+    assert f"Rank {straggler} was waited for, in flush;" in page
+    assert f"rank {straggler} (critical)" in page
+
+
+def test_a_rank_that_begins_late_is_critical(tmp_path: Path) -> None:
+    """The others wait in the barrier since it began after them; it takes no longer over anything."""
+    shape = Shape(ranks=24, saves=4, plants=frozenset({"barrier-skew"}))
+    write_run(tmp_path / "run", shape)
+    for save in result(tmp_path / "run")["saves"]:
+        assert (save["critical_rank"], save["critical_phase"]) == (shape.planted_rank("barrier-skew"), "late")
