@@ -103,6 +103,7 @@ class Startup:
         self._operation.add("process_start", None, own_ns, opened_ns or clock.now_ns())
         self._contiguous = contiguous
         self._first_step_end_ns = 0
+        self._others: list[tuple[int, int]] = []
         self._op = self._operation
 
     @property
@@ -156,6 +157,10 @@ class Startup:
                 begin = inner.end_ns
             self._op.add(name, None, begin, end)
 
+    def spent(self, start_ns: int, end_ns: int) -> None:
+        """Another phase has this time: as far as it lies within the first step, it is no part of that."""
+        self._others.append((start_ns, end_ns))
+
     def iteration_done(self, step: int, loop_start_ns: int, end_ns: int, *, numbered: bool = True) -> None:
         """Called when iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`.
 
@@ -163,13 +168,25 @@ class Startup:
         """
         if self._operation is not None:
             begin_ns = min(loop_start_ns, self._op.until_ns()) if self._contiguous else loop_start_ns
-            self._op.add("first_step", None, begin_ns, end_ns)
+            other_ns = _overlap_ns(self._others, begin_ns, end_ns)
+            own_ns = end_ns - begin_ns - other_ns if other_ns else None
+            self._op.add("first_step", None, begin_ns, end_ns, duration_ns=own_ns)
             self._op.end()
             self._operation = None
             self._first_step_end_ns = end_ns
         if self._reached is not None and numbered and step >= self._reached:
             self._op.add("caught_up", None, self._first_step_end_ns, end_ns)
             self._reached = None
+
+
+def _overlap_ns(windows: list[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
+    """Time within begin_ns and end_ns that one of the windows has, which may overlap."""
+    overlap_ns, since_ns = 0, begin_ns
+    for start_ns, until_ns in sorted(windows):
+        until_ns, start_ns = min(until_ns, end_ns), max(start_ns, since_ns)
+        if until_ns > start_ns:
+            overlap_ns, since_ns = overlap_ns + until_ns - start_ns, until_ns
+    return overlap_ns
 
 
 def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:

@@ -77,10 +77,15 @@ class Communicators:
 
     @contextmanager
     def apart_from(self, phase: str) -> Iterator[None]:
-        """Measure a phase of the start-up in which DeepSpeed also creates groups; those count as `communicators`."""
-        import torch.distributed as dist
+        """Measure a phase of the start-up in which DeepSpeed also creates groups and builds its operators.
 
-        create = dist.new_group
+        Those count as `communicators` and `compile`.
+        """
+        import torch.distributed as dist
+        from deepspeed.ops.op_builder.builder import OpBuilder
+
+        operators: Any = OpBuilder
+        create, build = dist.new_group, operators.jit_load
         with self.startup.phase_around(phase, RANKS) as inner:
 
             def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +94,15 @@ class Communicators:
                 with inner.phase("communicators", kind):
                     return self._keep(kind, create(ranks, chosen, *args, **kwargs))
 
-            dist.new_group = timed
+            def timed_build(builder: Any, *args: Any, **kwargs: Any) -> Any:
+                with inner.phase("compile"):
+                    return build(builder, *args, **kwargs)
+
+            dist.new_group, operators.jit_load = timed, timed_build
             try:
                 yield
             finally:
-                dist.new_group = create
+                dist.new_group, operators.jit_load = create, build
 
     def connect_all(self, rank: int, device: Any, dtype: Any) -> None:
         """Connect the default group, every group created so far and the neighbouring stages. Collective.

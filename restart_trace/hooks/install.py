@@ -16,6 +16,7 @@ from restart_trace.clock import now_ns
 from restart_trace.hooks import (
     agent,
     clients,
+    compilation,
     deepspeed_engine,
     distributed,
     distributed_checkpoint,
@@ -33,6 +34,8 @@ _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "torch.distributed": distributed.hook,
     "torch.distributed.checkpoint": distributed_checkpoint.hook,
     "torch.distributed.fsdp": distributed.hook_fsdp,
+    "torch.utils.cpp_extension": compilation.hook_extensions,
+    "torch._dynamo.convert_frame": compilation.hook_graphs,
     "deepspeed.comm.torch": distributed.hook_deepspeed,
     "deepspeed": deepspeed_engine.hook,
     "accelerate.accelerator": clients.hook_accelerate,

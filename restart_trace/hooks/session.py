@@ -60,6 +60,7 @@ class Session:
         self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
+        self._is_compiling = False
         self._exit_status: object = None
         self._has_ended = False
         self._refused = False  # the trace of this rank could not be opened
@@ -123,6 +124,8 @@ class Session:
         starting = self._start_up()
         if starting is not None and self.running() is None:
             starting.interrupted("imports", start_ns, end_ns)
+            assert self.startup is not None
+            self.startup.spent(start_ns, end_ns)
 
     def record_coordinates(self, place: Mapping[str, Any] | None) -> None:
         """Record the coordinates of this rank, if they are known, as a coordinates record. The last record counts."""
@@ -151,6 +154,21 @@ class Session:
         """The body is this phase of the start-up, except for phases within it. No effect once the start-up is over."""
         starting = self._start_up()
         return nullcontext() if starting is None else starting.phase(name, detail)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The body compiles: the phase `compile` of the start-up, its first step included."""
+        starting, startup = self._start_up(), self.startup
+        if starting is None or startup is None or self._is_compiling:
+            yield
+            return
+        since_ns, self._is_compiling = now_ns(), True
+        try:
+            with starting.phase("compile"):
+                yield
+        finally:
+            self._is_compiling = False
+            startup.spent(since_ns, now_ns())
 
     def running(self) -> Running | None:
         """The save or load in progress on this thread."""

@@ -1,4 +1,4 @@
-"""Rules on the costs of an operation: fsync, serialization, small files, imports, an earlier save."""
+"""Rules on the costs of an operation: fsync, serialization, small files, imports, compilers, an earlier save."""
 
 from __future__ import annotations
 
@@ -169,6 +169,29 @@ def slow_name_lookup(e: Evidence, limits: Thresholds) -> list[Observation]:
                 cost_s=lookup.time.max_s,
                 data={"cycle": start.cycle, "rank": lookup.time.slowest_rank, "lookup_s": lookup.time.max_s},
                 phase="name_lookup",
+                group=start.group,
+            )
+        ]
+    return []
+
+
+def compiled_again(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """The newest start, if a rank compiled for long before the end of its first step."""
+    for start in reversed(e.starts):
+        if start.wall is None:
+            continue
+        compiled = phase_of(start, "compile")
+        if compiled is None or compiled.time.max_s < limits["least_s"]:
+            return []
+        took_s = compiled.time.max_s
+        return [
+            Observation(
+                title=f"The start compiles for {seconds(took_s)} s",
+                evidence=f"{name_of('start', start)}: so long on rank {compiled.time.slowest_rank}, of "
+                f"{seconds(start.wall.max_s)} s to the first step",
+                cost_s=took_s,
+                data={"cycle": start.cycle, "rank": compiled.time.slowest_rank, "compile_s": took_s},
+                phase="compile",
                 group=start.group,
             )
         ]

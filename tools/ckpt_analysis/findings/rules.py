@@ -6,6 +6,7 @@ from .comparisons import HOST_LIMITS, RANK_LIMITS
 from .copies import late_copies, missing_copies, read_from_storage, rejected_copies
 from .costs import (
     cold_imports,
+    compiled_again,
     files_written_twice,
     fsync_dominates,
     serialization_bound,
@@ -109,6 +110,16 @@ RULES: tuple[Rule, ...] = (
         "hosts in /etc/hosts of rank 0's host and that of MASTER_ADDR in all others, as ::ffff:10.0.0.1, too, which is "
         'what torch asks for; or let /etc/resolv.conf give up soon ("options timeout:1 attempts:1").',
         slow_name_lookup,
+    ),
+    Rule(
+        "compiled_again",
+        "waterfall",
+        {"least_s": 1.0},
+        "Keep what was compiled for the next start: set TORCH_EXTENSIONS_DIR (DeepSpeed's operators and other "
+        "extensions), TORCHINDUCTOR_CACHE_DIR (torch.compile) and TRITON_CACHE_DIR (its kernels) to directories on "
+        "each host that outlive the job and its container, or build them into the image.",
+        None,
+        compiled_again,
     ),
     Rule(
         "wait_previous",

@@ -311,6 +311,20 @@ def test_slow_name_lookup(tmp_path: Path, lookup_ms: float, met: bool) -> None:
         assert found[0].cost_s == pytest.approx(0.5) and "/etc/hosts" in found[0].advice
 
 
+@pytest.mark.parametrize(("compile_ms", "met"), [(1000, True), (999, False)])
+def test_compiled_again(tmp_path: Path, compile_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("startup")
+        op.span("compile", None, compile_ms)
+        op.span("first_step", None, 100)
+        op.end()
+
+    found = findings(tmp_path, "compiled_again", make)
+    assert len(found) == met
+    if met:
+        assert found[0].cost_s == pytest.approx(1.0) and "TORCH_EXTENSIONS_DIR" in found[0].advice
+
+
 @pytest.mark.parametrize(
     ("wait_ms", "collect_ms", "at_begin", "met"),
     [(100, 900, True, True), (99, 100, True, False), (100, 901, True, False), (900, 100, False, False)],

@@ -1,0 +1,78 @@
+"""What a traced job compiles while it starts is the phase `compile`, and no part of the phase around it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from restart_trace.reading import read_records
+
+pytestmark = pytest.mark.slow  # programs that import torch, and a compiler
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+    import os, pathlib, torch
+    import torch.distributed as dist
+    from torch.utils.cpp_extension import load
+
+    def build(name):
+        source = pathlib.Path(f"{name}.cpp")
+        source.write_text(f'extern "C" int {name}() {{ return 1; }}')
+        load(name=name, sources=[str(source)], is_python_module=False, extra_cflags=["-O0"])
+
+    class Built(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 1
+
+        @staticmethod
+        def backward(context, gradient):
+            if not os.path.exists(f"of_first_step.{os.getpid()}"):
+                pathlib.Path(f"of_first_step.{os.getpid()}").touch()
+                build("of_first_step")
+                torch.compile(lambda x: x + 1, backend="eager")(gradient)
+            return gradient
+
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
+    build("of_init")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        Built.apply(model(torch.ones(2))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    build("of_later")
+"""
+
+
+def traced(directory: Path, cycle: int) -> list[dict[str, Any]]:
+    """Spans of the start-up of the program, run as a job would run it."""
+    (directory / "program.py").write_text(textwrap.dedent(PROGRAM))
+    (directory / "store").unlink(missing_ok=True)
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("RESTART_", "TORCH_EXTENSIONS"))}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(directory / "built")}
+    command = [sys.executable, "-m", "restart_trace.run", "--trace-dir", "trace", "program.py"]
+    done = subprocess.run(
+        command, env=kept | rank, cwd=directory, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "switched off" not in done.stderr
+    records = read_records(directory / "trace" / f"rank_00000_cycle_{cycle:03}.jsonl")
+    return [r for r in records if r["type"] == "span" and r["operation"] == "startup"]
+
+
+def test_builds_and_graphs_are_a_phase_of_their_own(tmp_path: Path) -> None:
+    cold, warm = (traced(tmp_path, cycle) for cycle in range(2))
+    for spans in (cold, warm):
+        compiled = [span for span in spans if span["phase"] == "compile"]
+        (first,) = [span for span in spans if span["phase"] == "first_step"]
+        inside = [span for span in compiled if span["start_ns"] > first["start_ns"]]
+        assert len(inside) > 1 and max(s["end_ns"] for s in spans) == first["end_ns"]  # an extension and graphs
+        within = sum(s["duration_ns"] for s in spans if s["start_ns"] > first["start_ns"])
+        assert compiled[0]["start_ns"] < first["start_ns"] and within < first["end_ns"] - first["start_ns"]
+        assert first["duration_ns"] == pytest.approx(first["end_ns"] - first["start_ns"] - within, abs=2e6)
