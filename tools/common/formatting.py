@@ -11,6 +11,13 @@ def seconds(value: float | None, digits: int = 3) -> str:
     return NOT_RECORDED if value is None else f"{value:.{digits}f}"
 
 
+def duration(seconds: float) -> str:
+    """A time as one reads it: 45 s, 25 min, 1.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def digits_for(longest_s: float) -> int:
     """Decimals that show the phases of an operation of this length."""
     return 3 if longest_s >= 1 else 4

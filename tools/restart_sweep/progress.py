@@ -33,15 +33,5 @@ def _kinds(cell: Cell) -> list[tuple[str, ...]]:
     return [(cell.what,), (cell.mode, cell.model, cell.layout), (cell.mode,), ()]
 
 
-def duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
 def to_stderr(text: str) -> None:
     print(f"restart-sweep: {text}", file=sys.stderr, flush=True)

@@ -13,11 +13,11 @@ from megatron.config.uris import Location, below
 from restart_trace.redaction import redact_command
 
 from ..ckpt_replay.locations import remove
-from ..common.formatting import plural, size
+from ..common.formatting import duration, plural, size
 from ..common.sweep_files import FAILED, LOG, OK, Cell
 from .commands import Places, command_of, environment
 from .directory import SweepDirectory, SweepError, storage_of
-from .progress import Times, duration
+from .progress import Times
 from .running import Ended, end_all, run
 from .sizes import Sizes
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from restart_trace.schema import TIERS
 
 from ...common.cli import OK
 from ..common.errors import CouldNotRunError
 from .common import add_format, open_run, read_analysis, read_report, write_document
+
+if TYPE_CHECKING:
+    from ..report import Report
 
 HELP = "project measured runs: to many nodes, to another layout, with other phases, with copies in memory"
 EXAMPLES = """\
@@ -68,13 +72,14 @@ _QUESTIONS = {
     "--failures-per-day": (
         "failures_per_day",
         "logdirs",
+        "engine",
         "interval_steps",
         "tier",
         "step_seconds",
         "blocked_seconds",
         "durable_seconds",
     ),
-    "--nodes": ("nodes", "logdirs", *_AT_SCALE),
+    "--nodes": ("nodes", "logdirs", "engine", *_AT_SCALE),
 }
 
 
@@ -115,7 +120,9 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint-files", metavar="N", type=float, help="files of a checkpoint")
     help_ = "what `ckpt-plan --format json` wrote, for --ranks, --tp, --checkpoint-bytes and --checkpoint-files"
     group.add_argument("--plan", metavar="FILE", type=Path, help=help_)
-    group.add_argument("--engine", metavar="NAME", help="checkpoint engine; the traces must have it (default: theirs)")
+    group.add_argument(
+        "--engine", metavar="NAME", help="checkpoint engine that the runs have; needed if they have several"
+    )
     group.add_argument(
         "--write-GBps", metavar="X", type=float, help="the most that the storage writes, all ranks together"
     )
@@ -150,7 +157,9 @@ def _intervals(arguments: argparse.Namespace) -> None:
     nodes = _counts(arguments, "--nodes")
     hours = parse_positives("--mtbf-hours", _given(arguments, "--mtbf-hours"))
     steps = _counts(arguments, "--interval-steps") if arguments.interval_steps else []
-    report = read_report(_only(arguments), arguments) if arguments.logdirs else None
+    if arguments.engine is not None and not arguments.logdirs:
+        raise CouldNotRunError(f"--engine {arguments.engine}: chooses among the saves of a run; give a LOGDIR")
+    report = _of_one_engine(read_report(_only(arguments), arguments), arguments.engine) if arguments.logdirs else None
     given = Given(
         blocked_s=arguments.blocked_seconds,
         durable_s=arguments.durable_seconds,
@@ -184,7 +193,7 @@ def _recoveries(arguments: argparse.Namespace) -> None:
         step_s=arguments.step_seconds,
         tier=arguments.tier,
     )
-    reports = [read_report(directory, arguments) for directory in arguments.logdirs]
+    reports = [_of_one_engine(read_report(directory, arguments), arguments.engine) for directory in arguments.logdirs]
     found = curves(reports, given, rates, steps[0])
     write_document(arguments, document(found))
 
@@ -215,7 +224,9 @@ def _what_if(arguments: argparse.Namespace) -> None:
     factors = parse_factors(arguments.what_if)
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: --what-if asks of a measured run")
-    found = what_if(read_analysis(_only(arguments), arguments), factors)
+    analysis = read_analysis(_only(arguments), arguments)
+    _of_one_engine(analysis.report, None)
+    found = what_if(analysis, factors)
     write_document(arguments, document(found, factors))
 
 
@@ -227,6 +238,26 @@ def _copies(arguments: argparse.Namespace) -> None:
     nodes, replicas, lost = (_counts(arguments, flag) for flag in ("--nodes", "--replicas", "--lost-nodes"))
     found = [row for copies in replicas for row in survivals(arguments.placement, nodes, copies, lost)]
     write_document(arguments, document(found))
+
+
+def _of_one_engine(report: Report, engine: str | None) -> Report:
+    """The part of a run that is of `engine`, or the run. Raises CouldNotRunError if it has several, or not that one."""
+    from ..compare.variants import Variant, by_engine
+
+    whole = Variant("", [report])
+    parts = {part.name: part.reports[0] for part in by_engine([whole])}
+    if engine is None and len(parts) > 1:
+        raise CouldNotRunError(
+            f"{report.directory}: has several engines, {', '.join(parts)}, which are no repeats of each other; choose "
+            "one with --engine, or give a run that has one"
+        )
+    if engine is None:
+        return report
+    last = report.cycles[-1]
+    known = parts if len(parts) > 1 else {last.engine_asked or last.engine_used or "": report}
+    if engine not in known:
+        raise CouldNotRunError(f"--engine {engine}: {report.directory} has {', '.join(known)}")
+    return known[engine]
 
 
 def _only(arguments: argparse.Namespace) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 
-from ..model.run_info import CycleInfo, layout_text
+from ..model.run_info import layout_text
 from ..report import Report
 from .metrics import Samples
 from .results import VariantFacts
@@ -35,8 +35,8 @@ def by_engine(variants: list[Variant]) -> list[Variant]:
     """
     found: list[Variant] = []
     for variant in variants:
-        engines = list(dict.fromkeys(_engine(info) for report in variant.reports for info in report.cycles))
-        if len(engines) == 1:
+        engines = list(dict.fromkeys(engine for report in variant.reports for engine in _engines(report).values()))
+        if len(engines) <= 1:
             found.append(variant)
             continue
         of = "" if len(variants) == 1 else f"{_short(variant.name, variant.reports[0].directory)} "
@@ -46,16 +46,24 @@ def by_engine(variants: list[Variant]) -> list[Variant]:
     return found
 
 
-def _engine(info: CycleInfo) -> str:
-    return info.engine_asked or info.engine_used or "without an engine"
+def _engines(report: Report) -> dict[int, str]:
+    """Cycle -> engine; one that ended before it recorded its engine belongs to the one before it, or to the first."""
+    named = [(info.cycle, info.engine_asked or info.engine_used) for info in report.cycles]
+    present = next((engine for _, engine in named if engine), None)
+    found: dict[int, str] = {}
+    for cycle, engine in named:
+        present = engine or present
+        if present is not None:
+            found[cycle] = present
+    return found
 
 
 def _of_engine(report: Report, engine: str) -> list[Report]:
     """The report with the cycles of that engine alone, without what is of the whole run; none if it has none."""
-    cycles = [info for info in report.cycles if _engine(info) == engine]
-    if not cycles:
+    kept = {cycle for cycle, each in _engines(report).items() if each == engine}
+    if not kept:
         return []
-    kept = {info.cycle for info in cycles}
+    cycles = [info for info in report.cycles if info.cycle in kept]
     part = replace(
         report,
         cycles=cycles,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from .inputs import Inputs
 from .model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
 
 HOUR_S = 3600.0
+NEARLY = 0.001  # of the wall time
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,28 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The interval to choose at one scale, in whole steps, and between which intervals little more is lost.
+
+    `ettr`: with `interval_steps`. From `least_steps` to `most_steps` it is at most NEARLY below that of the optimum.
+    """
+
+    nodes: int
+    node_mtbf_hours: float
+    interval_steps: int
+    interval_s: float
+    ettr: float
+    least_steps: int
+    most_steps: int
+
+
+@dataclass(frozen=True)
 class Projection:
-    """What was put in, the rows, and what they rest on. `kind` is always "projection"."""
+    """What was put in, the answers, the rows, and what they rest on. `kind` is always "projection"."""
 
     kind: str
     inputs: Inputs
+    answers: list[Answer]
     rows: list[Row]
     assumptions: list[str]
 
@@ -62,9 +81,11 @@ def project(inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], inte
     """Rows for every number of nodes and every MTBF of a node: the given intervals, then the three rules."""
     costs = Costs(inputs.blocked_s.value, inputs.durable_s.value, inputs.restart_s.value)
     rows = []
+    answers = []
     for count in nodes:
         for hours in node_mtbf_hours:
             mtbf_s = hours * HOUR_S / count
+            answers.append(_answer(costs, mtbf_s, inputs.step_s.value, count, hours))
             chosen = [("given", steps * inputs.step_s.value) for steps in interval_steps]
             chosen += [
                 (rule, work_s)
@@ -72,10 +93,27 @@ def project(inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], inte
                 if (work_s := work_of(costs, mtbf_s)) > 0  # a save that costs nothing has no best interval
             ]
             rows += [_row(inputs, costs, count, hours, rule, work_s) for rule, work_s in chosen]
-    return Projection("projection", inputs, rows, ASSUMPTIONS)
+    return Projection("projection", inputs, answers, rows, ASSUMPTIONS)
 
 
 _RULES = {"young": young_work_s, "daly": daly_work_s, "optimum": optimal_work_s}
+
+
+def _answer(costs: Costs, mtbf_s: float, step_s: float, nodes: int, hours: float) -> Answer:
+    """By bisection in whole steps: up to the best interval the ETTR rises, beyond it it falls."""
+
+    def ettr(steps: int) -> float:
+        return outcome(costs, mtbf_s, steps * step_s).ettr
+
+    near = optimal_work_s(costs, mtbf_s) / step_s
+    best = max({max(1, math.floor(near)), max(1, math.ceil(near))}, key=ettr)
+    enough = ettr(best) - NEARLY
+    too_many = best + 1
+    while ettr(too_many) >= enough and too_many * step_s < 64 * mtbf_s:  # beyond, hardly anything is left
+        too_many *= 2
+    least = bisect_left(range(1, best), True, key=lambda steps: ettr(steps) >= enough) + 1
+    most = bisect_left(range(best, too_many), True, key=lambda steps: ettr(steps) < enough) + best - 1
+    return Answer(nodes, hours, best, best * step_s, ettr(best), least, most)
 
 
 def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work_s: float) -> Row:

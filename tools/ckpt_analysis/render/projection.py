@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 from ...common.escaping import shown
-from ...common.formatting import number, percent
+from ...common.formatting import duration, number, percent, plural
 from ...common.tables import Column
-from ..project.projection import Projection, Row, save_GBps
+from ..project.projection import Answer, Projection, Row, save_GBps
 from .document import Block, Document, Heading, Notes, Table, table_of
 
 _TITLE = "Projection: nothing below was measured at these scales"
@@ -41,11 +41,25 @@ def document(projection: Projection) -> Document:
 def _blocks(projection: Projection) -> list[Block]:
     return [
         Heading(_TITLE),
+        *map(_sentence, projection.answers),
         Table(_INPUTS, _inputs(projection)),
         table_of(_COLUMNS, projection.rows),
         Notes("Assumed", _assumptions(projection)),
         "docs/metrics.md has every formula and its source.",
     ]
+
+
+def _sentence(answer: Answer) -> str:
+    """The answer for people."""
+    steps = "every step" if answer.interval_steps == 1 else f"every {answer.interval_steps:,} steps"
+    text = (
+        f"{plural(answer.nodes, 'node')} with an MTBF of {answer.node_mtbf_hours:,.6g} h each: save {steps} "
+        f"({duration(answer.interval_s)}): {percent(answer.ettr)} useful"
+    )
+    if answer.least_steps == answer.most_steps:
+        return f"{text}."
+    range_ = f"from {answer.least_steps:,} to {answer.most_steps:,} steps"
+    return f"{text}; any interval {range_} loses less than 0.1 % more."
 
 
 def _inputs(projection: Projection) -> list[tuple[str, str, str]]:

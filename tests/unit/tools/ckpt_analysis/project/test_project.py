@@ -7,7 +7,9 @@ import io
 import json
 import math
 import random
+import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.project.inputs import Given, gather
 from tools.ckpt_analysis.project.model import Costs, Outcome, daly_work_s, optimal_work_s, outcome, young_work_s
-from tools.ckpt_analysis.project.projection import project
+from tools.ckpt_analysis.project.projection import NEARLY, project
 from tools.ckpt_analysis.project.ranges import parse_counts, parse_positives
 from tools.ckpt_analysis.report import analyse
 
@@ -221,6 +223,40 @@ def test_rows() -> None:
     assert waiting.waits_for_previous and waiting.period_s == 60.0
 
 
+@given(
+    blocked_s=st.floats(0, 100), lag_s=st.floats(-50, 2000), restart_s=st.floats(0, 2000),
+    step_s=st.floats(0.1, 60), hours=st.floats(0.1, 1e5),
+)  # fmt: skip
+def test_the_answer_is_the_best_in_whole_steps_and_its_ends_are_sharp(
+    blocked_s: float, lag_s: float, restart_s: float, step_s: float, hours: float
+) -> None:
+    durable_s = max(0.0, blocked_s + lag_s)
+    given_ = Given(blocked_s=blocked_s, durable_s=durable_s, restart_s=restart_s, step_s=step_s)
+    (answer,) = project(gather(None, given_), [1], [hours], []).answers
+
+    def ettr(steps: int) -> float:
+        return outcome(Costs(blocked_s, durable_s, restart_s), hours * 3600, steps * step_s).ettr
+
+    best, least, most = answer.interval_steps, answer.least_steps, answer.most_steps
+    assert 1 <= least <= best <= most and answer.ettr == ettr(best)
+    assert all(ettr(steps) <= ettr(best) + 1e-12 for steps in (best - 1, best + 1, 2 * best) if steps >= 1)
+    assert min(ettr(least), ettr(most)) >= ettr(best) - NEARLY
+    assert least == 1 or ettr(least - 1) < ettr(best) - NEARLY
+    assert ettr(most + 1) < ettr(best) - NEARLY or ettr(best) <= NEARLY
+
+
+def test_the_output_begins_with_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = {"--blocked-seconds": "2", "--durable-seconds": "60", "--restart-seconds": "400", "--step-seconds": "8"}
+    words = ["--mtbf-hours", "20000", *chain(*costs.items())]
+    assert main(["project", "--nodes", "128,512", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    first = "128 nodes with an MTBF of 20,000 h each: save every 187 steps (25 min): 99.65 % useful;"
+    assert f"{first} any interval from 81 to 435 steps loses less than 0.1 % more. 512 nodes" in text
+    assert main(["project", "--nodes", "100000", "--mtbf-hours", "1", *words[2:]]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "100000 nodes with an MTBF of 1 h each: save every step (8 s): 0.00 % useful. " in text
+
+
 def test_saves_that_cost_nothing_have_no_best_interval() -> None:
     free = replace(GIVEN, blocked_s=0.0, durable_s=0.0)
     assert [row.rule for row in project(gather(None, free), [8], [1000.0], [10]).rows] == ["given"]
@@ -296,3 +332,22 @@ def test_lists_of_counts(values: list[int]) -> None:
 
 def test_ranges_double() -> None:
     assert parse_counts("--nodes", "8..70,3") == [8, 16, 32, 64, 3]
+
+
+def test_a_run_of_several_engines_is_not_pooled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    for path in tmp_path.glob("rank_*_cycle_001.jsonl"):
+        asked = re.sub(r'"engine_asked": ?"torch"', '"engine_asked": "lazy"', path.read_text())
+        path.write_text(asked)
+    words = ["project", str(tmp_path), "--nodes", "8", "--mtbf-hours", "1000", "--restart-seconds", "9", "--quiet"]
+    assert main(words) == 2
+    assert "has several engines, torch, lazy, which are no repeats of each other" in capsys.readouterr().err
+    for engine, saves in (("torch", 1), ("lazy", 1)):
+        assert main([*words, "--engine", engine, "--format", "json"]) == 0
+        assert f"median of {saves} saves" in json.loads(capsys.readouterr().out)["inputs"]["blocked_s"]["note"]
+    assert main([*words, "--engine", "dcp"]) == 2
+    assert f"--engine dcp: {tmp_path} has torch, lazy" in capsys.readouterr().err
+    assert main([words[0], *words[2:], "--engine", "dcp"]) == 2
+    assert "--engine dcp: chooses among the saves of a run; give a LOGDIR" in capsys.readouterr().err
+    assert main([*words[:2], "--what-if", "imports=0.5"]) == 2
+    assert "has several engines, torch, lazy" in capsys.readouterr().err
