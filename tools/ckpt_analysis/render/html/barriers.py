@@ -12,14 +12,14 @@ from ....common.formatting import plural
 from ....common.tables import Column, numbers, times
 from ...findings.comparisons import explain_delay
 from ...metrics.results import OperationStats
+from .colours import BARRIERS, MARK, NEUTRAL
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import FILLED, LINE, MARK, THIRD_LINE, columns, layout, line
+from .plots import FILLED, LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData, spread_over_saves, title_of
 
 _MOST_RANKS = 2048
 _NAMED = 4
 _NO_SKEW_S = 0.001  # of skew: below, nobody came late
-_SHADES = ("#666666", "#999933", "#4477AA", "#AA4499", "#44AA99", "#DDCC77")
 
 
 def draw(run: RunData) -> Content:
@@ -51,19 +51,28 @@ def _waits(run: RunData, stats: OperationStats) -> pl.DataFrame:
 
 
 def _ranks(stats: OperationStats, waits: pl.DataFrame) -> Plot:
-    """Waiting time of each rank, a colour per barrier; of very many ranks the one that waits longest of neighbours."""
+    """Waiting time of each rank, a colour per barrier; of very many ranks the one that waits longest of neighbours.
+
+    Of more barriers than there are colours, those that cost least are shown as one.
+    """
+    cost = waits.group_by("nth").agg(pl.col("wait_s").sum()).sort("wait_s", descending=True)["nth"]
+    shown = sorted(cost[: len(BARRIERS)])
     per_bar = -(-stats.ranks // _MOST_RANKS)
     neighbours = (pl.col("rank") // per_bar * per_bar).alias("from")
     bars = waits.group_by("nth", neighbours, maintain_order=True).agg(pl.col("wait_s").max())
+    named = dict(zip((f"barrier {nth}" for nth in shown), BARRIERS, strict=False))
+    rest = f"{plural(waits['nth'].n_unique() - len(shown), 'other barrier')}"
+    name = pl.when(pl.col("nth").is_in(shown)).then(pl.format("barrier {}", "nth")).otherwise(pl.lit(rest))
+    stacked = bars.group_by(name.alias("name"), "from", maintain_order=True).agg(pl.col("wait_s").sum())
     data = [
         columns(
-            f"barrier {nth}",
-            _SHADES[(nth - 1) % len(_SHADES)],
+            str(one),
+            named.get(str(one), NEUTRAL),
             x=mine["from"],
             y=[round(value, 6) for value in mine["wait_s"]],
-            hovertemplate=f"rank %{{x}}, barrier {nth}: %{{y:.4f}} s<extra></extra>",
+            hovertemplate=f"rank %{{x}}, {one}: %{{y:.4f}} s<extra></extra>",
         )
-        for (nth, *_), mine in bars.group_by("nth", maintain_order=True)
+        for (one, *_), mine in stacked.group_by("name", maintain_order=True)
     ]
     few = f" (the longest wait of every {per_bar} neighbours)" if per_bar > 1 else ""
     arranged = layout(310, x=f"rank{few}", y="seconds waited", barmode="stack")

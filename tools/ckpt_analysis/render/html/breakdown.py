@@ -22,7 +22,7 @@ from ..phase_table import (
     time_columns,
     volume_columns,
 )
-from .colours import UNATTRIBUTED, colour
+from .colours import NEUTRAL, UNATTRIBUTED, colour
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import bar, lanes, phase_bars
 from .run_data import RunData, title_of, wall_of
@@ -128,7 +128,7 @@ def _spread(stats: Stats) -> Plot:
                 y=[name for name, _ in mine],
                 base=[entry.time.min_s for _, entry in mine],
                 hover=[_hover(name, entry, digits) for name, entry in mine],
-                marker={"color": [colour(name) for name, _ in mine], "line": {"width": 1, "color": "#777777"}}
+                marker={"color": [colour(name) for name, _ in mine], "line": {"width": 1, "color": NEUTRAL}}
                 | ({"pattern": {"shape": "/", "size": 5}} if background else {}),
                 width=0.55,
             )

@@ -1,9 +1,9 @@
-"""One colour per phase, in every figure.
+"""The colours of all figures: one for each phase and each part of the budget, and others for series that are neither.
 
-The colours of a save and a load are Paul Tol's scheme "muted", those of a start-up his "light", those of a
-failure, and of the parts of the budget, from "light", "vibrant" and "muted" (Colour Schemes, SRON technical note
-EPS/TN/09-002, 2021): within each, colours can be told apart with any of the common forms of colour blindness. They
-read on white and on dark grey.
+The colours of a save and a load are Paul Tol's scheme "muted", those of a start-up his "light", those of a failure
+from "vibrant", those of barriers his "discrete rainbow" (Colour Schemes, SRON technical note EPS/TN/09-002, 2021);
+series have those of Okabe and Ito (Color Universal Design, 2008): within each, colours can be told apart with any of
+the common forms of colour blindness. They read on white and on dark grey.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _COLOURS = {
     "engine_init": "#44BB99",
     "first_step": "#228833",
     "caught_up": "#CCBB44",
-    "detect": "#CC3311",
+    "detect": "#B178A6",
     "stop": "#EE3377",
     "relaunch": "#AA3377",
     "launcher": "#EEDD88",
-    "launching": "#BBCC33",
-    "restarting": "#EE8866",
-    "training": "#44BB99",
-    "blocked": "#AA4499",
+    "launching": "#BE8E2B",
+    "restarting": "#A0522D",
+    "training": "#B8C4D6",
+    "blocked": "#6F4C9B",
     "lost": "#CC3311",
     "other": "#C8C8C8",
     UNATTRIBUTED: "#C8C8C8",
@@ -70,7 +70,30 @@ _COLOURS = {
 }
 
 
+# Names of which each means the same as the others, or a part of it, so that they share a colour.
+FAMILIES = (
+    {"flush", "write"}, {"load", "read"}, {"device_to_host", "host_to_device"}, {"commit", "manifest", "publish"},
+    {"redistribute", "reshard"}, {"other", UNATTRIBUTED}, {"training", STEP},
+)  # fmt: skip
+# Of lines, bars and points that stand for no phase.
+SERIES = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C7A00", "#56B4E9", "#7F7F7F", "#3B2E8C", "#E69F00",
+)  # fmt: skip
+MARK = "#D4004C"  # the worst, and what the reader is to look at
+PATH = "#E000C8"  # the critical path: it can be seen on every phase, on white and on dark grey
+BARRIERS = (
+    "#882E72", "#1965B0", "#4EB265", "#F1932D", "#AE76A3", "#5289C7", "#90C987", "#F6C141", "#D1BBD7", "#7BAFDE",
+    "#CAE0AB",
+)  # fmt: skip
+NEUTRAL = "#777777"  # outlines, and what is left over
+
+
 _OF_ALL_DETAILS = ("communicators", "host_memory", "warmup")
+
+
+def names() -> list[str]:
+    """Of all phases, details and parts of the budget that have a colour."""
+    return list(_COLOURS)
 
 
 def colour(phase: str) -> str:

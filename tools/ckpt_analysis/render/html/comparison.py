@@ -13,10 +13,10 @@ from ...compare import results
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
 from ...compare.variants import short_name
 from ..comparison import ALIKE, MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
+from .colours import NEUTRAL, SERIES
 from .content import Content, Figure, Plot, Table, plot, table
-from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
+from .plots import layout
 
-_COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 _SHARE = "blocked_share"
 _DENSE_DECADES = 4  # of a logarithmic axis that has ticks at 2 and 5, too
@@ -145,7 +145,7 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
         return None
     one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "layer": "below"}
     arranged = _arranged(rows, "times as fast as A") | {
-        "shapes": [one | {"line": {"color": "#888888", "width": 1.5, "dash": "dash"}}]
+        "shapes": [one | {"line": {"color": NEUTRAL, "width": 1.5, "dash": "dash"}}]
     }
     title = "Speed-up over A: filled where it exceeds the noise"
     return plot(title, data, arranged, f"{title}. Points of {len(rows)} metrics with their 95 % intervals.")
@@ -153,7 +153,7 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
 
 def _points(index: int, variant: VariantFacts, points: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
     """The points of one run: category -> (value, lowest, highest)."""
-    colour = _COLOURS[index % len(_COLOURS)]
+    colour = SERIES[index % len(SERIES)]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -170,7 +170,7 @@ def _points(index: int, variant: VariantFacts, points: dict[str, tuple[float, fl
 
 def _symbol(index: int) -> str:
     """Where colours come again, symbols are others."""
-    return _SYMBOLS[(index + index // len(_COLOURS)) % len(_SYMBOLS)]
+    return _SYMBOLS[(index + index // len(SERIES)) % len(_SYMBOLS)]
 
 
 def _arranged(rows: dict[str, MetricRow], unit: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _shares(comparison: Comparison) -> Plot | None:
         "orientation": "h",
         "x": [100 * share for share in known.values()],
         "y": [name_of(comparison.variants[index]) for index in known],
-        "marker": {"color": [_COLOURS[index % len(_COLOURS)] for index in known]},
+        "marker": {"color": [SERIES[index % len(SERIES)] for index in known]},
         "text": [percent(share) for share in known.values()],
         "textposition": "auto",
         "insidetextanchor": "end",

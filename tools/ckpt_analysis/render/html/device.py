@@ -13,15 +13,14 @@ from ....common.tables import Column
 from ...model.probe_values import NAMES
 from ...model.sample_rates import NAMES as RATES
 from ...model.sample_rates import never_above_zero, rates_over
+from .colours import SERIES
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line, vertical
+from .plots import columns, layout, line, vertical
 from .run_data import RunData, title_of, wall_of
 
 _MOST_MOMENTS = 400
 _MOST_SAMPLES = 1000
 _MOST_TICKS = 8
-_COLOURS = (LINE, SECOND_LINE, THIRD_LINE, MARK)
-_RATE_COLOURS = (*_COLOURS, "#AA3377", "#66CCEE", "#CCBB44", "#BBBBBB")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _over_save(run: RunData) -> tuple[Plot, Table] | None:
     shown = mine.with_row_index("row").group_by(pl.col("row") // every, maintain_order=True).agg(pl.all().max())
     data = [
         line(name, paint, x=shown["seconds"].to_list(), y=(shown[name] / 1e9).to_list(), showlegend=True)
-        for name, paint in zip(known, _RATE_COLOURS, strict=False)
+        for name, paint in zip(known, SERIES, strict=False)
     ]
     end = wall_of(run.save).at_critical_s or wall_of(run.save).max_s
     shapes = [vertical(x, line={"dash": "dot", "width": 1}) for x in (0.0, end)]
@@ -126,7 +125,7 @@ def _levels(panel: _Panel, moments: pl.DataFrame, known: list[str]) -> Plot:
     x = list(range(len(labels)))
     names = [name for name in panel.names if name in known]
     data = []
-    for name, paint in zip(names, _COLOURS, strict=False):
+    for name, paint in zip(names, SERIES, strict=False):
         y = (shown[name] / panel.scale).to_list()
         look = {"text": labels, "hovertemplate": f"%{{text}}<br>{name}: %{{y:.4g}}<extra></extra>"}
         data.append(line(name, paint, x=x, y=y, showlegend=True, **look))
@@ -160,7 +159,7 @@ def _traffic(run: RunData, known: list[str]) -> Plot:
             textposition="none",
             hovertemplate=f"%{{text}}<br>{_COUNTERS[name]}: %{{y:.4g}} GB<extra></extra>",
         )
-        for name, paint in zip(names, _COLOURS, strict=False)
+        for name, paint in zip(names, SERIES, strict=False)
     ]
     arranged = layout(320, x="", y="GB, all ranks", barmode="group", xaxis=_ticks(labels))
     description = f"Bars of the bytes that all ranks read and wrote in each of {len(labels)} operations."

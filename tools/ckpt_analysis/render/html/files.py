@@ -10,6 +10,7 @@ import polars as pl
 from ....common.formatting import NOT_RECORDED, plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
+from .colours import NEUTRAL, SERIES
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import columns, layout
 from .run_data import RunData, title_of
@@ -21,12 +22,12 @@ _SKEW = 2.0  # of the rank with most bytes over the mean rank; above, the figure
 
 # Kind -> what its file names look like (docs/engines.md), the first that fits; and its colour and mark.
 _KINDS: list[tuple[str, str, str, str]] = [
-    ("optimizer state", r"optim_states", "#4477AA", "circle"),
-    ("layer weights", r"(^|/)layer_\d+", "#EE7733", "square"),
-    ("model states", r"model_states|mp_rank_", "#228833", "diamond"),
-    ("whole rank", r"(^|/)rank_\d+", "#AA3377", "triangle-up"),
-    ("metadata", r"\.json$|\.metadata$|(^|/)latest", "#999933", "cross"),
-    ("other", r"", "#888888", "x"),
+    ("optimizer state", r"optim_states", SERIES[0], "circle"),
+    ("layer weights", r"(^|/)layer_\d+", SERIES[1], "square"),
+    ("model states", r"model_states|mp_rank_", SERIES[2], "diamond"),
+    ("whole rank", r"(^|/)rank_\d+", SERIES[3], "triangle-up"),
+    ("metadata", r"\.json$|\.metadata$|(^|/)latest", SERIES[4], "cross"),
+    ("other", r"", NEUTRAL, "x"),
 ]
 
 
@@ -95,7 +96,7 @@ def _sizes(stats: OperationStats, files: pl.DataFrame) -> Plot:
     for kind, _, paint, _ in _KINDS:
         mine = dict(counts.filter(pl.col("kind") == kind).select("step", "len").iter_rows())
         if mine:
-            marker = {"color": paint, "line": {"width": 0.5, "color": "#777777"}}
+            marker = {"color": paint, "line": {"width": 0.5, "color": NEUTRAL}}
             y = [mine.get(step, 0) for step in steps]
             data.append(columns(kind, paint, x=labels, y=y, marker=marker, showlegend=True))
     xaxis = {"type": "category", "tickangle": 0}

@@ -12,8 +12,9 @@ from ....common.tables import Column, numbers, times
 from ...findings.comparisons import largest_excess, slow_ranks
 from ...metrics.results import Stats
 from ..phase_table import leaves
+from .colours import MARK
 from .content import Content, Plot, Table, Variant, missing, table
-from .plots import MARGIN, MARK, axis, matrix
+from .plots import MARGIN, axis, matrix
 from .run_data import RunData, title_of
 
 COLUMNS = 1024  # of the map: what a screen shows. More ranks share columns

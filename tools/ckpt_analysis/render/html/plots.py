@@ -8,14 +8,11 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .colours import colour
+from .colours import SERIES, colour
 
 MARGIN = {"l": 8, "r": 16, "t": 16, "b": 8}
-LINE = "#4477AA"  # where a line stands for no phase
-SECOND_LINE = "#EE7733"
-THIRD_LINE = "#228833"
-BAND = "rgba(68,119,170,0.22)"
-MARK = "#CC3311"
+LINE, SECOND_LINE, THIRD_LINE = SERIES[:3]
+BAND = "rgba(0,114,178,0.22)"  # of LINE
 FILLED: dict[str, Any] = {"fill": "tonexty", "fillcolor": BAND}  # up to the line that was drawn before
 
 
@@ -103,7 +100,7 @@ def vertical(x: float, **more: Any) -> dict[str, Any]:
 
 def first_step_mark(done_s: float) -> dict[str, Any]:
     """A dotted line at the end of the last first step, for a layout."""
-    mark = vertical(done_s, line={"color": "#228833", "width": 1.5, "dash": "dot"})
+    mark = vertical(done_s, line={"color": THIRD_LINE, "width": 1.5, "dash": "dot"})
     place = {"x": done_s, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done_s:.3f} s"}]}
 

@@ -12,7 +12,7 @@ from ...metrics.critical_path import Segment, Stretch, start_path, start_windows
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, UNNAMED, outside
 from ...metrics.results import FailureTimes, StartStats
-from .colours import colour
+from .colours import PATH, colour
 from .content import Content, Plot, missing, plot
 from .plots import bar, first_step_mark, lanes
 from .run_data import RunData, title_of
@@ -20,7 +20,6 @@ from .run_data import RunData, title_of
 _MOST_RANKS = 48  # lanes; of more ranks those on the critical path, and others evenly spread
 _ROW = 16  # pixels of a lane
 _SUPERVISOR = "supervisor"
-_PATH = "#E000C8"  # no phase has it; it can be seen on all of them, on white and on dark grey
 
 
 def draw(run: RunData) -> Content:
@@ -89,7 +88,7 @@ def _line(path: Sequence[Segment], names: dict[int, str], origin: int) -> dict[s
         "name": "critical path",
         "x": [(ns - origin) / 1e9 for segment in on_lanes for ns in (segment.start_ns, segment.end_ns)],
         "y": [names[segment.rank] for segment in on_lanes for _ in range(2)],
-        "line": {"color": _PATH, "width": 2.5},
+        "line": {"color": PATH, "width": 2.5},
         "hoverinfo": "skip",
     }
 

@@ -8,8 +8,9 @@ import polars as pl
 
 from ....common.formatting import NOT_RECORDED, plural
 from ....common.tables import Column, numbers, times
+from .colours import MARK
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import BAND, LINE, MARK, layout, line, vertical
+from .plots import BAND, LINE, layout, line, vertical
 from .run_data import RunData, worst_of_neighbours
 
 _MOST_POINTS = 4000  # per line

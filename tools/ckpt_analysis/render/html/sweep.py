@@ -10,10 +10,9 @@ from ....common.tables import Column
 from ...sweeps.groups import NO_ENGINE
 from .. import sweep as tables
 from ..sweep import Ceiling, Line, View
+from .colours import SERIES
 from .content import Content, Figure, Plot, missing, plot, table
-from .plots import LINE, SECOND_LINE, THIRD_LINE, bar, lanes, layout, line
-
-_COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888", "#117733", "#332288")
+from .plots import bar, lanes, layout, line
 
 
 def facts(view: View) -> list[tuple[str, str]]:
@@ -107,7 +106,7 @@ def _frequency(view: View) -> Content:
     if not series:
         return missing("Checkpoint frequency was not varied: no training has two values of save_interval.")
     data = [
-        line(name, _COLOURS[index % len(_COLOURS)], x=[x for x, _ in sorted(points)], y=[y for _, y in sorted(points)])
+        line(name, SERIES[index % len(SERIES)], x=[x for x, _ in sorted(points)], y=[y for _, y in sorted(points)])
         for index, (name, points) in enumerate(series.items())
     ]
     title = "Share of training that saves block"
@@ -157,7 +156,7 @@ def _bars(
         if points:
             y, x = zip(*points, strict=True)
             hover = [f"{engine}, {name}: {found:.4g} {unit}" for name, found in points]
-            data.append(bar(engine, _COLOURS[index % len(_COLOURS)], x=x, y=y, hover=hover))
+            data.append(bar(engine, SERIES[index % len(SERIES)], x=x, y=y, hover=hover))
     if not data:
         return None
     names = list(dict.fromkeys(one.group.title for one in lines if value(one) is not None))

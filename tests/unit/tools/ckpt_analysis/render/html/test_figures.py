@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import re
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,36 @@ def test_every_phase_has_one_colour() -> None:
     for operation in ("save", "load", "startup"):  # within an operation colours tell phases apart
         shown = [p for p in PHASES[operation] if p not in ("commit", "load")]
         assert len({colours.colour(p) for p in shown}) == len(shown)
+
+
+def test_a_colour_has_one_meaning(page: Page) -> None:
+    """Each of a phase, a part of the budget, a series, or a mark; those of a family mean the same."""
+    by_colour: dict[str, set[str]] = {}
+    for name in colours.names():
+        by_colour.setdefault(colours.colour(name), set()).add(name)
+    assert [names for names in by_colour.values() if len(names) > 1 and names not in colours.FAMILIES] == []
+    assert all(len({colours.colour(name) for name in family}) == 1 for family in colours.FAMILIES)
+    others = [*colours.SERIES, *colours.BARRIERS, colours.MARK, colours.PATH, colours.NEUTRAL]
+    assert len(set(others)) == len(others) and not set(others) & set(by_colour)
+    drawn = set(re.findall(r"#[0-9A-Fa-f]{6}\b", json.dumps(page.plots())))
+    assert len(drawn) > 20 and drawn <= {*by_colour, *others, "#111111"}  # that of text, which the page changes
+
+
+def test_no_two_barriers_have_the_same_colour(trace: Path) -> None:
+    """Of sixteen barriers those that cost most have colours of their own, and the others are one."""
+    run = choose(analysis_of(trace))
+    spans = run.frames.spans
+    more = [
+        spans.filter(pl.col("phase") == "barrier").with_columns(pl.col("start_ns") + nth, pl.col("duration_ns") // 9)
+        for nth in range(14)
+    ]
+    run = replace(run, frames=replace(run.frames, spans=pl.concat([spans, *more])))
+    content = next(figure for figure in FIGURES if figure.name == "barriers").make(run)
+    for drawn in content.plots[:2]:
+        painted = {bars["name"]: bars["marker"]["color"] for bars in drawn.variants[0].data}
+        assert len(painted) > len(colours.BARRIERS) and len(set(painted.values())) == len(painted)
+        (rest,) = [name for name in painted if name.endswith("other barriers")]
+        assert painted[rest] == colours.NEUTRAL
 
 
 def windows(*rows: tuple[int, str, float, float]) -> pl.DataFrame:
