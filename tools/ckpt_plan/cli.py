@@ -1,4 +1,4 @@
-"""Command line of ckpt-plan. Exit status: 0 planned, 1 a listing differs from the plan, 2 could not be planned."""
+"""Command line of ckpt-plan. Exit status: 0 planned, 1 a listing differs or --save has no room, 2 not planned."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ examples:
   %(prog)s --model 3b --tp 4 --pp 1 --upstream --compare-listing listing.txt
       compare with `ls -lh` of a checkpoint of upstream Megatron-DeepSpeed
 
-exit status: 0 planned, 1 the listing differs, 2 could not be planned. docs/ckpt_plan.md explains the output.
+exit status: 0 planned, 1 the listing differs or --save has no room for a checkpoint (--run), 2 could not be planned.
+docs/ckpt_plan.md explains the output.
 """
 
 
@@ -371,6 +372,9 @@ def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Name
         needs = _needs(plan, arguments) if arguments.run else None
         is_json = arguments.format == "json"
         write_stdout(to_json(plan, needs) if is_json else render(plan, needs, with_files=arguments.files))
+        if needs is not None and needs.no_room:
+            print(f"ckpt-plan: error: {needs.lack}", file=sys.stderr)
+            return FINDINGS
         return OK
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}

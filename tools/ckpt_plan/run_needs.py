@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.engines.registry import engine_class
-from megatron.checkpointing.store.disk_space import lack_of_space, saves_left
+from megatron.checkpointing.store.disk_space import lack_of_space, no_space, saves_left
 from megatron.config import Config
 from megatron.config.uris import is_uri
 
@@ -50,6 +50,7 @@ class RunNeeds:
     free: int | None
     free_of: str | None
     lack: str | None
+    no_room: bool  # for a single checkpoint
     targets: Targets
     in_background: bool
     memory: slots.HostMemory | None  # of engine `memory`
@@ -63,6 +64,10 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
     saves, keep = saves_left(config, 0), config.checkpoint.keep_last
     kept = saves if keep is None else min(saves, keep + 1)
     free_of, free = _free(config.checkpoint.save)
+    lack, no_room = None, False
+    if free is not None and one:
+        hopeless = no_space(config, one, free)
+        lack, no_room = hopeless or lack_of_space(config, one, 0, saves, free), hopeless is not None
     return RunNeeds(
         configuration=configuration(config),
         ranks_per_host=ranks_per_host,
@@ -74,7 +79,8 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
         kept=kept,
         free=free,
         free_of=free_of,
-        lack=None if free is None or not one else lack_of_space(config, one, 0, saves, free),
+        lack=lack,
+        no_room=no_room,
         targets=targets,
         in_background=plan.engine != UPSTREAM and engine_class(plan.engine).asynchronous,
         memory=slots.host_memory((config, plan.layout, plan.vocab_sizes), ranks_per_host, coordinator=coordinator)
@@ -153,7 +159,7 @@ def render(needs: RunNeeds) -> str:
         lines += ["", f"host memory, {needs.ranks_per_host} ranks a host: {host} while they save, beside their state"]
     room = f"storage: {needs.saves} saves, of which at most {needs.kept} are there at once: {kept}"
     lines.append(room + ("" if needs.free is None else f"; {size(needs.free, 2)} are free in {needs.free_of}"))
-    if needs.lack is not None:
+    if needs.lack is not None and not needs.no_room:
         lines.append(f"storage: {needs.lack}")
     if needs.checkpoint_bytes:
         lines += _throughputs(needs, found)

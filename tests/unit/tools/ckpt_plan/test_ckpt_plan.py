@@ -425,6 +425,17 @@ def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[st
     assert "a host like it refuses the run; run fewer ranks on a host, or use engine lazy\n" in out
 
 
+def test_storage_without_room_for_a_single_checkpoint_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of hundreds of TB, for which no machine that runs this has room."""
+    words = ["--model", "70b", "--engine", "lazy", "--run", "--", "--ffn-hidden-size", "28672000"]
+    status, out, err = run(capsys, *words, "--save", str(tmp_path))
+    assert status == 1 and "storage: 3 saves" in out and "room for" not in out
+    assert err.startswith(f"ckpt-plan: error: --save {tmp_path}: ")
+    assert err.endswith("no save could succeed; free space, give another --save, or train without --save\n")
+
+
 def test_storage_that_has_no_room_for_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "1000000000"]
     status, out, err = run(capsys, "--model", "tiny", "--run", "--", *flags)
