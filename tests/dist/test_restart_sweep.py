@@ -216,6 +216,16 @@ def test_damaged_files_are_named(
     assert told.count("\n") == 1 and message in told, told
 
 
+def test_a_sweep_without_a_command_is_shown_as_one(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = swept / "out"
+    status = analysis(["sweep", str(out)])
+    shown = capsys.readouterr().out
+    assert analysis([str(out)]) == status
+    assert capsys.readouterr().out == shown != ""
+    assert analysis(["report", str(out)]) == 2
+    assert f"{out}: is the --out of a sweep" in capsys.readouterr().err
+
+
 def test_another_sweep_is_refused_in_a_directory_that_has_one(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = swept / "other.yaml"
     other.write_text(SWEEP.replace("repeats: 2", "repeats: 3"))

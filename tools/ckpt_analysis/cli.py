@@ -13,7 +13,7 @@ from restart_trace.command_line import hint
 
 from ..common.cli import COULD_NOT_RUN, make_parser
 from ..common.escaping import visible
-from .commands.common import add_shared_arguments
+from .commands.common import add_shared_arguments, holds_sweep
 from .common.errors import CouldNotRunError
 
 PROGRAM = "ckpt-analysis"
@@ -31,7 +31,7 @@ COMMANDS: dict[str, str] = {
     "sweep": ".commands.sweep",
     "bundle": ".commands.bundle",
 }
-DEFAULT = "report"
+DEFAULT, SWEEP = "report", "sweep"  # of a directory without a command
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the trace files.\n"
 _STATUSES = "exit status: 0 fine, 1 findings (--strict, --fail-if, a --target missed), 2 could not run."
@@ -42,6 +42,7 @@ _EXAMPLES = f"""
 examples:
 {_DEMONSTRATION}\
   {PROGRAM} $trace                 the same as `{PROGRAM} report $trace`
+  {PROGRAM} runs/sweep_tiny        the same as `{PROGRAM} sweep runs/sweep_tiny`, for the --out of a sweep
   {PROGRAM} COMMAND --help         flags and examples of a command
 """
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if near := _mistyped(words[0]):
         print(f"{PROGRAM}: {visible(words[0])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
-    name = words.pop(0) if words[0] in COMMANDS else DEFAULT
+    name = words.pop(0) if words[0] in COMMANDS else SWEEP if holds_sweep(Path(words[0])) else DEFAULT
     command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
     try:

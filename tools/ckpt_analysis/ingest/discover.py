@@ -11,6 +11,7 @@ from pathlib import Path
 
 from restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
 
+from ...common.sweep_files import SWEEP
 from ..common.errors import CouldNotRunError
 
 DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory
@@ -81,6 +82,10 @@ def _why_no_trace(given: Path) -> str:
     """The message about a directory without a trace; it names traces that are one or two levels below."""
     if not os.listdir(given):
         return f"{given}: no restart trace here (it is empty): no rank was traced. {_NOTHING_TRACED}"
+    if (given / SWEEP).is_file():
+        return (
+            f"{given}: is the --out of a sweep, which has a trace for each cell: use sweep, compare, validate or bundle"
+        )
     found = f"{given}: no restart trace here (it holds other things): "
     if below := _newest_traces_below(given):
         *others, last = map(str, below)
