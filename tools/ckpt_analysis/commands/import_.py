@@ -14,23 +14,26 @@ EXAMPLES = """\
   cat structured_logs/*.jsonl | %(prog)s - -o runs/titan --world-size 64     torchtitan's structured logs of a launch
   %(prog)s spans.jsonl --from otlp -o runs/again       the trace that `export --format otlp` wrote as spans
   %(prog)s spans.jsonl --from otlp --run-id 3f1c       the same, of one of several runs in the file
+  %(prog)s nvrx/ --from nvrx --world-size 64           the restarts of a job under ft_launcher, by its cycle_info files
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
 reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
 timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint), DeepSpeed's FastPersist statistics, and
-torchtitan's structured logs.
+torchtitan's structured logs. With --from nvrx it reads the files that ft_launcher of NVIDIA Resiliency Extension writes
+about its cycles.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    help_ = "the log of one launch, or with --from otlp the spans; - or a pipe with -o"
+    help_ = "the log of one launch, with --from otlp the spans, with --from nvrx a directory; - or a pipe with -o"
     parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help=help_)
     help_ = "directory to write (default: beside the log)"
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
-    help_ = "what the file is: otlp for OTLP/JSON of a restart trace (default: log)"
-    parser.add_argument("--from", dest="source", choices=("log", "otlp"), default="log", help=help_)
-    parser.add_argument("--world-size", metavar="N", type=int, help="number of ranks, if the log has no line of it")
+    help_ = "what it is: otlp for OTLP/JSON of a restart trace, nvrx for cycle_info files of a job (default: log)"
+    parser.add_argument("--from", dest="source", choices=("log", "otlp", "nvrx"), default="log", help=help_)
+    help_ = "number of ranks, if the log has no line of it; with --from nvrx those of the newest cycle"
+    parser.add_argument("--world-size", metavar="N", type=int, help=help_)
     parser.add_argument("--force", action="store_true", help="replace an earlier import in DIR")
 
 
@@ -49,8 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise CouldNotRunError(f"{arguments.log}: is a pipe, which has no directory: give one with -o")
     if arguments.source == "otlp":
         return _import_spans(arguments)
+    if arguments.source == "nvrx":
+        return _import_cycles(arguments)
     if arguments.run_id is not None:
-        raise CouldNotRunError(f"--run-id {arguments.run_id}: a log holds one run; leave it out, or add --from otlp")
+        raise CouldNotRunError(
+            f"--run-id {arguments.run_id}: a log holds one run; leave it out, or add --from otlp or nvrx"
+        )
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)
@@ -79,4 +86,23 @@ def _import_spans(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         records = sum(map(len, files.records.values()))
         write_stdout(f"{directory}: {records} records in {len(files.records)} trace files\n")
+    return OK
+
+
+def _import_cycles(arguments: argparse.Namespace) -> int:
+    """Import what ft_launcher wrote of a job's cycles. Returns the exit status."""
+    from ...common.cli import OK
+    from ..common.errors import CouldNotRunError
+    from ..imported.file import write_run
+    from ..imported.nvrx import read_cycles
+    from .common import write_stdout
+
+    given = arguments.log.absolute()
+    if arguments.output is None and given.name in ("", ".."):
+        raise CouldNotRunError(f"{arguments.log}: no directory can be named after it: give one with -o")
+    imported = read_cycles(arguments.log, arguments.world_size, arguments.run_id)
+    directory = arguments.output or given.with_name(f"{given.name}-imported")
+    path = write_run(imported, directory, force=arguments.force)
+    if not arguments.quiet:
+        write_stdout(f"{path}: {len(imported.cycles)} cycles on {imported.launched.world_size} ranks\n")
     return OK

@@ -71,7 +71,7 @@ _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
     (_time("failure_to_caught_up_s", _CAUGHT_UP), lambda s: s.failure_to_caught_up_s),
     (_time("caught_up_s", "process start until that step is passed"), lambda s: s.caught_up_s),
     (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
-    (_time("down_s", "last record of a cycle to the next process start"), lambda s: s.down_s),
+    (_time("down_s", "from the end of a cycle to the start of the next"), lambda s: s.down_s),
 ]
 _LAUNCH = _time("launch_s", "process start to first step without a checkpoint", headline=True)
 _STEP = _time("iteration_s", "one training step, saves not in it", headline=True)

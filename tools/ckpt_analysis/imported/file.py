@@ -17,7 +17,7 @@ from ..common.errors import CouldNotRunError
 from ..ingest.discover import IMPORTED_FILE, LogDirectoryError
 from ..model.imported_run import ImportedRun
 
-FORMAT, VERSION = "ckpt_analysis_import", 2
+FORMAT, VERSION = "ckpt_analysis_import", 3
 
 
 def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path:

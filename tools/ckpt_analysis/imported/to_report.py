@@ -12,6 +12,7 @@ from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
 from ..model.imported_run import ImportedLoad, ImportedRun, ImportedSave, Listing, Range
 from ..model.run_info import CycleInfo
 from ..report import Report
+from .cycles import report_of_cycles
 
 _DATA_TIMER = "train/valid/test-data-iterators-setup"
 _SHAPE = {
@@ -28,6 +29,8 @@ _BYTES_PER_PARAMETER = 14  # what upstream multiplies by where it prints "Checkp
 
 def to_report(run: ImportedRun, directory: Path) -> Report:
     """The report of an imported run that lies in `directory`."""
+    if run.cycles:
+        return report_of_cycles(run, directory)
     return Report(
         directory=directory,
         run_id=run.run_id,

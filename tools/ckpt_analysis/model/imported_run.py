@@ -87,10 +87,28 @@ class Launched:
 
 
 @dataclass(frozen=True)
+class ImportedCycle:
+    """One cycle of a job, by the dates of its launcher in Unix time. `end_unix_s` is None if it recorded no end.
+
+    `attempt`: how often the scheduler had requeued the job; each attempt counts its cycles from 0.
+    """
+
+    attempt: int
+    number: int
+    start_unix_s: float
+    end_unix_s: float | None
+    ranks: int
+    hosts: list[str]
+    standby_hosts: list[str]
+    log: str | None
+
+
+@dataclass(frozen=True)
 class ImportedRun:
     """One log. `run_id`: first digits of the SHA-256 of its bytes. `setup` and `timers` have the log's own names.
 
-    `unused_timers`: name of a timer that is not of a save, a load or the set-up -> number of its lines.
+    `unused_timers`: name of a timer that is not of a save, a load or the set-up -> number of its lines. `cycles`: those
+    of a job, where its launcher's files were imported; they have no saves, loads or iterations.
     """
 
     source: str
@@ -108,3 +126,4 @@ class ImportedRun:
     unused_timers: dict[str, int] = field(default_factory=dict)
     to_first_step_s: float | None = None
     listing: Listing | None = None
+    cycles: list[ImportedCycle] = field(default_factory=list)

@@ -8,7 +8,7 @@ from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, percent, rate, size
 from ...common.tables import Column, Style, csv_table, markdown_table, numbers, text_table, texts, times, titles
 from ..common.problems import told
-from ..metrics.results import Stats
+from ..metrics.results import OperationStats, StartStats, Stats
 from ..report import Report
 from ..report_frames import operations_of, summary
 from .phase_table import PhaseLine, phase_lines, time_columns, volume_columns
@@ -24,6 +24,14 @@ class _Row(NamedTuple):
     line: PhaseLine
 
 
+def _outcome(stats: Stats) -> str:
+    if isinstance(stats, OperationStats):
+        return stats.outcome
+    if stats.wall:
+        return "ok"
+    return "unfinished" if isinstance(stats, StartStats) and stats.steps_observed else "unknown"
+
+
 def _of_operation(title: str, name: str, show: Any) -> Column[Stats]:
     return numbers(title, lambda stats: getattr(stats, name, None), show)
 
@@ -35,7 +43,7 @@ def _seconds_of_save(title: str, name: str) -> Column[Stats]:
 _OPERATION: tuple[Column[Stats], ...] = (
     Column("operation", lambda stats: _name(stats)),
     Column("cycle", lambda stats: str(stats.cycle)),
-    Column("outcome", lambda stats: getattr(stats, "outcome", "ok" if stats.wall else "unfinished")),
+    Column("outcome", lambda stats: _outcome(stats)),
     Column("ranks", lambda stats: str(stats.ranks)),
     _of_operation("bytes", "bytes", size),
     numbers("files", lambda stats: getattr(stats, "num_files", None)),

@@ -160,7 +160,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
         lines.append(
             f"  reached step {count(start.reached_step)}, resumed after step {count(start.resumed_step)}: "
             f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
-            f"last record to first process start {seconds(start.down_s)} s"
+            f"down for {seconds(start.down_s)} s"
         )
     lines += [*_waited_for(start), f"  coverage {_coverage(start)}"]
     lines = [fitted for line in lines for fitted in _fitted(line)]

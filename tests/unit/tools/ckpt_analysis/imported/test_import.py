@@ -290,8 +290,8 @@ def test_bad_flags(
     [
         ("{", "is damaged (not JSON)"),
         ("{}", "is not the file of an imported run"),
-        ('{"format": "ckpt_analysis_import", "version": 3}', "has version 3; this tool reads version 2"),
-        ('{"format": "ckpt_analysis_import", "version": 2}', "is damaged (field source is missing)"),
+        ('{"format": "ckpt_analysis_import", "version": 2}', "has version 2; this tool reads version 3"),
+        ('{"format": "ckpt_analysis_import", "version": 3}', "is damaged (field source is missing)"),
     ],
 )
 def test_damaged_imports(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
