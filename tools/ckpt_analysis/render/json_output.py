@@ -34,8 +34,18 @@ _FINDING = "rule title evidence advice cost_s data"
 
 
 def to_json(report: Report) -> str:
-    """The report as indented JSON text. Numbers that are not known are null."""
-    return json.dumps(to_dict(report), indent=2, allow_nan=False) + "\n"
+    """The report as JSON text, a line for each key and each item of a list. Numbers that are not known are null.
+
+    Indented deeper, the JSON of a large run would take Python longer than all of its analysis.
+    """
+    lines = []
+    for key, value in to_dict(report).items():
+        if isinstance(value, list) and value:
+            items = ",\n    ".join(json.dumps(item, allow_nan=False) for item in value)
+            lines.append(f'  "{key}": [\n    {items}\n  ]')
+        else:
+            lines.append(f'  "{key}": {json.dumps(value, allow_nan=False)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def to_dict(report: Report) -> dict[str, Any]:
