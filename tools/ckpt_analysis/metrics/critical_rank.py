@@ -81,7 +81,8 @@ def _longest_phases(critical: pl.DataFrame, late: _Late, seconds: pl.DataFrame, 
 def critical_ranks_of_starts(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
     """The same of every start that a rank brought to its first step, by the path of `critical_path`.
 
-    `startups` as `startups_to_first_step` gives them.
+    A rank without a first step has no length of its own, and is not critical. `startups` as `startups_to_first_step`
+    gives them.
     """
     found = []
     for group in startups["group"].unique().sort():
@@ -94,7 +95,10 @@ def critical_ranks_of_starts(frames: Frames, startups: pl.DataFrame) -> pl.DataF
                 (first.rank, LATE, began_ns - min(mine["start_ns"])),
                 (first.rank, UNNAMED, first.start_ns - began_ns),
             ]
-            found.append((group, *_most([*before, *((s.rank, s.phase, s.end_ns - s.start_ns) for s in path)])))
+            finished = {*mine.drop_nulls("end_ns")["rank"]}
+            # The last, on which the path ends, has finished.
+            parts = [*before, *((s.rank, s.phase, s.end_ns - s.start_ns) for s in path), (path[-1].rank, UNNAMED, 0)]
+            found.append((group, *_most([part for part in parts if part[0] in finished])))
     return pl.DataFrame(found, _SCHEMA, orient="row")
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.write import write_run
-from tests.unit.tools.ckpt_analysis.analysis_helpers import result
+from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, result
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
+from tools.ckpt_analysis import open_trace
 from tools.ckpt_analysis.cli import main
 
 pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
@@ -56,3 +58,25 @@ def test_a_rank_that_begins_late_is_critical(tmp_path: Path) -> None:
     write_run(tmp_path / "run", shape)
     for save in result(tmp_path / "run")["saves"]:
         assert (save["critical_rank"], save["critical_phase"]) == (shape.planted_rank("barrier-skew"), "late")
+
+
+def test_a_rank_without_a_first_step_is_not_critical(tmp_path: Path) -> None:
+    """The last launch of a drill ends once a rank is seen to train: others may not have recorded their first step.
+
+    Rank 0 waits 2 s for rank 1, which then ends before its first step does.
+    """
+    for rank, imports_ms in ((0, 1000), (1, 3000)):
+        log = RankLog(Options(), rank, 0, 0)
+        log.process()
+        op = log.begin("startup")
+        op.span("imports", None, imports_ms)
+        op.span("rendezvous", None, 3100 - imports_ms)
+        begun_ms = log.now_ms
+        if rank == 0:
+            log.iteration(1)
+            op.at(begun_ms, log.now_ms - begun_ms, "first_step", None)
+            op.end()
+        dump(file_of(tmp_path, rank, 0), log.records)
+    (start,) = open_trace(tmp_path).analysis.report.starts
+    assert (start.finished_ranks, start.critical_rank) == (1, 0)
+    assert start.wall is not None and start.wall.at_critical_s == start.wall.max_s and start.after_critical_s == 0
