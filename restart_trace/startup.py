@@ -47,23 +47,19 @@ def preload_of(env: Mapping[str, str]) -> Preload | None:
 
 
 class Interruptions:
-    """Total time, ns, of phases that interrupt another one, by phase and detail. They are not nested."""
+    """Phases that interrupt another one: (phase, detail, begin, end), monotonic ns, one after another."""
 
     def __init__(self) -> None:
-        self.taken_ns: dict[tuple[str, str | None], int] = {}
+        self.windows: list[tuple[str, str | None, int, int]] = []
 
     @contextmanager
     def phase(self, name: str, detail: str | None = None) -> Iterator[None]:
-        """Measure the body as this phase."""
+        """Measure the body as this phase. Bodies are not nested."""
         since = clock.now_ns()
         try:
             yield
         finally:
-            self.add(name, detail, clock.now_ns() - since)
-
-    def add(self, name: str, detail: str | None, took_ns: int) -> None:
-        """Add `took_ns` to the time of this phase."""
-        self.taken_ns[name, detail] = self.taken_ns.get((name, detail), 0) + took_ns
+            self.windows.append((name, detail, since, clock.now_ns()))
 
 
 class Startup:
@@ -119,8 +115,8 @@ class Startup:
     def phase_around(self, name: str, depends_on: str = under_way.OWN_WORK) -> Iterator[Interruptions]:
         """Measure one phase that others interrupt repeatedly. `depends_on`: as in restart_trace.under_way.
 
-        The body measures the interruptions with the object that it gets. Each phase is recorded as a span over the
-        whole window, with its own duration.
+        The body measures the interruptions with the object that it gets. The phase is recorded in pieces, before and
+        after each of them.
         """
         inner = Interruptions()
         number = under_way.begin(depends_on, "startup", name)
@@ -135,10 +131,11 @@ class Startup:
             end = clock.now_ns()
             under_way.end(number)
             self._op.closed()
-            own = end - start - sum(inner.taken_ns.values())
-            self._op.add(name, None, start, end, duration_ns=own, error=error)
-            for (phase, detail), took in inner.taken_ns.items():
-                self._op.add(phase, detail, start, end, duration_ns=took)
+            for phase, detail, began, ended in inner.windows:
+                self._op.add(name, None, start, began)
+                self._op.add(phase, detail, began, ended)
+                start = ended
+            self._op.add(name, None, start, end, error=error)
 
     @contextmanager
     def phase_beside_operation(self, name: str) -> Iterator[None]:

@@ -75,7 +75,7 @@ def import_heavy(imports: Interruptions | None = None) -> None:
     kind = os.environ["DS_ACCELERATOR"]
     if imports is not None and kind != "cpu" and torch.get_device_module(kind).is_available():
         torch.get_device_module(kind).init()  # loads the driver and finds the devices: no context on any of them yet
-        imports.add("cuda_context", None, now_ns() - began)
+        imports.windows.append(("cuda_context", None, began, now_ns()))
     import deepspeed
 
     with lean_imports.without_compile():

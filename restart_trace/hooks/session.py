@@ -157,9 +157,12 @@ class Session:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """The body compiles: the phase `compile` of the start-up, its first step included."""
+        """The body compiles: the phase `compile` of the start-up, its first step included.
+
+        What compiles within a save or load belongs to that.
+        """
         starting, startup = self._start_up(), self.startup
-        if starting is None or startup is None or self._is_compiling:
+        if starting is None or startup is None or self._is_compiling or self.running() is not None:
             yield
             return
         since_ns, self._is_compiling = now_ns(), True

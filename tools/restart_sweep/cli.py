@@ -75,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .cells import cells_of
 
         sweep = read_sweep(arguments.sweep)
+        of_file = cells_of(sweep)
         if arguments.reduced:
             from .reduced import reduced
 
             sweep = reduced(sweep)
         cells = cells_of(sweep)
-        chosen = _chosen(cells, arguments)
+        chosen = _chosen(cells, of_file, arguments)
         _check_environment(chosen)
         if arguments.dry_run:
             from .dry_run import listing
@@ -102,26 +103,41 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _chosen(cells: list[Cell], arguments: argparse.Namespace) -> list[Cell]:
-    """The cells of --models and --engines, and those of the storage itself. Raises SweepError for another name."""
+def _chosen(cells: list[Cell], of_file: list[Cell], arguments: argparse.Namespace) -> list[Cell]:
+    """The cells of --models and --engines, and those of the storage itself; `of_file`: all, without --reduced.
+
+    Raises SweepError for a name that the file does not have, or of which no cell is left.
+    """
     from restart_trace.command_line import hint
 
     from ..common.sweep_files import STORAGE
     from .directory import SweepError
 
-    for option, attribute in (("models", "model"), ("engines", "engine")):
-        asked = getattr(arguments, option)
-        if asked is None:
-            continue
-        known = list(dict.fromkeys(getattr(cell, attribute) for cell in cells if cell.mode != STORAGE))
-        for name in asked or [""]:
+    asked = [
+        (option, attribute, getattr(arguments, option))
+        for option, attribute in (("models", "model"), ("engines", "engine"))
+        if getattr(arguments, option) is not None
+    ]
+    chosen = [
+        cell
+        for cell in cells
+        if cell.mode == STORAGE or all(getattr(cell, attribute) in names for _, attribute, names in asked)
+    ]
+    for option, attribute, names in asked:
+        known = list(dict.fromkeys(getattr(cell, attribute) for cell in of_file if cell.mode != STORAGE))
+        left = {getattr(cell, attribute) for cell in chosen if cell.mode != STORAGE}
+        for name in names or [""]:
             if name not in known:
                 there = ", ".join(known)
                 raise SweepError(
                     f"--{option} {name}: no cell of {arguments.sweep} has it{hint(name, known)}; there are {there}"
                 )
-        cells = [cell for cell in cells if cell.mode == STORAGE or getattr(cell, attribute) in asked]
-    return cells
+            if name not in left:
+                raise SweepError(
+                    f"--{option} {name}: {arguments.sweep} has it, but no cell of it is left with the other options; "
+                    "leave it out, or change those"
+                )
+    return chosen
 
 
 def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell], chosen: list[Cell]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from ..ckpt_replay.options import FIT
@@ -53,13 +54,17 @@ def _totals(sweep: Sweep, sizes: Sizes, cells: list[Cell]) -> list[str]:
     lines = [
         f"{sweep.name}: {plural(len(cells), 'cell')} in {plural(sweep.repeats, 'repeat')}: {kinds}",
         f"bytes: {size(sum(each for each in written if each is not None))}{more}; a cell's files go when it ends",
-        f"hours: at most {len(cells) * limit_h:,.0f}, with time_limit {sweep.time_limit_s:g} s for each cell",
+        f"hours: at most {_rounded_up(len(cells) * limit_h)}, with time_limit {sweep.time_limit_s:g} s for each cell",
     ]
     gpu_cells = [cell for cell in cells if cell.mode in LAUNCHED]
     gpu_hours = sum(cell.ranks for cell in gpu_cells) * limit_h
     most = max((cell.ranks for cell in gpu_cells), default=0)
     of = f": {plural(len(gpu_cells), 'cell')} with a GPU for each rank, at most {most} at a time" if gpu_cells else ""
-    return [*lines, f"GPU-hours: at most {gpu_hours:,.0f}{of}"]
+    return [*lines, f"GPU-hours: at most {_rounded_up(gpu_hours)}{of}"]
+
+
+def _rounded_up(hours: float) -> str:
+    return f"{math.ceil(hours * 10) / 10:,.10g}" if hours < 10 else f"{math.ceil(hours):,}"
 
 
 def _written_in_all(sizes: Sizes, cell: Cell) -> int | None:

@@ -224,9 +224,7 @@ def _what_if(arguments: argparse.Namespace) -> None:
     factors = parse_factors(arguments.what_if)
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: --what-if asks of a measured run")
-    analysis = read_analysis(_only(arguments), arguments)
-    _of_one_engine(analysis.report, None)
-    found = what_if(analysis, factors)
+    found = what_if(read_analysis(_only(arguments), arguments), factors)
     write_document(arguments, document(found, factors))
 
 
@@ -241,23 +239,23 @@ def _copies(arguments: argparse.Namespace) -> None:
 
 
 def _of_one_engine(report: Report, engine: str | None) -> Report:
-    """The part of a run that is of `engine`, or the run. Raises CouldNotRunError if it has several, or not that one."""
-    from ..compare.variants import Variant, by_engine
+    """The run, or its part of `engine`: saves with several engines are no repeats of each other.
 
-    whole = Variant("", [report])
-    parts = {part.name: part.reports[0] for part in by_engine([whole])}
-    if engine is None and len(parts) > 1:
-        raise CouldNotRunError(
-            f"{report.directory}: has several engines, {', '.join(parts)}, which are no repeats of each other; choose "
-            "one with --engine, or give a run that has one"
-        )
-    if engine is None:
+    Raises CouldNotRunError if it has several engines and none was chosen, or not the chosen one.
+    """
+    from ..compare.variants import engines_of, of_engine
+
+    engines = list(dict.fromkeys(engines_of(report).values()))
+    if engine is not None and engine not in engines:
+        raise CouldNotRunError(f"--engine {engine}: {report.directory} has {', '.join(engines)}")
+    if len(engines) == 1:
         return report
-    last = report.cycles[-1]
-    known = parts if len(parts) > 1 else {last.engine_asked or last.engine_used or "": report}
-    if engine not in known:
-        raise CouldNotRunError(f"--engine {engine}: {report.directory} has {', '.join(known)}")
-    return known[engine]
+    if engine is None:
+        raise CouldNotRunError(
+            f"{report.directory}: has several engines, {', '.join(engines)}, which are no repeats of each other; "
+            "choose one with --engine, or give a run that has one"
+        )
+    return of_engine(report, engine)
 
 
 def _only(arguments: argparse.Namespace) -> Path:

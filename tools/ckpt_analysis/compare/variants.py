@@ -12,6 +12,7 @@ from ..report import Report
 from .metrics import Samples
 from .results import VariantFacts
 
+NO_ENGINE = "engine not recorded"
 _TRACES = ("restart_trace", "trace")  # what directories of traces are called, of trainings and of drills
 
 
@@ -35,38 +36,36 @@ def by_engine(variants: list[Variant]) -> list[Variant]:
     """
     found: list[Variant] = []
     for variant in variants:
-        engines = list(dict.fromkeys(engine for report in variant.reports for engine in _engines(report).values()))
-        if len(engines) <= 1:
+        engines = list(dict.fromkeys(engine for report in variant.reports for engine in engines_of(report).values()))
+        if len(engines) == 1:
             found.append(variant)
             continue
         of = "" if len(variants) == 1 else f"{_short(variant.name, variant.reports[0].directory)} "
         for engine in engines:
-            parts = [part for report in variant.reports for part in _of_engine(report, engine)]
-            found.append(Variant(f"{of}{engine}", parts))
+            reports = [report for report in variant.reports if engine in engines_of(report).values()]
+            found.append(Variant(f"{of}{engine}", [of_engine(report, engine) for report in reports]))
     return found
 
 
-def _engines(report: Report) -> dict[int, str]:
-    """Cycle -> engine; one that ended before it recorded its engine belongs to the one before it, or to the first."""
-    named = [(info.cycle, info.engine_asked or info.engine_used) for info in report.cycles]
-    present = next((engine for _, engine in named if engine), None)
+def engines_of(report: Report) -> dict[int, str]:
+    """Cycle -> engine. A cycle that ended before it recorded one has that of the cycle before it, or the first known.
+
+    In a run that records none, such as an imported one, each has NO_ENGINE.
+    """
+    recorded = [(info.cycle, info.engine_asked or info.engine_used) for info in report.cycles]
+    latest = next((engine for _, engine in recorded if engine), NO_ENGINE)
     found: dict[int, str] = {}
-    for cycle, engine in named:
-        present = engine or present
-        if present is not None:
-            found[cycle] = present
+    for cycle, engine in recorded:
+        latest = found[cycle] = engine or latest
     return found
 
 
-def _of_engine(report: Report, engine: str) -> list[Report]:
-    """The report with the cycles of that engine alone, without what is of the whole run; none if it has none."""
-    kept = {cycle for cycle, each in _engines(report).items() if each == engine}
-    if not kept:
-        return []
-    cycles = [info for info in report.cycles if info.cycle in kept]
-    part = replace(
+def of_engine(report: Report, engine: str) -> Report:
+    """The cycles of a run that used one engine. What describes the whole run, such as its budget, is left out."""
+    kept = {cycle for cycle, each in engines_of(report).items() if each == engine}
+    return replace(
         report,
-        cycles=cycles,
+        cycles=[info for info in report.cycles if info.cycle in kept],
         saves=[save for save in report.saves if save.cycle in kept],
         loads=[load for load in report.loads if load.cycle in kept],
         starts=[start for start in report.starts if start.cycle in kept],
@@ -74,7 +73,6 @@ def _of_engine(report: Report, engine: str) -> list[Report]:
         training=[training for training in report.training if training.cycle in kept],
         path=None, last_failure=None, budget=None, findings=[],
     )  # fmt: skip
-    return [part]
 
 
 def label_of(index: int) -> str:

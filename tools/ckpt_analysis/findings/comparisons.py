@@ -68,14 +68,14 @@ def _slow(units: pl.DataFrame, unit: str, counts: pl.Expr, limits: Mapping[str, 
     return slow.filter(few).select("group", "operation", unit, "own_ns", "median_ns", "excess_ns")
 
 
-def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[str, float, float]:
+def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[str, float, float] | None:
     """(phase, seconds of `ranks`, seconds of all) where the median of `ranks` exceeds the median of all ranks most.
 
-    The phase includes its detail, as in "flush/fsync". Phases of waiting are left out.
+    The phase includes its detail, as in "flush/fsync". Phases of waiting are left out; None if there are no others.
     """
     of_ranks = pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)).median()
     table = _work(tables, group).group_by("phase", "detail").agg(of_ranks.alias("ranks_ns"), _median())
-    return _largest(table).select(PHASE_NAME, pl.col("ranks_ns", "median_ns") / 1e9).row(0)
+    return next(_largest(table).select(PHASE_NAME, pl.col("ranks_ns", "median_ns") / 1e9).iter_rows(), None)
 
 
 def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float) -> str:
@@ -83,15 +83,16 @@ def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank
 
     Checks the phases of the rank first, then a late begin (between hosts as accurate as their clocks).
     """
-    phase, rank_s, median_s = against_median(tables, group, [rank])
-    if rank_s - median_s >= waited_s / 2:
-        return f"it spends {rank_s:.3f} s in {phase}, the median rank {median_s:.3f} s"
+    found = against_median(tables, group, [rank])
+    if found is not None and found[1] - found[2] >= waited_s / 2:
+        return f"it spends {found[1]:.3f} s in {found[0]}, the median rank {found[2]:.3f} s"
     starts = operations.filter(pl.col("group") == group)
     mine = pl.col("start_ns").filter(pl.col("rank") == rank).first()
     late_s = starts.select(mine - pl.col("start_ns").median()).item() / 1e9
     if late_s >= waited_s / 2:
         return f"it began {late_s:.3f} s after the median rank"
-    return f"no single phase of it, nor a late begin, explains half of that; most comes from {phase}"
+    most = "" if found is None else f"; most comes from {found[0]}"
+    return f"no single phase of it, nor a late begin, explains half of that{most}"
 
 
 def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:

@@ -42,13 +42,13 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     for rows in _worst(slow, "rank"):
         row = rows.row(0, named=True)
         rank, operation = row["rank"], row["operation"]
-        phase, rank_s, median_s = against_median(e.tables, row["group"], [rank])
+        most = against_median(e.tables, row["group"], [rank])
         moved = _times_the_bytes(e, row["group"], rank)
         text = (
             f"{_operation(e, row['group'])}: {seconds(row['own_ns'] / 1e9)} s of its own against "
-            f"{seconds(row['median_ns'] / 1e9)} s of the median rank; most of it in {phase} "
-            f"({seconds(rank_s)} s against {seconds(median_s)} s)"
+            f"{seconds(row['median_ns'] / 1e9)} s of the median rank"
         )
+        text += f"; most of it in {most[0]} ({seconds(most[1])} s against {seconds(most[2])} s)" if most else ""
         text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
         uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
         found.append(
@@ -56,7 +56,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 title=f"Rank {rank} on {row['host']} is slower than the others in " + _how_often(e, rows, operation),
                 evidence=text,
                 cost_s=row["excess_ns"] / 1e9,
-                data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
+                data={"operation": operation, "rank": rank, "host": row["host"], "phase": most and most[0]}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
                 advice=_UNEVEN if uneven else None,
                 advice_for_hooks=_UNEVEN_FOR_HOOKS + _PIPELINE * e.is_pipeline if uneven else None,

@@ -94,8 +94,26 @@ def windows_of(spans: pl.DataFrame, *of: str) -> pl.DataFrame:
     `of`: columns that come first, in each of whose groups occurrences are counted from 0.
     """
     key = [*of, "rank", "phase"]
-    table = spans.select(*of, "rank", PHASE_NAME, "start_ns", "end_ns").sort(*key, "start_ns", "end_ns")
+    table = _one_after_another(spans).select(*of, "rank", PHASE_NAME, "start_ns", "end_ns")
+    table = table.sort(*key, "start_ns", "end_ns")
     return table.with_columns(pl.int_range(pl.len()).over(key).alias("occurrence"))
+
+
+def _one_after_another(spans: pl.DataFrame) -> pl.DataFrame:
+    """The spans, where those that alternate within one window have consecutive parts of it, as long as they took.
+
+    The trace has no finer times of these: docs/log_format.md, `span`. The last one, or the only one, has what the
+    others leave of the window.
+    """
+    alternates = pl.col("duration_ns") < pl.col("end_ns") - pl.col("start_ns")
+    window = ["op", "thread", "start_ns", "end_ns"]
+    until_ns = pl.col("start_ns") + pl.col("duration_ns").cum_sum().over(window)
+    is_last = pl.int_range(pl.len()).over(window) == pl.len().over(window) - 1
+    laid = spans.filter(alternates).with_columns(
+        (until_ns - pl.col("duration_ns")).alias("start_ns"),
+        pl.when(is_last).then("end_ns").otherwise(until_ns).alias("end_ns"),
+    )
+    return pl.concat([spans.filter(~alternates), laid])
 
 
 def critical_path(windows: pl.DataFrame) -> list[Segment]:

@@ -105,25 +105,27 @@ def critical_ranks_of_starts(frames: Frames, startups: pl.DataFrame) -> pl.DataF
 def _came_last(frames: Frames, finished: pl.DataFrame) -> pl.DataFrame:
     """group, phase, occurrence, rank: for which the others waited in each occurrence of a synchronising phase.
 
-    That is the lowest rank without this occurrence, which did something else; else the one that waited least, of equals
-    the one that came last by its own clock.
+    That is the lowest rank without this occurrence that did something else for at least as long, from its begin, as any
+    other took to come; else the one that waited least, of equals the one that came last by its own clock.
     """
     spans = frames.spans.filter(pl.col("op").is_in(finished["op"].implode()), _PHASE.is_in(SYNCHRONISING))
     windows = windows_of(frames.placed(spans, "group", "rank"), "group")
     begun = finished.select("group", "rank", pl.col("start_ns").alias("begun_ns"))
+    came_ns = pl.col("start_ns") - pl.col("begun_ns")
     key = ["group", "phase", "occurrence"]
     least = (
         windows.join(begun, on=["group", "rank"])
         .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("waited_ns"))
-        .sort("waited_ns", pl.col("start_ns") - pl.col("begun_ns"), "rank", descending=[False, True, False])
+        .sort("waited_ns", came_ns, "rank", descending=[False, True, False])
         .group_by(key, maintain_order=True)
-        .agg(pl.col("rank").first().alias("least"), pl.len().alias("came"))
+        .agg(pl.col("rank").first().alias("least"), pl.len().alias("came"), came_ns.max().alias("latest_ns"))
     )
     ranks = finished.group_by("group").agg(pl.len().alias("ranks"))
     some = least.join(ranks, on="group").filter(pl.col("came") < pl.col("ranks"))
     absent = (
-        some.select(key)
-        .join(finished.select("group", "rank"), on="group")
+        some.select(*key, "latest_ns")
+        .join(finished.select("group", "rank", "wall_ns"), on="group")
+        .filter(pl.col("wall_ns") >= pl.col("latest_ns"))
         .join(windows, on=[*key, "rank"], how="anti")
         .group_by(key)
         .agg(pl.col("rank").min().alias("absent"))
@@ -148,7 +150,7 @@ def _lanes(frames: Frames, operations: pl.DataFrame) -> dict[int, dict[int, _Lan
 def _path(rank: int, lanes: Mapping[int, _Lane], meetings: Mapping[tuple[str, int], int]) -> _Parts:
     """The path that ends on `rank`, last part first. `meetings`: (phase, occurrence) -> rank that came last."""
     path: list[tuple[int, str, int]] = []
-    wall_ns = lanes[rank].end_ns - lanes[rank].start_ns
+    late_ns = 0  # began the rank that the path is on later than that which it ends on
     left: set[tuple[str, int]] = set()
     until: int | None = lanes[rank].end_ns
     while until is not None:
@@ -163,15 +165,18 @@ def _path(rank: int, lanes: Mapping[int, _Lane], meetings: Mapping[tuple[str, in
                 break
         if follows is None:
             path.append((rank, UNNAMED, max(0, until - lane.start_ns)))
-            path.append((rank, LATE, max(0, wall_ns - (lane.end_ns - lane.start_ns))))
+            path.append((rank, LATE, max(0, late_ns)))
             return path
-        rank, until = follows, _came_ns(lanes[follows], place)
+        mine, theirs = _at(lane, place), _at(lanes[follows], place)
+        if mine is not None and theirs is not None:  # both left at the same time
+            late_ns += (mine[1] - lane.start_ns) - (theirs[1] - lanes[follows].start_ns)
+        rank, until = follows, lanes[follows].end_ns if theirs is None else theirs[0]
     return path
 
 
-def _came_ns(lane: _Lane, place: tuple[str, int]) -> int:
-    """When the rank came to a meeting, Unix ns of its host; at its end if it took no part."""
-    return next((start_ns for phase, start_ns, _, nth in lane.rows if (phase, nth) == place), lane.end_ns)
+def _at(lane: _Lane, place: tuple[str, int]) -> tuple[int, int] | None:
+    """When the rank came to a meeting and left it, Unix ns of its host; None if it took no part."""
+    return next(((start_ns, end_ns) for phase, start_ns, end_ns, nth in lane.rows if (phase, nth) == place), None)
 
 
 def _most(path: _Parts) -> tuple[int, str | None]:

@@ -43,12 +43,9 @@ def test_an_operator_that_is_built_is_apart(tmp_path: Path, monkeypatch: pytest.
     with Communicators(startup, Layout(1, 1, 1), timedelta(seconds=60)).apart_from("engine_init"):
         Tiny().load(verbose=False)
     recorder.close()
-    spans: dict[str, Any] = {
-        r["phase"]: r
-        for r in read_records(tmp_path / "rank.jsonl")
-        if r["type"] == "span" and r["phase"] != "process_start"
-    }
-    compiled, engine = spans["compile"], spans["engine_init"]
-    assert compiled["duration_ns"] > 0
-    window_ns = engine["end_ns"] - engine["start_ns"]
-    assert engine["duration_ns"] == pytest.approx(window_ns - compiled["duration_ns"], abs=1e3)
+    spans: list[dict[str, Any]] = [
+        r for r in read_records(tmp_path / "rank.jsonl") if r["type"] == "span" and r["phase"] != "process_start"
+    ]
+    assert [span["phase"] for span in spans] == ["engine_init", "compile", "engine_init"]
+    assert [span["end_ns"] for span in spans[:2]] == [span["start_ns"] for span in spans[1:]]
+    assert spans[1]["end_ns"] > spans[1]["start_ns"]

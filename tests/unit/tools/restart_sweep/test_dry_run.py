@@ -72,11 +72,30 @@ def test_a_part_of_it(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--models", "tinny", "has it; did you mean tiny?; there are tiny, 1b"),
         ("--engines", "lazy,fastpersist", "--engines fastpersist: no cell of"),
         ("--models", "", "--models : no cell of"),
+        # The file has both, but not together: only models 1b and tiny by engine torch are there.
+        ("--engines", "torch,torchsnapshot --models 1b", "--engines torchsnapshot: "),
+        (
+            "--models",
+            "1b --engines torchsnapshot",
+            "parts.yaml has it, but no cell of it is left with the other options",
+        ),
     ],
 )
-def test_a_name_that_the_file_does_not_have(
+def test_a_name_of_which_no_cell_is_left(
     asked: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, said: str
 ) -> None:
-    assert main(["--dry-run", str(asked), option, name]) == 2
+    assert main(["--dry-run", str(asked), option, *(name.split() or [name])]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err
+
+
+def test_a_bound_is_never_rounded_down(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.write_text(FILE.replace("time_limit: 1800", "time_limit: 100"))
+    lines = dry_run(capsys, asked)
+    assert [line.split(",")[0].split(":")[1] for line in lines[-2:]] == [" at most 0.5", " at most 0.5"]
+
+
+def test_a_reduced_sweep_knows_the_names_of_the_file(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.write_text(FILE.replace("[tiny, 1b]", "[tiny, 3b, 1b]"))
+    assert main(["--dry-run", "--reduced", str(asked), "--models", "3b"]) == 2
+    assert "has it, but no cell of it is left with the other options" in capsys.readouterr().err

@@ -85,6 +85,9 @@ def test_engines_of_one_run_are_no_repeats_of_each_other(tmp_path: Path) -> None
         ("x torch", 2), ("x lazy", 2), ("y", 1),
     ]  # fmt: skip
     assert [cell(repeated, "blocked_s", run).values for run in range(3)] == [[1.0, 11.0], [11.0, 1.0], [1.0]]
+    unknown = replace(mixed, cycles=[replace(info, engine_asked=None, engine_used=None) for info in mixed.cycles])
+    names = [variant.name for variant in by_engine([Variant("x", [mixed, unknown])])]
+    assert names == ["torch", "lazy", "engine not recorded"]  # no run is left out
     with pytest.raises(CouldNotRunError, match="give two runs at least to compare"):
         compare_runs([of_engines(tmp_path, "lazy", "lazy")])
 

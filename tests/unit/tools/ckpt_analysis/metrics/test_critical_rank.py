@@ -80,3 +80,53 @@ def test_a_rank_without_a_first_step_is_not_critical(tmp_path: Path) -> None:
     (start,) = open_trace(tmp_path).analysis.report.starts
     assert (start.finished_ranks, start.critical_rank) == (1, 0)
     assert start.wall is not None and start.wall.at_critical_s == start.wall.max_s and start.after_critical_s == 0
+
+
+def test_phases_that_alternate_in_one_window_have_their_own_time_on_the_path(tmp_path: Path) -> None:
+    log = RankLog(Options(), 0, 0, 0)
+    log.process()
+    op = log.begin("startup")
+    op.span("imports", None, 1000)
+    begun_ms = log.now_ms
+    for phase, detail, busy_ms in (("engine_init", None, 700), ("communicators", "world", 250), ("compile", None, 50)):
+        op.at(begun_ms, 1000, phase, detail, busy_ms=busy_ms)
+    log.now_ms += 1000
+    begun_ms = log.now_ms
+    log.iteration(1)
+    op.at(begun_ms, log.now_ms - begun_ms, "first_step", None)
+    op.end()
+    dump(file_of(tmp_path, 0, 0), log.records)
+    path = open_trace(tmp_path).analysis.report.path
+    assert path is not None
+    took = {part.phase: part.seconds for part in path.parts}
+    assert [took[name] for name in ("imports", "engine_init", "communicators", "compile")] == [1.0, 0.7, 0.25, 0.05]
+    (start,) = open_trace(tmp_path).analysis.report.starts
+    assert start.critical_phase == "imports"
+
+
+@pytest.mark.parametrize(
+    ("plans", "rank", "phase"),
+    [
+        # Rank 2 comes last by a moment, and rank 0 works on alone after it.
+        ([[("serialize", 10), ("barrier", 4), ("engine_call", 3000)], [("serialize", 11), ("barrier", 3)],
+          [("serialize", 13), ("barrier", 1)]], 0, "engine_call"),
+        # Rank 2 takes no part in the barrier, and has ended before the last comes to it.
+        ([[("serialize", 1000), ("barrier", 2001)], [("serialize", 3000), ("barrier", 1)], [("serialize", 100)]],
+         1, "serialize"),
+        # Rank 0 takes no part either, and works for as long as the others wait.
+        ([[("serialize", 100), ("engine_call", 3000)], [("serialize", 100), ("barrier", 3000)]], 0, "engine_call"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_began_with_the_others_is_not_late(
+    tmp_path: Path, plans: list[list[tuple[str, float]]], rank: int, phase: str
+) -> None:
+    for number, plan in enumerate(plans):
+        log = RankLog(Options(), number, 0, 0)
+        log.process()
+        op = log.begin("save", "Engine", tag="global_step5", step=5)
+        for name, took_ms in plan:
+            op.span(name, None, took_ms)
+        op.end(bytes=1000, num_files=1, durable=True)
+        dump(file_of(tmp_path, number, 0), log.records)
+    (save,) = open_trace(tmp_path).analysis.report.saves
+    assert (save.critical_rank, save.critical_phase) == (rank, phase)

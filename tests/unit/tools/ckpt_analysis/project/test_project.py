@@ -349,5 +349,17 @@ def test_a_run_of_several_engines_is_not_pooled(tmp_path: Path, capsys: pytest.C
     assert f"--engine dcp: {tmp_path} has torch, lazy" in capsys.readouterr().err
     assert main([words[0], *words[2:], "--engine", "dcp"]) == 2
     assert "--engine dcp: chooses among the saves of a run; give a LOGDIR" in capsys.readouterr().err
-    assert main([*words[:2], "--what-if", "imports=0.5"]) == 2
-    assert "has several engines, torch, lazy" in capsys.readouterr().err
+    assert main([*words[:2], "--what-if", "imports=0.5"]) == 0  # it answers for each start and save by itself
+
+
+def test_an_engine_is_of_the_run_not_of_its_last_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "8", "--mtbf-hours", "1000", "--restart-seconds", "9", "--quiet"]
+    write_trace(tmp_path)
+    for path in tmp_path.glob("rank_*_cycle_001.jsonl"):  # as if it had died before it recorded its engine
+        path.write_text(re.sub(r'"engine_(asked|used)": ?"[^"]*",?', "", path.read_text()))
+    assert main(["project", str(tmp_path), *words, "--engine", "torch"]) == 0
+    for path in tmp_path.glob("rank_*_cycle_000.jsonl"):
+        path.write_text(re.sub(r'"engine_(asked|used)": ?"[^"]*",?', "", path.read_text()))
+    capsys.readouterr()
+    assert main(["project", str(tmp_path), *words, "--engine", "torch"]) == 2
+    assert "has engine not recorded" in capsys.readouterr().err
