@@ -165,13 +165,14 @@ class Session:
         if starting is None or startup is None or self._is_compiling or self.running() is not None:
             yield
             return
-        since_ns, self._is_compiling = now_ns(), True
+        self._is_compiling, since_ns = True, 0
         try:
             with starting.phase("compile"):
+                since_ns = starting.since_ns
                 yield
         finally:
             self._is_compiling = False
-            startup.spent(since_ns, now_ns())
+            startup.spent(since_ns, starting.since_ns)
 
     def running(self) -> Running | None:
         """The save or load in progress on this thread."""

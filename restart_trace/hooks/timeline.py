@@ -28,11 +28,11 @@ class Timeline:
     """Cuts the time of a thread in `operation` into spans."""
 
     def __init__(self, operation: Operation, *, blocking: bool = True) -> None:
-        """`blocking`: whether training waits for this thread."""
+        """`blocking`: whether training waits for this thread. `since_ns`: end of the latest piece."""
         self.operation = operation
         self.blocking = blocking
         self._open: list[Piece] = []
-        self._since_ns = operation.start_ns
+        self.since_ns = operation.start_ns
 
     @contextmanager
     def phase(self, phase: str, detail: str | None = None, file: str | None = None) -> Iterator[Piece]:
@@ -71,21 +71,21 @@ class Timeline:
         """The body records its own spans, which share one window. Yields the begin of the window, ns."""
         self._cut()
         try:
-            yield self._since_ns
+            yield self.since_ns
         finally:
-            self._since_ns = now_ns()
+            self.since_ns = now_ns()
 
     def interrupted(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Record `phase`, which has just ended, as an interruption of the open phase."""
-        start_ns = max(start_ns, self._since_ns)  # phases within it are already recorded
+        start_ns = max(start_ns, self.since_ns)  # phases within it are already recorded
         if end_ns > start_ns:
             self._cut(at_ns=start_ns)
             self.add(phase, None, start_ns, end_ns)
-            self._since_ns = end_ns
+            self.since_ns = end_ns
 
     def skip(self) -> None:
         """Leave out the time since the last phase, which was not part of this operation."""
-        self._since_ns = now_ns()
+        self.since_ns = now_ns()
 
     def _cut(self, last: Piece | None = None, error: str | None = None, at_ns: int | None = None) -> None:
         """Record the time since the last cut as a piece of the innermost phase; its last piece if it is `last`."""
@@ -93,10 +93,10 @@ class Timeline:
         innermost = self._open[-1] if self._open else None
         if innermost is not None:
             self.add(
-                innermost.phase, innermost.detail, self._since_ns, now, file=innermost.file,
+                innermost.phase, innermost.detail, self.since_ns, now, file=innermost.file,
                 num_bytes=innermost.bytes if innermost is last else None, error=error,
             )  # fmt: skip
-        self._since_ns = now
+        self.since_ns = now
 
     def add(self, phase: str, detail: str | None, start_ns: int, end_ns: int, **fields: Any) -> None:
         """Record a span that the caller has measured; `fields` as in Operation.add."""
