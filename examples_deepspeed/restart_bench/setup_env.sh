@@ -193,7 +193,17 @@ check_version() {
         die "VENV_DIR=$VENV_DIR has $("$python" --version 2>&1), and Python 3.10 to 3.12 is needed; remove it, or name another"
 }
 
+# Refuses an extra that setup.py does not have: pip would leave it out in silence.
+check_extras() {
+    local known extra
+    known=$(sed -n '/extras_require=/,/}/s/^ *"\([^"]*\)":.*/\1/p' "$ROOT/setup.py")
+    for extra in ${EXTRAS//,/ }; do
+        grep -qx -- "$extra" <<<"$known" || die "EXTRAS: there is no extra $extra; there are" $known
+    done
+}
+
 main() {
+    check_extras
     up_to_date && return
     check_version
     check_checkout

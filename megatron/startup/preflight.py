@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.checkpointing.store.search import read_latest
-from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
+from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig, deepspeed_file
 from megatron.config.uris import is_uri
 from megatron.data.index_header import (
     FLOATING_POINT,
@@ -206,6 +206,18 @@ def check_copies(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def check_tensorboard(config: Config) -> None:
+    """Raises ConfigError if TensorBoard is asked for, by flag or in DeepSpeed's file, and is not installed."""
+    path = config.parallel.deepspeed_config
+    asked = None
+    if config.training.tensorboard_dir is not None:
+        asked = "--tensorboard-dir"
+    elif path is not None and deepspeed_file.get(deepspeed_file.load_deepspeed_file(path), "tensorboard.enabled"):
+        asked = f"--deepspeed_config {path}: tensorboard.enabled"
+    if asked is not None and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(f"{asked}: tensorboard is not installed: pip install tensorboard, or drop it")
+
+
 def check_inputs(config: Config) -> tuple[int, int]:
     """Check datasets, tokenizer files, the --load directory, and that what is asked for can be written.
 
@@ -219,8 +231,7 @@ def check_inputs(config: Config) -> tuple[int, int]:
     first = config.parallel.rank == 0
     tokenizer = check_data(config.data)
     check_load(config.checkpoint, warn=first)
-    if config.training.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard-dir: tensorboard is not installed: pip install tensorboard, or drop the flag")
+    check_tensorboard(config)
     for flag, directory in (
         ("--save", config.checkpoint.save),
         ("--restart-trace-dir", config.trace.restart_trace_dir),

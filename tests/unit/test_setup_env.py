@@ -31,6 +31,12 @@ def test_setup_names_a_python_that_does_not_work(tmp_path: Path) -> None:
     assert "PYTHON=/no/python is not a working Python 3.10 to 3.12" in done.stderr
 
 
+def test_setup_refuses_an_extra_that_there_is_not(tmp_path: Path) -> None:
+    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path / "venv"), EXTRAS="s3,tensorbord")
+    assert done.returncode == 1 and not (tmp_path / "venv").exists()
+    assert "EXTRAS: there is no extra tensorbord; there are train tensorboard engines s3" in done.stderr
+
+
 @pytest.mark.slow
 def test_setup_that_fails_is_not_taken_for_done(tmp_path: Path) -> None:
     venv = tmp_path / "venv"

@@ -65,9 +65,11 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
     kept = saves if keep is None else min(saves, keep + 1)
     free_of, free = _free(config.checkpoint.save)
     lack, no_room = None, False
-    if free is not None and one:
+    if free is not None and free_of is not None and one:
         hopeless = no_space(config, one, free)
         lack, no_room = hopeless or lack_of_space(config, one, 0, saves, free), hopeless is not None
+        if lack and not _is_place_of(free_of, config.checkpoint.save):
+            lack, no_room = f"{lack}. That is of {free_of}: --save is not there on this host", False
     return RunNeeds(
         configuration=configuration(config),
         ranks_per_host=ranks_per_host,
@@ -102,6 +104,15 @@ def configuration(config: Config) -> dict[str, Any]:
             if value != field.default:
                 found[field.name] = value
     return dict(sorted(found.items()))
+
+
+def _is_place_of(queried: str, save: str | None) -> bool:
+    """Whether the file system of `queried` is that of --save: it, or the directory that it will be made in, is there.
+
+    Further above it may be another one, in which that of --save is mounted on other hosts.
+    """
+    place = Path(save or "").absolute()
+    return Path(queried) in (place, place.parent)
 
 
 def _free(save: str | None) -> tuple[str | None, int | None]:

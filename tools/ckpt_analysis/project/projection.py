@@ -11,6 +11,7 @@ from .model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
 
 HOUR_S = 3600.0
 NEARLY = 0.001  # of the wall time
+_HOPELESS = 0.01  # of it
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Row:
 class Answer:
     """The interval to choose at one scale, in whole steps, and between which intervals little more is lost.
 
-    `ettr`: with `interval_steps`. From `least_steps` to `most_steps` it is at most NEARLY below that of the optimum.
+    `ettr`: with `interval_steps`. From `least_steps` to `most_steps` it is at most NEARLY below that; both are
+    `interval_steps` where so little is useful that no interval is a good one.
     """
 
     nodes: int
@@ -108,8 +110,10 @@ def _answer(costs: Costs, mtbf_s: float, step_s: float, nodes: int, hours: float
     near = optimal_work_s(costs, mtbf_s) / step_s
     best = max({max(1, math.floor(near)), max(1, math.ceil(near))}, key=ettr)
     enough = ettr(best) - NEARLY
+    if enough <= _HOPELESS:
+        return Answer(nodes, hours, best, best * step_s, ettr(best), best, best)
     too_many = best + 1
-    while ettr(too_many) >= enough and too_many * step_s < 64 * mtbf_s:  # beyond, hardly anything is left
+    while ettr(too_many) >= enough:
         too_many *= 2
     least = bisect_left(range(1, best), True, key=lambda steps: ettr(steps) >= enough) + 1
     most = bisect_left(range(best, too_many), True, key=lambda steps: ettr(steps) < enough) + best - 1

@@ -162,7 +162,8 @@ def _on_critical_rank(stats: Stats) -> str:
     rank, phase = stats.critical_rank, stats.critical_phase
     if phase == LATE:
         return f"Rank {rank} was waited for, since it began later than the others; {took}"
-    return f"Rank {rank} was waited for{f', in {phase}' if phase else ''}; {took}"
+    beside = ", which held no training up" if phase in {p.name for p in stats.phases if p.blocking == "none"} else ""
+    return f"Rank {rank} was waited for{f', in {phase}' if phase else ''}{beside}; {took}"
 
 
 def _largest(stats: Stats, wall_s: float) -> str:

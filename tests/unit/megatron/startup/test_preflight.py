@@ -508,7 +508,17 @@ def test_a_board_that_cannot_be_written_is_refused(
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
     with pytest.raises(ConfigError, match="--tensorboard-dir: tensorboard is not installed: pip install tensorboard"):
         check_inputs(config_for(prefix, tmp_path, str(tmp_path / "ckpt")))
+    config = config_for(prefix, tmp_path, str(tmp_path / "ckpt"))
+    file = tmp_path / "ds.json"
+    parallel = dataclasses.replace(config.parallel, deepspeed_config=str(file))
+    training = dataclasses.replace(config.training, tensorboard_dir=None)
+    config = dataclasses.replace(config, parallel=parallel, training=training)
+    file.write_text('{"tensorboard": {"enabled": true}}')
+    with pytest.raises(ConfigError, match=f"--deepspeed_config {file}: tensorboard.enabled: tensorboard is not instal"):
+        check_inputs(config)
     assert not (tmp_path / "ckpt").exists()
+    file.write_text('{"tensorboard": {"enabled": false}}')
+    check_inputs(config)
 
 
 def test_check_inputs_checks_every_part(prefix: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, result
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
 from tools.ckpt_analysis import open_trace
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.render.answer import answer
 
 pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
 _SHAPE = Shape(ranks=24, saves=4, plants=frozenset({"straggler-rank"}))
@@ -130,3 +131,22 @@ def test_a_rank_that_began_with_the_others_is_not_late(
         dump(file_of(tmp_path, number, 0), log.records)
     (save,) = open_trace(tmp_path).analysis.report.saves
     assert (save.critical_rank, save.critical_phase) == (rank, phase)
+
+
+def test_who_was_waited_for_in_the_background_did_not_hold_training_up(tmp_path: Path) -> None:
+    for name, background in (("behind", True), ("before", False)):
+        directory = tmp_path / name
+        directory.mkdir()
+        for rank in range(2):
+            log = RankLog(Options(), rank, 0, 0)
+            log.process()
+            op = log.begin("save", "Engine", tag="global_step5", step=5)
+            op.span("serialize", None, 10)
+            begun_ms = log.now_ms
+            log.now_ms += 100 * (rank + 1)
+            op.at(begun_ms, 100 * (rank + 1), "flush", "fsync", blocking=not background)
+            op.end(bytes=1000, num_files=1, durable=True)
+            dump(file_of(directory, rank, 0), log.records)
+        said = " ".join(answer(open_trace(directory).analysis.report))
+        assert "Rank 1 was waited for, in flush" in said
+        assert ("in flush, which held no training up; " in said) == background
