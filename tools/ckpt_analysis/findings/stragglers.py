@@ -48,7 +48,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
             f"{_operation(e, row['group'])}: {seconds(row['own_ns'] / 1e9)} s of its own against "
             f"{seconds(row['median_ns'] / 1e9)} s of the median rank"
         )
-        text += f"; most of it in {most[0]} ({seconds(most[1])} s against {seconds(most[2])} s)" if most else ""
+        text += _most_of_it(most)
         text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
         uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
         found.append(
@@ -65,6 +65,11 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     return found
 
 
+def _most_of_it(found: tuple[str, float, float] | None) -> str:
+    """In which phase, as `against_median` found it; nothing is said where no phase was recorded."""
+    return "" if found is None else f"; most of it in {found[0]} ({seconds(found[1])} s against {seconds(found[2])} s)"
+
+
 def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
     hosts = rank_hosts(e)
@@ -73,16 +78,15 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
         row = rows.row(0, named=True)
         group, host, operation = row["group"], row["host"], row["operation"]
         ranks = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
-        phase, slow_s, median_s = against_median(e.tables, group, ranks)
+        most = against_median(e.tables, group, ranks)
         found.append(
             Observation(
                 title=f"Host {host} ({plural(len(ranks), 'rank')}) is slower than the others in "
                 + _how_often(e, rows, operation),
                 evidence=f"{_operation(e, group)}: its median rank works {seconds(row['own_ns'] / 1e9)} s, those "
-                f"of the other hosts {seconds(row['median_ns'] / 1e9)} s; most of it in {phase} "
-                f"({seconds(slow_s)} s against {seconds(median_s)} s)",
+                f"of the other hosts {seconds(row['median_ns'] / 1e9)} s{_most_of_it(most)}",
                 cost_s=row["excess_ns"] / 1e9,
-                data={"operation": operation, "host": host, "ranks": ranks, "phase": phase}
+                data={"operation": operation, "host": host, "ranks": ranks, "phase": most and most[0]}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
             )
         )
