@@ -198,7 +198,7 @@ check_extras() {
     local known extra
     known=$(sed -n '/extras_require=/,/}/s/^ *"\([^"]*\)":.*/\1/p' "$ROOT/setup.py")
     for extra in ${EXTRAS//,/ }; do
-        grep -qx -- "$extra" <<<"$known" || die "EXTRAS: there is no extra $extra; there are" $known
+        [[ $'\n'$known$'\n' == *$'\n'"$extra"$'\n'* ]] || die "EXTRAS: there is no extra $extra; there are" $known
     done
 }
 

@@ -18,15 +18,16 @@ DEFINITIONS: dict[str, str] = {
     "critical rank": "of an operation: the rank for which the others waited, not the one with the longest wall time, "
     "which often waited itself. It is the rank on which the critical path spends most time outside of `rendezvous`, "
     "`communicators`, `barrier` and `first_step`; of equals the lowest. Critical phase: the phase in which it spent "
-    "most of that time; `late`, if it began the operation that much later than the others. What is said of an "
-    "operation on one rank (where its time went, the shares of its phases, a waterfall) is said of the critical "
-    "rank, in sentences, findings, tables, figures and JSON alike.",
+    "most of that time; `late`, if it began the operation that much later than the others: all leave a meeting at the "
+    "same time, so the later rank left it sooner after its begin. What is said of an operation on one rank (where its "
+    "time went, the shares of its phases, a waterfall) is said of the critical rank, in sentences, findings, tables, "
+    "figures and JSON alike.",
     "own time": "of a rank in an operation: busy time in the phases in which it does not wait for others, "
     "which are all but `barrier`, `rendezvous` and `wait_previous`, and those that follow when it is over "
     "(`caught_up`, `remove`).",
     "critical path": "of a start: found backwards from the end of the last first step. On a rank it follows "
-    "what the rank did, the innermost span of each moment; at a phase that no rank leaves before all have "
-    "come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last. Of a save "
+    "what the rank did, the innermost span of each moment; phases that alternate within one window have it one after "
+    "another, each as long as it took. At a phase that no rank leaves before all have come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last. Of a save "
     "or load: from the end of the rank with the longest wall time; the rank that waited least, or did not wait, is "
     "the one that came last.",
     "waiting": "time of a rank in its n-th `barrier` span of an operation. All leave together, so the rank "
