@@ -27,9 +27,10 @@ DEFINITIONS: dict[str, str] = {
     "(`caught_up`, `remove`).",
     "critical path": "of a start: found backwards from the end of the last first step. On a rank it follows "
     "what the rank did, the innermost span of each moment; phases that alternate within one window have it one after "
-    "another, each as long as it took. At a phase that no rank leaves before all have come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last. Of a save "
-    "or load: from the end of the rank with the longest wall time; the rank that waited least, or did not wait, is "
-    "the one that came last.",
+    "another, each as long as it took. At a phase that no rank leaves before all have come (`rendezvous`, "
+    "`communicators`, `barrier`, `first_step`) it goes on with the rank that came last. Of a save or load: from the "
+    "end of the rank with the longest wall time; the rank that waited least, or did not wait, is the one that came "
+    "last.",
     "waiting": "time of a rank in its n-th `barrier` span of an operation. All leave together, so the rank "
     "that waits least came last and was waited for; ranks without an n-th span did something else while the "
     "others waited, and were waited for.",
