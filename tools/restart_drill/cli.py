@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from megatron.checkpointing import ObjectStoreError
 
+from ..common.formatting import plural
 from ..common.stopping import StoppedBySignal, stop_on_signals
 from . import command as commands
+from . import dry_run
 from .drill import in_turn, run_drill
 from .full_disk import GIB
 from .launch import DrillError
-from .matrix import cells, run_matrix
+from .matrix import Cell, cells, run_matrix, sequences
 from .options import MATRIX, ONE, PRESET, SOAK, STOPS, parse_arguments
 from .output import report
 from .own_shm import enter_own_shm
@@ -24,6 +26,7 @@ from .plan import RELAUNCH, Injection, Plan, PlannedInjection, planned_injection
 from .preset import expanded, hosts_of_job, preset_of, small
 from .reference import run_reference, stored_reference
 from .soak.engine_soak import SoakOptions
+from .soak.result import Goal
 from .soak.soak import claim, goals, run_soak
 from .soak.stop_soak import run_stops
 
@@ -33,7 +36,7 @@ VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
 def main(argv: list[str] | None = None) -> int:
     """The exit status. A caller with an `argv` of its own is not replaced to get a private /dev/shm."""
     args = parse_arguments(argv)
-    own_shm = argv is None and args.selection in (SOAK, STOPS) and enter_own_shm()
+    own_shm = argv is None and args.selection in (SOAK, STOPS) and not args.dry_run and enter_own_shm()
     stop_on_signals()
     run: dict[str, Callable[[], bool]] = {
         ONE: lambda: _one(args),
@@ -42,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         STOPS: lambda: _stops(args, own_shm=own_shm),
     }
     try:
+        if args.dry_run:
+            return _dry_run(args)
         return VERIFIED if run[args.selection]() else NOT_VERIFIED
     except StoppedBySignal as stopped:
         say(f"error: stopped by signal {stopped}")
@@ -85,10 +90,24 @@ def plan_of(args: argparse.Namespace, training: list[str], planned: tuple[Planne
     return plan
 
 
+def _dry_run(args: argparse.Namespace) -> int:
+    """Check the preset's name, and show what is drawn and how the goals are divided."""
+    preset_of(args.command)
+    if args.selection == STOPS:
+        lines = dry_run.of_stops(args.stops, args.stop, args.seed)
+    elif args.selection == SOAK:
+        lines = dry_run.of_soak(_goal_of(args), args.faults, args.seed)
+    elif args.selection == MATRIX:
+        lines = dry_run.of_matrix(sequences(_cells(args), args.spares, len(args.node)))
+    else:
+        lines = [f"{args.fault} {args.at.text}, {plural(args.cycles, 'time')}, restarted by {args.supervisor}"]
+    if args.selection != STOPS:
+        lines.append(dry_run.of_limits(args.time_limit, args.hang_limit))
+    print("\n".join(lines))
+    return VERIFIED
+
+
 def _one(args: argparse.Namespace) -> bool:
-    if args.dry_run:
-        preset_of(args.command)
-        return True
     training = expanded(args.command)
     planned = planned_injections(args.fault, args.at, args.cycles, args.supervisor)
     plan = plan_of(args, training, planned)
@@ -101,14 +120,21 @@ def _one(args: argparse.Namespace) -> bool:
     return report(plan, injections, reference, analysis=not args.no_analysis)
 
 
-def _matrix(args: argparse.Namespace) -> bool:
+def _cells(args: argparse.Namespace) -> list[Cell]:
+    """All valid cells of these options, or --sample of them."""
     on_nodes = args.nodes_command is not None
     chosen = cells(
         args.supervisors, args.engines, args.checkpoints, args.faults, args.injection_points, on_nodes=on_nodes
     )
-    if args.sample is not None:
-        picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
-        chosen = [chosen[i] for i in sorted(picked)]
+    if args.sample is None:
+        return chosen
+    picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
+    return [chosen[i] for i in sorted(picked)]
+
+
+def _matrix(args: argparse.Namespace) -> bool:
+    on_nodes = args.nodes_command is not None
+    chosen = _cells(args)
     os.environ.setdefault("ITERS", "300")
     os.environ.setdefault("EXTRA_ARGS", "--keep-last 3")
     words = args.command or [PRESET]
@@ -126,16 +152,22 @@ def _matrix(args: argparse.Namespace) -> bool:
     return run_matrix(base, chosen, reference, args.spares)
 
 
+def _goal_of(args: argparse.Namespace) -> dict[str, Goal]:
+    """The goal of each engine of a soak."""
+    divided = goals(len(args.engines), len(args.faults), args.minutes, args.saves, args.restarts)
+    return dict(zip(args.engines, divided, strict=True))
+
+
 def _soak(args: argparse.Namespace, *, own_shm: bool) -> bool:
     # --nodes-command may differ: that of tests/cluster has the address of the cluster.
-    given = {name: value for name, value in vars(args).items() if name not in ("out", "nodes_command")}
+    left_out = ("out", "nodes_command", "dry_run")
+    given = {name: value for name, value in vars(args).items() if name not in left_out}
     claim(args.out, given)
     on_nodes = args.nodes_command is not None
     base = base_plan(args, small(args.command, on_nodes=on_nodes, in_place=True))
     hosts = hosts_of_job() if on_nodes else ()
     options = SoakOptions(base, args.faults, args.seed, args.memory_limit, own_shm, hosts, args.spares)
-    divided = goals(len(args.engines), len(args.faults), args.minutes, args.saves, args.restarts)
-    return run_soak(options, dict(zip(args.engines, divided, strict=True)))
+    return run_soak(options, _goal_of(args))
 
 
 def _stops(args: argparse.Namespace, *, own_shm: bool) -> bool:

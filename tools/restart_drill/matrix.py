@@ -95,13 +95,17 @@ def cells(
     return found
 
 
-def sequences(chosen: list[Cell], spares: int = 1) -> list[list[Cell]]:
-    """The cells of each sequence of launches, in order. A sequence loses at most as many nodes as there are spares."""
+def sequences(chosen: list[Cell], spares: int = 1, nodes: int = 1) -> list[list[Cell]]:
+    """The cells of each sequence of launches, in order.
+
+    A sequence loses at most as many nodes as there are `spares`; one fault, which takes `nodes`, is always possible.
+    """
+    losses = max(1, spares // nodes)
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for cell in chosen:
         mine = found.setdefault((cell.supervisor, cell.engine), [[]])
         lost = sum(other.fault in TAKES_A_SPARE for other in mine[-1])
-        if len(mine[-1]) == MAX_INJECTIONS or (cell.fault in TAKES_A_SPARE and lost == spares):
+        if len(mine[-1]) == MAX_INJECTIONS or (cell.fault in TAKES_A_SPARE and lost == losses):
             mine.append([])
         mine[-1].append(cell)
     return [sequence for of_both in found.values() for sequence in of_both]
@@ -167,7 +171,7 @@ def run_matrix(base: Plan, chosen: list[Cell], reference: Reference, spares: int
 def run_cells(base: Plan, chosen: list[Cell], reference: Reference, spares: int) -> list[Result]:
     """The results of all cells. After an error only its own cell is lost: the following ones get a new sequence."""
     results: list[Result] = []
-    waiting = sequences(chosen, max(1, spares // len(base.nodes)))
+    waiting = sequences(chosen, spares, len(base.nodes))
     number = 0
     while waiting:
         sequence = waiting.pop(0)

@@ -118,6 +118,8 @@ def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
         "a program that injects faults into nodes and undoes them; it reads lines such as `lose NODE`, see "
         "docs/restart_drill.md; not --soak: with --supervisor launch", metavar="PROGRAM",
     )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true",
+                        help="check the options, show what would be injected; start and write nothing")  # fmt: skip
     parser.add_argument(
         "command", nargs="*",
         help=f"after --: the training command, without --save and --load, or a preset such as {PRESET}",
@@ -135,8 +137,6 @@ def _add_of_one(options: _Options) -> None:
         "them in place; megatron.launch does so or, with --nodes-command, restarts them on the remaining nodes and "
         "spares", choices=SUPERVISORS, default=RELAUNCH,
     )  # fmt: skip
-    options.add(of, "--dry-run", "check these options and the preset's name; start and write nothing",
-                action="store_true")  # fmt: skip
     options.add(of, "--checkpoint-engine", "engine of the training (default: from its command)", metavar="E")
     options.add(of, "--cold-cache", "drop the page cache before each relaunch", action="store_true")
     for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
