@@ -471,6 +471,12 @@ def _converted(run: Path, saved: Saved) -> None:
     (run / "latest_universal").write_text(universal.name)
 
 
+def _converted_beside(run: Path, saved: Saved) -> None:
+    """The conversion beside the checkpoint that it was made of, as ds_to_universal leaves it."""
+    _converted(run, saved)
+    shutil.copytree(saved.load[LEARNED], run, dirs_exist_ok=True)
+
+
 def _converted_without_schedule(run: Path, saved: Saved) -> None:
     _converted(run, saved)
     path = run / "global_step2_universal" / "mp_rank_00_model_states.pt"
@@ -512,9 +518,20 @@ LIGHT = [
         "", _converted, "--universal-checkpoint",
     ),
     Case(
+        "`--load` holds universal checkpoints alone, or `--load-tag` names one, and `--universal-checkpoint` is not "
+        "given",
+        "--load-tag global_step2_universal", _converted_beside, "--universal-checkpoint",
+    ),
+    Case(
         "`--universal-checkpoint` is given, and what `latest_universal` or `--load-tag` names is missing, incomplete "
         "or an ordinary checkpoint",
         "--universal-checkpoint", allowed="!--universal-checkpoint", still="--allow-start-over",
+    ),
+    Case(
+        "`--universal-checkpoint` is given, and what `latest_universal` or `--load-tag` names is missing, incomplete "
+        "or an ordinary checkpoint",
+        "--load-tag global_step2 --universal-checkpoint", allowed="!--universal-checkpoint",
+        still="--allow-start-over",
     ),
     Case(
         "a universal checkpoint is without the state of the schedule", "--universal-checkpoint",
