@@ -256,7 +256,7 @@ def test_our_own_trainer_seen_by_hooks_agrees_with_its_own_trace(
     """Of a run and its resumption, all ranks added up: saves, loads, iterations, and the time to the first step.
 
     Both instruments watch the same run. They begin and end at different lines, so that the shorter an operation, the
-    more they differ; benchmarks/hooks shows by how much.
+    more they differ; docs/results/hooks.md shows by how much.
     """
     save, trace_dir = tmp_path / "save", tmp_path / "hooks"
     env = {

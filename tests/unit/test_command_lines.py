@@ -33,7 +33,7 @@ MODULES = sorted(
 )
 # Started by commands with arguments that nobody types.
 CHILD_PROCESSES = {
-    "tools.ckpt_replay.worker", "benchmarks.hooks.rank", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
+    "tools.ckpt_replay.worker", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
     "benchmarks.launchers.plain_deepspeed", "megatron.launch.rank",
     "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
     "tools.restart_drill.soak.snapshot",
