@@ -8,6 +8,7 @@ No property fails because a machine is slow: hypothesis has a deadline of its ow
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import readline
@@ -70,6 +71,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     processor_time.configure(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's garbage collector away from imports and items, which stay, meanwhile and in the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own, which goes by the parameters of fixtures

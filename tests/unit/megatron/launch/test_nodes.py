@@ -492,7 +492,8 @@ def test_a_spare_whose_host_fails_while_it_waits_takes_no_place(nodes: Nodes) ->
     assert agents[1].wait(300) == 1, nodes.said("agent1")
     fault = f"{disk} cannot be written to: No such file or directory"
     assert f"is not fit to wait for ranks any longer: {fault}" in nodes.said("agent1")
-    assert f"node 1 (127.0.0.1) is lost: its host is not used: {fault}" in nodes.said()
+    lost = f"node 1 (127.0.0.1) is lost: its host is not used: {fault}"
+    until(lambda: lost in nodes.said(), nodes.said())  # the agent may end before the coordinator says so
     disk.mkdir()
     agents += [nodes.agent(2, DS_ACCELERATOR="cuda"), nodes.agent(3, *watched, DS_ACCELERATOR="cpu")]
     assert agents[2].wait(300) == 2
