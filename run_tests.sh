@@ -8,7 +8,7 @@
 #                                                left out
 #   run_tests.sh --processor-time 30             all of it, and which 30 files of tests took most processor time
 #
-#   TEST_WORKERS   tests at a time (default: three for two cores, as many tests wait, with --quick one for each core; at
+#   TEST_WORKERS   tests at a time (default: two for each core, as many tests wait, with --quick one for each core; at
 #                  most four; 1 runs them one after the other)
 #
 # exit status: 0 all of it holds, else that of what does not
@@ -26,7 +26,7 @@ EXTRAS=dev${EXTRAS:+,$EXTRAS} examples_deepspeed/restart_bench/setup_env.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
 cores=$(nproc)
-workers=$(((3 * cores + 1) / 2))
+workers=$((2 * cores))
 ! $quick || workers=$cores
 ((workers <= 4)) || workers=4
 workers=${TEST_WORKERS:-$workers}
