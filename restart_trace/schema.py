@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -38,7 +38,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "verify": (),
         "replicate": (),
         "flush": ("write", "fsync", "upload"),
-        "engine_call": (),
+        "library_call": (),
         "barrier": (),
         "commit": ("manifest", "publish", "prune"),
         "remove": (),
@@ -47,7 +47,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "discover": (),
         "load": ("download", "read", "verify", "deserialize", "host_to_device"),
         "redistribute": ("reshard", "broadcast", "all_gather"),
-        "engine_call": (),
+        "library_call": (),
         "barrier": (),
     },
     "startup": {

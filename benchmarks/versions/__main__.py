@@ -154,7 +154,7 @@ def verdict(ratios: Sequence[float]) -> str:
         return "too few rounds"
     if min(ratios) > 1:
         return "slower"
-    return "faster" if max(ratios) < 1 else "level"
+    return "faster" if max(ratios) < 1 else "no difference shown"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

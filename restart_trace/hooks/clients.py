@@ -123,7 +123,7 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
                 if running is None:
                     yield
                     return
-                with running.engine_call(path):
+                with running.library_call(path):
                     yield
 
         return around
@@ -139,7 +139,7 @@ def _around(
     library: str | None = None,
     place: Callable[[Call], str | os.PathLike[str] | None] = lambda call: None,
 ) -> Around:
-    """One operation around the library's save or load. The library's own part is one opaque `engine_call`.
+    """One operation around the library's save or load. The library's own part is one opaque `library_call`.
 
     `place`: the directory or file of the checkpoint, asked before the call, and after it if it is not known before. A
     library below, such as DeepSpeed, may name the checkpoint and its engine, too: then that counts.
@@ -154,7 +154,7 @@ def _around(
             return
         with session.until_end(running):
             _label(running, path, library)
-            with running.phase("engine_call"):
+            with running.phase("library_call"):
                 yield
             if path is None:
                 path = place(call)

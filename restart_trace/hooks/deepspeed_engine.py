@@ -119,13 +119,13 @@ class DeepSpeedHooks:
         return around
 
     @contextmanager
-    def engine_call(self, call: Call) -> Iterator[None]:
+    def library_call(self, call: Call) -> Iterator[None]:
         """Around a method of a checkpoint engine that is not torch's."""
         running = self._session.running()
         if running is None:
             yield
             return
-        with running.engine_call(call.arguments().get("path")):
+        with running.library_call(call.arguments().get("path")):
             yield
 
     @contextmanager
@@ -136,7 +136,7 @@ class DeepSpeedHooks:
             yield
             return
         is_torch = type(call.args[0]).__name__ == _TORCH_ENGINE
-        with running.phase("commit", "publish") if is_torch else running.engine_call():
+        with running.phase("commit", "publish") if is_torch else running.library_call():
             yield
         if running.kind == "save":
             running.between("commit", "publish")
@@ -145,7 +145,7 @@ class DeepSpeedHooks:
         """Hook the methods that a class of checkpoint engines defines. torch's calls torch.save, which is hooked."""
         if engine.__name__ != _TORCH_ENGINE:
             for name in ("create", "save", "load"):
-                wrap(engine, name, self.engine_call)
+                wrap(engine, name, self.library_call)
         wrap(engine, "commit", self.commit)
         wrap(engine, "makedirs", self.phase("collect"))
 
@@ -163,7 +163,7 @@ def hook(session: Session, deepspeed: ModuleType) -> None:
     for name in _COLLECTING:
         wrap(engine, name, hooks.phase("collect"))
     for name in _RESTORING:
-        wrap(engine, name, hooks.phase("engine_call"))
+        wrap(engine, name, hooks.phase("library_call"))
 
 
 def _runtime(engine: Any) -> dict[str, Any]:

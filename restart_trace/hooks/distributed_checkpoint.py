@@ -1,6 +1,6 @@
 """Hooks of torch.distributed.checkpoint (DCP): save, async_save and load, their planners and their storage.
 
-A storage writer's or reader's own work is one `engine_call`; its bytes are those that it says it has written, or that
+A storage writer's or reader's own work is one `library_call`; its bytes are those that it says it has written, or that
 the plan has it read. `barrier` is the exchange of plans and results between the ranks.
 """
 
@@ -73,7 +73,7 @@ class CheckpointHooks:
         """Around load."""
         arguments = call.arguments()
         self._hook_storage(arguments["storage_reader"])
-        with self._operation("load", arguments, "engine_call"):
+        with self._operation("load", arguments, "library_call"):
             yield
 
     def phase(self, kind: str, phase: str, detail: str | None = None) -> Around:
@@ -97,7 +97,7 @@ class CheckpointHooks:
         if running is None or running.opaque:
             yield
             return
-        with running.engine_call():
+        with running.library_call():
             yield
             written = call.result.value() if call.result.done() else []
             running.moved({(one.storage_data.relative_path, one.size_in_bytes, one.index) for one in written})
@@ -110,7 +110,7 @@ class CheckpointHooks:
             yield
             return
         arguments = call.arguments()
-        with running.engine_call():
+        with running.library_call():
             yield
             indices = {item.storage_index for item in arguments["plan"].items}
             stored = [(index, arguments["self"].storage_data[index]) for index in indices]
@@ -164,7 +164,7 @@ class CheckpointHooks:
                 return
             self._handed_over.remove(operation)
         error = done.exception()
-        operation.add("engine_call", None, copied_ns, now_ns(), blocking=False)
+        operation.add("library_call", None, copied_ns, now_ns(), blocking=False)
         operation.end(None if error is None else f"{type(error).__name__}: {error}")
 
     def _hook_storage(self, storage: Any) -> None:

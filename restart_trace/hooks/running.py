@@ -22,13 +22,13 @@ class Running(Timeline):
         self.opaque = False  # within a call whose inner phases are not known
         self.unfinished = False  # a helper process still writes: a later commit will end the operation
         self._directory: str | None = None
-        self._between = Piece("discover" if kind == "load" else "engine_call")
+        self._between = Piece("discover" if kind == "load" else "library_call")
 
     @contextmanager
     def within_deepspeed(self, directory: str) -> Iterator[None]:
         """The body is DeepSpeed's part, for checkpoints in `directory`.
 
-        Time between its known parts is `discover` in a load and `engine_call` in a save, until `between` is called.
+        Time between its known parts is `discover` in a load and `library_call` in a save, until `between` is called.
         """
         self._directory = directory
         with self.within(self._between):
@@ -54,14 +54,14 @@ class Running(Timeline):
             self.operation.num_files = (self.operation.num_files or 0) + 1
 
     def moved(self, parts: set[tuple[str, int, Any]]) -> None:
-        """Count parts of files that the open engine_call has written or read: (name of the file, bytes, which part)."""
+        """Count parts of files that the open library_call has written or read: (file's name, bytes, which part)."""
         total = sum(num_bytes for _, num_bytes, _ in parts)
         self._open[-1].bytes = total
         self.operation.bytes = (self.operation.bytes or 0) + total
         self.operation.num_files = (self.operation.num_files or 0) + len({name for name, _, _ in parts})
 
     @contextmanager
-    def engine_call(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    def library_call(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
         """The body is a call whose inner phases are not known. If `path` is given, the call writes or reads that file.
 
         Its bytes are the size of the file when the call returns.
@@ -71,7 +71,7 @@ class Running(Timeline):
             return
         self.opaque = True
         try:
-            with self.phase("engine_call", file=None if path is None else self.name_of(path)) as piece:
+            with self.phase("library_call", file=None if path is None else self.name_of(path)) as piece:
                 yield
                 if path is not None and os.path.isfile(path):
                     piece.bytes = os.path.getsize(path)

@@ -126,7 +126,7 @@ class Serialization:
             if running is None or running.opaque:
                 yield
             elif not arguments["_use_new_zipfile_serialization"]:  # the format before torch 1.6, written by one call
-                with running.engine_call(path):
+                with running.library_call(path):
                     yield
             else:
                 with self._save(running, target, path):
@@ -170,7 +170,7 @@ class Serialization:
             if running is None or running.opaque or path is None:
                 yield
             elif _is_path(source) and (_is_mapped(arguments["mmap"]) or not _is_archive(path)):
-                with running.engine_call(path):
+                with running.library_call(path):
                     yield
             else:
                 with self._load(running, call, source, path):

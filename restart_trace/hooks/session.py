@@ -225,7 +225,7 @@ class Session:
         """The body is a part of the load of the checkpoint at `directory`, by the trainer `function`.
 
         None: it is a part of the trainer's load that may go on, if there is one. What the trainer does between two
-        parts is its `engine_call`, too. The load ends as those of file_call do.
+        parts is its `library_call`, too. The load ends as those of file_call do.
         """
         idle, since_ns = self._idle or (None, 0)
         if directory is not None or (idle is not None and (idle.kind != "load" or idle.inferred)):
@@ -235,10 +235,10 @@ class Session:
             yield
             return
         if idle is not None:
-            idle.add("engine_call", None, since_ns, now_ns())
+            idle.add("library_call", None, since_ns, now_ns())
         with (
             self._open_ended(idle, "load", function, directory or "", inferred=False) as running,
-            running.phase("engine_call"),
+            running.phase("library_call"),
         ):
             yield
 

@@ -251,7 +251,7 @@ def test_a_save_on_another_thread_does_not_block(job: Job) -> None:
     (returned,) = job.clock("returned", 0)
     assert all(span["end_ns"] <= returned[1] for span in blocked)
     (operation,) = job.operations("save", 0)
-    written = [r for r in operation if r.get("phase") == "engine_call"]
+    written = [r for r in operation if r.get("phase") == "library_call"]
     assert written and all(span["thread"] != "MainThread" and span["bytes"] for span in written)
     until_written_ns = max(span["end_ns"] for span in written) - operation[0]["start_ns"]
     assert save["committed_s"] >= until_written_ns / 1e9 - 1e-6  # of floats

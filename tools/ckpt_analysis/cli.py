@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
 DEFAULT, SWEEP = "report", "sweep"  # of a directory without a command
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the trace files.\n"
-_STATUSES = "exit status: 0 fine, 1 findings (--strict, --fail-if, a --target missed), 2 could not run."
+_STATUSES = "exit status: 0 fine, 1 a check failed (--strict, --fail-if, --target), 2 could not run."
 _DEMONSTRATION = """\
   trace=$(ls -d runs/tiny/demo-*/trace | tail -n 1)    the trace of the README's demonstration; or your own directory
 """

@@ -120,7 +120,7 @@ class Report:
         )
 
     @property
-    def has_findings(self) -> bool:
+    def has_problems(self) -> bool:
         """Whether there is a finding more severe than a note."""
         return any(problem.severity != NOTE for problem in self.problems)
 

@@ -82,7 +82,7 @@ class TraceAnalysis:
         return report_frames.budget(self.report)
 
     def goodput(self) -> pl.DataFrame:
-        """The useful share of the run by several definitions, and types of badput: a row for each."""
+        """The goodput of the run by several definitions, and types of badput: a row for each."""
         of = self.analysis
         return report_frames.goodput(goodputs(of.frames, of.tables, of.report.budget, of.report.saves))
 

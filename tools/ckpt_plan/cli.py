@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError
 
-from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
+from ..common.cli import CHECK_FAILED, COULD_NOT_RUN, OK, make_parser, write_stdout
 from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .step_time.devices import device_facts, device_names
 
@@ -374,10 +374,10 @@ def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Name
         write_stdout(to_json(plan, needs) if is_json else render(plan, needs, with_files=arguments.files))
         if needs is not None and needs.no_room:
             print(f"ckpt-plan: error: {needs.lack}", file=sys.stderr)
-            return FINDINGS
+            return CHECK_FAILED
         return OK
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}
     found = compare(files, listing)
     write_stdout(render_comparison(found, len(listing), str(arguments.compare_listing)))
-    return OK if found.agrees else FINDINGS
+    return OK if found.agrees else CHECK_FAILED

@@ -90,7 +90,7 @@ def _best(goal: Goal, samples: _Samples, scale: float | None) -> str:
     best = found.leaders[0]
     times = sorted(samples[best])
     took = median(times)
-    text = f"{listed(found.leaders)}{' are level' if len(found.leaders) > 1 else ''}: "
+    text = f"{listed(found.leaders)}{' show no difference' if len(found.leaders) > 1 else ''}: "
     text += f"{took:.3g} s [{times[0]:.3g} to {times[-1]:.3g}]"
     text += f", about {took * scale:.3g} s" if scale else ""
     return text + _ahead(goal, found)

@@ -23,7 +23,7 @@ from megatron.config.uris import Location, ObjectUri, below
 from megatron.fileio.objects.errors import ObjectStoreError
 from restart_trace.cycles import launch_key
 
-from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout
+from ..common.cli import CHECK_FAILED, COULD_NOT_RUN, OK, write_stdout
 from ..common.machine import filesystem_of, machine
 from .answer import sentence
 from .figures import analyse
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as exc:
         print(f"ckpt-replay: {str(exc).replace('--checkpoint-engine', '--engine')}", file=sys.stderr)
         return COULD_NOT_RUN
-    return FINDINGS if any(found["failed"] for found in figures["engines"].values()) else OK
+    return CHECK_FAILED if any(found["failed"] for found in figures["engines"].values()) else OK
 
 
 def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import sys
 from restart_trace.command_line import CommandParser
 
 OK = 0
-FINDINGS = 1  # the tool did its work, and there is something to look at
+CHECK_FAILED = 1  # the tool did its work, and there is something to look at
 COULD_NOT_RUN = 2  # wrong arguments, input that cannot be used, output that cannot be written
 
 _UNITS = {"": 1, "B": 1} | {

@@ -1,7 +1,7 @@
-"""The verdict on variants side by side, in a sentence: which takes the least time for what, and where they are level.
+"""The verdict on variants side by side, in a sentence: which takes the least time for what, where no difference is shown.
 
-Variants are level in a goal if no difference beyond the noise was shown: by the rank sum test where they have enough
-repeats for it, else because the ranges of their values overlap. A difference that was not tested says how few values
+No difference is shown in a goal if none exceeds the noise: by the rank sum test where variants have enough repeats
+for it, else because the ranges of their values overlap. A difference that was not tested says how few values
 it stands on.
 """
 
@@ -18,7 +18,7 @@ Samples = Mapping[str, Sequence[float]]  # variant -> seconds, one value per rep
 
 @dataclass(frozen=True)
 class Goal:
-    """A time that is to be short: "lazy `does` 4 times `better` than torch", "`name` are level"."""
+    """A time that is to be short: "lazy `does` 4 times `better` than torch", "no difference shown in `name`"."""
 
     does: str
     better: str
@@ -37,10 +37,10 @@ STEP = Goal("trains a step", "faster", "steps")
 
 @dataclass(frozen=True)
 class Standing:
-    """Who leads in a goal: one variant, or several that are level with the best; `after` is the best of the others."""
+    """Who leads in a goal: one variant, or several that are not shown to differ; `after` is the best of the others."""
 
     leaders: tuple[str, ...]
-    after: str | None  # None: all are level
+    after: str | None  # None: no difference is shown
     times: float | None  # median of `after` over that of the best; None if the best takes no time at all
     values: tuple[int, int]  # of the best and of `after`
     tested: bool
@@ -50,7 +50,7 @@ def standing(samples: Samples) -> Standing:
     """Compare all variants with the one of the shortest median. Raises ValueError if one has no values."""
     ranked = sorted(samples, key=lambda name: median(samples[name]))
     best = samples[ranked[0]]
-    leaders = [name for name in ranked if _level(best, samples[name])]
+    leaders = [name for name in ranked if _alike(best, samples[name])]
     others = [name for name in ranked if name not in leaders]
     if not others:
         return Standing(tuple(leaders), None, None, (len(best), 0), tested=False)
@@ -63,24 +63,25 @@ def standing(samples: Samples) -> Standing:
 def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
     """One sentence over all goals that two variants at least have values of."""
     differing: list[tuple[str, str]] = []  # clause, caveat
-    level: list[str] = []
+    alike: list[str] = []
     for goal, samples in goals:
         known = {name: values for name, values in samples.items() if values}
         if len(known) < 2:
             continue
         found = standing(known)
         if found.after is None:
-            level.append(goal.name)
+            alike.append(goal.name)
         else:
             differing.append((clause(goal, found, of_two=len(known) == 2), caveat(found)))
     caveats = {said for _, said in differing}
     common = caveats.pop() if len(caveats) == 1 else ""  # once, after the last one
     parts = [of_goal + ("" if common else said) for of_goal, said in differing]
     parts[-1:] = [part + common for part in parts[-1:]]
-    parts += [f"{listed(level)} are level"] if level else []
+    parts += [f"no difference shown in {listed(alike)}"] if alike else []
     if not parts:
         return "No time was measured in two of them: there is nothing to compare."
-    return "; ".join(parts) + "."
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if not differing else f"{text}."
 
 
 def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
@@ -89,7 +90,7 @@ def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
     by = f"{factor(found.times)} " if found.times is not None else ""
     if len(found.leaders) == 1:
         return f"{found.leaders[0]} {goal.does} {by}{goal.better} than {after}"
-    return f"{goal.name} of {listed(found.leaders)} are level, {by}{goal.better} than {after}"
+    return f"{goal.name} of {listed(found.leaders)} show no difference, and are {by}{goal.better} than {after}"
 
 
 def factor(times: float) -> str:
@@ -109,7 +110,7 @@ def caveat(found: Standing) -> str:
     return f" ({first} and {second} values, untested)"
 
 
-def _level(first: Sequence[float], second: Sequence[float]) -> bool:
+def _alike(first: Sequence[float], second: Sequence[float]) -> bool:
     if min(first) == max(first) == min(second) == max(second):
         return True
     if _testable(first, second):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.uris import ObjectUri, location_of
 
-from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
+from ..common.cli import CHECK_FAILED, COULD_NOT_RUN, OK, make_parser, write_stdout
 
 if TYPE_CHECKING:
     from ..common.sweep_files import Cell
@@ -161,7 +161,7 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell], chosen:
             _report(out)
     if failed:
         to_stderr(f"{failed} of {len(cells)} cells failed; their results say why. --retry-failed measures them again")
-    return FINDINGS if failed else OK
+    return CHECK_FAILED if failed else OK
 
 
 def _check_bucket(storage: ObjectUri, sweep: Sweep, cells: list[Cell]) -> None:
@@ -228,5 +228,5 @@ def _report(out: Path) -> None:
     page = out / "report" / "ckpt_report.html"
     page.unlink(missing_ok=True)
     words = [sys.executable, "-m", f"{PACKAGE}.ckpt_analysis", "sweep", str(out), "-o", str(page.parent)]
-    if subprocess.run(words, env=environment({}), cwd=ROOT).returncode > FINDINGS or not page.is_file():
+    if subprocess.run(words, env=environment({}), cwd=ROOT).returncode > CHECK_FAILED or not page.is_file():
         raise SweepError(f"the report of {out} could not be made; the analysis says why. All results are there")

@@ -42,7 +42,7 @@ def test_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ([1.1, 1.2, 1.3, 1.1, 1.01], "slower"),
         ([0.9, 0.8, 0.7, 0.9, 0.99], "faster"),
-        ([1.1, 1.2, 1.3, 1.1, 0.99], "level"),
+        ([1.1, 1.2, 1.3, 1.1, 0.99], "no difference shown"),
         ([2.0], "too few rounds"),
     ],
 )

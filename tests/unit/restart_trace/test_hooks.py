@@ -198,7 +198,7 @@ def test_what_is_no_exception_passes_through() -> None:
 def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
     recorder = Recorder(JsonlSink(tmp_path / "rank_00000_cycle_000.jsonl"), PROCESS)
     timeline = Timeline(recorder.begin("save"))
-    between = Piece("engine_call")
+    between = Piece("library_call")
     with timeline.within(between), timeline.phase("collect"):
         with timeline.phase("collect"):  # a part of the same: no piece of its own
             pass
@@ -212,7 +212,7 @@ def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
     recorder.close()
     spans = [r for r in read_records(tmp_path / "rank_00000_cycle_000.jsonl") if r["type"] == "span"]
     assert [span["phase"] for span in spans] == [
-        "engine_call", "collect", "barrier", "collect", "flush", "collect", "commit",
+        "library_call", "collect", "barrier", "collect", "flush", "collect", "commit",
     ]  # fmt: skip
     assert all(a["end_ns"] == b["start_ns"] for a, b in zip(spans, spans[1:], strict=False))
     assert (spans[4]["bytes"], spans[4]["error"]) == (3, "OSError: full")
@@ -237,7 +237,7 @@ def test_a_file_is_mapped_if_torchs_setting_says_so(tmp_path: Path, monkeypatch:
     with config.patch("load.mmap", True), session.until_end(running):  # type: ignore[attr-defined]  # torch puts it there
         assert module.load(tmp_path / "a.pt").tolist() == [0, 1, 2, 3]
     trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
-    assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == "load"] == ["engine_call"]
+    assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == "load"] == ["library_call"]
 
 
 # ---------------------------------------------------------------- where a rank stands
@@ -338,7 +338,7 @@ def test_a_trainers_load_is_none_of_the_programs_own(tmp_path: Path, monkeypatch
     begun = {r["op"]: r.get("inferred", False) for r in trace if r["type"] == "operation_begin" and r["op"]}
     tags = {r["op"]: r["tag"] for r in trace if r["type"] == "operation_label"}
     assert [(tags[op], inferred) for op, inferred in begun.items()] == [("data.pt", True), ("checkpoint-4", False)]
-    calls = [tags[r["op"]] for r in trace if r.get("phase") == "engine_call"]
+    calls = [tags[r["op"]] for r in trace if r.get("phase") == "library_call"]
     assert calls and set(calls) == {"checkpoint-4"}
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from ...common.cli import FINDINGS, OK
+from ...common.cli import CHECK_FAILED, OK
 from ..common.errors import CouldNotRunError
 from .common import output_file, progress_of, refuse_flags_of_traces, write_stdout
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the archive and print the rules that the sweep violates. Returns FINDINGS if there are any."""
+    """Write the archive and print the rules that the sweep violates. Returns CHECK_FAILED if there are any."""
     from ...common.escaping import visible
     from ..sweeps.bundle import pack
     from ..sweeps.groups import measured_cells, storage_ceiling
@@ -49,4 +49,4 @@ def run(arguments: argparse.Namespace) -> int:
         size = draft.stat().st_size
     write_stdout("".join(f"rule not met: {visible(one)}\n" for one in broken))
     write_stdout(f"{arguments.output}: {files} files of {len(sweep.cells)} cells, {size} bytes\n")
-    return FINDINGS if broken else OK
+    return CHECK_FAILED if broken else OK

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common import cli
-from ...common.cli import FINDINGS, OK
+from ...common.cli import CHECK_FAILED, OK
 from .. import open_trace
 from ..common.errors import CouldNotRunError
 from ..common.progress import Progress
@@ -46,7 +46,7 @@ def add_logdir(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strict", action="store_true", help="exit 1 if there are findings (notes are none)")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if the data have problems, notes aside")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -183,9 +183,9 @@ def _reason(exc: OSError) -> str:
 
 
 def exit_status(arguments: argparse.Namespace, *reports: Report) -> int:
-    """FINDINGS if a report misses a target or, with --strict, has findings; otherwise OK."""
+    """CHECK_FAILED if a report misses a target or, with --strict, has problems; otherwise OK."""
     missed = any(not target.met for report in reports for target in report.targets)
-    return FINDINGS if missed or (arguments.strict and any(report.has_findings for report in reports)) else OK
+    return CHECK_FAILED if missed or (arguments.strict and any(report.has_problems for report in reports)) else OK
 
 
 def write_stdout(text: str) -> None:

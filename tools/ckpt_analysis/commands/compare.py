@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...common.cli import FINDINGS, OK
+from ...common.cli import CHECK_FAILED, OK
 from ..common.errors import CouldNotRunError
 from .common import (
     add_format,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_page(comparison_page(comparison, variants), arguments)
     for sentence in failed:
         print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
-    return FINDINGS if failed else OK
+    return CHECK_FAILED if failed else OK
 
 
 def _sweeps(arguments: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def _sweeps(arguments: argparse.Namespace) -> int:
         write_stdout("".join(f"measured once, so not compared: {visible(title)}\n" for title in alone))
     for sentence in failed:
         print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
-    return FINDINGS if failed else OK
+    return CHECK_FAILED if failed else OK
 
 
 def _each(found: dict[str, Comparison], heading: Callable[[str], str], text: Callable[[Comparison], str]) -> str:

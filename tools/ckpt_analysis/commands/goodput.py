@@ -1,4 +1,4 @@
-"""`goodput`: shows how much of a run was useful, by the definitions of several organisations side by side."""
+"""`goodput`: shows the goodput of a run, by the definitions of several organisations side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from ...common.cli import OK
 from .common import add_format, add_logdir, read_analysis, remark_on_problems, write_document
 
-HELP = "show what share of a run was useful by Meta's, NVIDIA's and Google's definitions, and Google's types of badput"
+HELP = "show the goodput of a run by ours, Meta's, NVIDIA's and Google's definitions, and Google's types of badput"
 EXAMPLES = """\
   %(prog)s $trace                        a row per definition, with its formula and source
   %(prog)s --format json $trace          for programs: null with the reason where the trace does not tell

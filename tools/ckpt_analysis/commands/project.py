@@ -35,9 +35,9 @@ EXAMPLES = """\
   %(prog)s $trace --what-if write_bandwidth=2 --what-if serialize=0.5
       its saves, blocked and durable, with writes at twice the bandwidth and serialization in half the time
   %(prog)s runs/memory --tier peer --nodes 1..1024 --mtbf-hours 16000 --interval-steps 1
-      saves in memory at every step: effective training time over failure rates, with the restarts from peers' memory
+      saves in memory at every step: goodput over failure rates, with the restarts from peers' memory
   %(prog)s runs/memory runs/lazy --failures-per-day 1,2,4,8,16
-      effective training time over failure rates: a curve for each tier that restarts of these runs read from
+      goodput over failure rates: a curve for each tier that restarts of these runs read from
   %(prog)s --placement group --nodes 16..1024 --replicas 2 --lost-nodes 2,3
       checkpoints in the memory of other nodes: how likely a copy of each part survives the loss of nodes
 
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _intervals(arguments: argparse.Namespace) -> None:
-    """The best intervals between saves, and the effective training time."""
+    """The best intervals between saves, and the goodput."""
     from ..project.inputs import Given, gather
     from ..project.projection import project
     from ..project.ranges import parse_positives

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ...common.cli import FINDINGS, OK
+from ...common.cli import CHECK_FAILED, OK
 from ..common.errors import CouldNotRunError
 from .common import FILE_NAME, output_file, progress_of, refuse_flags_of_traces, write_page, write_stdout
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report and write page and tables. Returns FINDINGS if a cell has no result."""
+    """Print the report and write page and tables. Returns CHECK_FAILED if a cell has no result."""
     from ...common.tables import Style
     from ..render.sweep import View, to_table
     from ..sweeps.bundle import opened
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_stdout(to_table(view, Style(sys.stdout)))
         if arguments.output is not None:
             _write(view, arguments)
-    return FINDINGS if view.failures else OK
+    return CHECK_FAILED if view.failures else OK
 
 
 def _write(view: object, arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.cli import FINDINGS, OK
+from ...common.cli import CHECK_FAILED, OK
 from ...common.formatting import plural
 from .common import add_logdir, holds_sweep, open_run, progress_of, refuse_flags_of_traces, write_stdout
 
@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print all problems. Returns FINDINGS if there is one."""
+    """Print all problems. Returns CHECK_FAILED if there is one."""
     if holds_sweep(arguments.logdir):
         return _sweep(arguments)
-    return FINDINGS if _trace(arguments.logdir, arguments) else OK
+    return CHECK_FAILED if _trace(arguments.logdir, arguments) else OK
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     write_stdout("".join(f"rule not met: {visible(one)}\n" for one in broken))
     verdict = "valid" if not faults and not broken else f"not valid: {plural(faults + len(broken), 'problem')}"
     write_stdout(f"{arguments.logdir}: {plural(len(sweep.cells), 'cell')}: {verdict} (docs/rules.md)\n")
-    return FINDINGS if faults or broken else OK
+    return CHECK_FAILED if faults or broken else OK
 
 
 def _trace(logdir: Path, arguments: argparse.Namespace, name: str | None = None) -> int:

@@ -105,7 +105,7 @@ def files_written_twice(e: Evidence, limits: Thresholds) -> list[Observation]:
         return []
     calls = e.frames.spans_of(
         (pl.col("group") == save.group) & pl.col("num_files").is_not_null(),
-        pl.col("phase").is_in(["flush", "engine_call"]) & pl.col("file").is_not_null() & pl.col("bytes").is_not_null(),
+        pl.col("phase").is_in(["flush", "library_call"]) & pl.col("file").is_not_null() & pl.col("bytes").is_not_null(),
     )
     counted = e.frames.operations.filter(pl.col("group") == save.group).select("rank", "num_files")
     more = calls.group_by("rank").len("calls").join(counted, on="rank").filter(pl.col("calls") > pl.col("num_files"))

@@ -1,4 +1,4 @@
-"""Divides the wall time of a run, over all its cycles: training that counts, blocked, starting, lost, other.
+"""Divides the wall time of a run, over all its cycles: training that counts, blocked, starting, wasted, other.
 
 Cycles follow one another without gaps, unless one ended well: the time until the next is none of the run's. One rank
 represents each cycle: of the ranks with the most training steps the one that saves blocked longest, since the others
@@ -18,8 +18,8 @@ from .rank_totals import blocking_spans
 from .results import StartStats
 from .starts import StartTimes
 
-LAUNCHING, RESTARTING, TRAINING, BLOCKED, LOST, OTHER = PARTS = (
-    "launching", "restarting", "training", "blocked", "lost", "other",
+LAUNCHING, RESTARTING, TRAINING, BLOCKED, WASTED, OTHER = PARTS = (
+    "launching", "restarting", "training", "blocked", "wasted", "other",
 )  # fmt: skip
 _PLACE = ["cycle", "rank"]
 
@@ -189,7 +189,7 @@ def _cut(cycle: _Cycle, steps: pl.DataFrame, blocked: pl.DataFrame) -> pl.DataFr
         cycle.starting: pl.DataFrame([(cycle.begin, cycle.ready)], schema=schema, orient="row"),
         BLOCKED: blocked.select(window),
         TRAINING: steps.filter(counts).select(window),
-        LOST: pl.concat([steps.filter(~counts).select(window), pl.DataFrame(tail, schema=schema, orient="row")]),
+        WASTED: pl.concat([steps.filter(~counts).select(window), pl.DataFrame(tail, schema=schema, orient="row")]),
     }
     edges = [pl.DataFrame({"at": [cycle.begin, cycle.end]})]
     for part, layer in layers.items():

@@ -151,11 +151,11 @@ def _bytes(stats: OperationStats, name: str) -> list[Problem]:
         return []
     details = [(phase.name, d) for phase in stats.phases for d in phase.details]
     written = sum(d.bytes or 0 for phase, d in details if (phase, d.name) == ("flush", "write"))
-    written += sum(phase.bytes or 0 for phase in stats.phases if phase.name == "engine_call")
+    written += sum(phase.bytes or 0 for phase in stats.phases if phase.name == "library_call")
     committed = sum(d.bytes or 0 for phase, d in details if phase == "commit")
     if not written or stats.bytes in (written, written + committed):
         return []
-    message = f"{name}: its ranks count {stats.bytes} bytes, their flush/write and engine_call spans {written}"
+    message = f"{name}: its ranks count {stats.bytes} bytes, their flush/write and library_call spans {written}"
     data = {"cycle": stats.cycle, "bytes": stats.bytes, "in_spans": written}
     return [Problem("bytes_disagree", message, data)]
 

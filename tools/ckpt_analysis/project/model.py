@@ -36,14 +36,14 @@ class Costs:
 class Outcome:
     """The long run at one interval. The four shares are of wall time and add up to 1.
 
-    `ettr`: share in which steps were trained that were kept. `lost_work_s`: training undone by a failure, on average.
+    `goodput`: share in which steps were trained that were kept. `lost_work_s`: training undone per failure, on average.
     """
 
     period_s: float  # from one save to the next, without failures
-    ettr: float
+    goodput: float
     saving_share: float
-    lost_share: float
-    restart_share: float
+    wasted_share: float
+    restarting_share: float
     lost_work_s: float
 
 
@@ -61,10 +61,10 @@ def daly_work_s(costs: Costs, mtbf_s: float) -> float:
 
 
 def optimal_work_s(costs: Costs, mtbf_s: float) -> float:
-    """Work between saves that maximises `ettr`, in seconds.
+    """Work between saves that maximises `goodput`, in seconds.
 
     Where Daly's run time M exp(R/M) (exp((tau + C)/M) - 1) T_s / tau has its minimum: tau = M (1 + W0(-exp(-C/M - 1))),
-    W0 the principal branch of Lambert's function. How late a checkpoint counts scales the ETTR by a constant and does
+    W0 the principal branch of Lambert's function. How late a checkpoint counts scales the goodput by a constant. It does
     not move the optimum, unless saves would wait for each other there: then it is the shortest work at which they do
     not, D - C, or M if that is less.
     """
@@ -96,9 +96,9 @@ def outcome(costs: Costs, mtbf_s: float, work_s: float) -> Outcome:
     up = math.exp(-costs.restart_s / mtbf_s)  # share of wall time that is not spent restarting
     return Outcome(
         period_s=period_s,
-        ettr=up * kept_s / mtbf_s,
+        goodput=up * kept_s / mtbf_s,
         saving_share=up * (1 - trained_s / mtbf_s),
-        lost_share=up * (trained_s - kept_s) / mtbf_s,
-        restart_share=-math.expm1(-costs.restart_s / mtbf_s),
+        wasted_share=up * (trained_s - kept_s) / mtbf_s,
+        restarting_share=-math.expm1(-costs.restart_s / mtbf_s),
         lost_work_s=trained_s - kept_s,
     )

@@ -28,11 +28,11 @@ class Row:
     interval_steps: float
     interval_s: float
     period_s: float
-    ettr: float
+    goodput: float
     saving_share: float
-    lost_share: float
-    restart_share: float
-    goodput_steps_per_hour: float
+    wasted_share: float
+    restarting_share: float
+    steps_per_hour: float
     failures_per_day: float
     lost_work_s: float
     lost_steps: float
@@ -45,15 +45,15 @@ class Row:
 class Answer:
     """The interval to choose at one scale, in whole steps, and between which intervals little more is lost.
 
-    `ettr`: with `interval_steps`. From `least_steps` to `most_steps` it is at most NEARLY below that; both are
-    `interval_steps` where so little is useful that no interval is a good one.
+    `goodput`: with `interval_steps`. From `least_steps` to `most_steps` it is at most NEARLY below that; both are
+    `interval_steps` where goodput is so low that no interval is a good one.
     """
 
     nodes: int
     node_mtbf_hours: float
     interval_steps: int
     interval_s: float
-    ettr: float
+    goodput: float
     least_steps: int
     most_steps: int
 
@@ -102,22 +102,22 @@ _RULES = {"young": young_work_s, "daly": daly_work_s, "optimum": optimal_work_s}
 
 
 def _answer(costs: Costs, mtbf_s: float, step_s: float, nodes: int, hours: float) -> Answer:
-    """By bisection in whole steps: up to the best interval the ETTR rises, beyond it it falls."""
+    """By bisection in whole steps: up to the best interval the goodput rises, beyond it it falls."""
 
-    def ettr(steps: int) -> float:
-        return outcome(costs, mtbf_s, steps * step_s).ettr
+    def goodput(steps: int) -> float:
+        return outcome(costs, mtbf_s, steps * step_s).goodput
 
     near = optimal_work_s(costs, mtbf_s) / step_s
-    best = max({max(1, math.floor(near)), max(1, math.ceil(near))}, key=ettr)
-    enough = ettr(best) - NEARLY
+    best = max({max(1, math.floor(near)), max(1, math.ceil(near))}, key=goodput)
+    enough = goodput(best) - NEARLY
     if enough <= _HOPELESS:
-        return Answer(nodes, hours, best, best * step_s, ettr(best), best, best)
+        return Answer(nodes, hours, best, best * step_s, goodput(best), best, best)
     too_many = best + 1
-    while ettr(too_many) >= enough:
+    while goodput(too_many) >= enough:
         too_many *= 2
-    least = bisect_left(range(1, best), True, key=lambda steps: ettr(steps) >= enough) + 1
-    most = bisect_left(range(best, too_many), True, key=lambda steps: ettr(steps) < enough) + best - 1
-    return Answer(nodes, hours, best, best * step_s, ettr(best), least, most)
+    least = bisect_left(range(1, best), True, key=lambda steps: goodput(steps) >= enough) + 1
+    most = bisect_left(range(best, too_many), True, key=lambda steps: goodput(steps) < enough) + best - 1
+    return Answer(nodes, hours, best, best * step_s, goodput(best), least, most)
 
 
 def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work_s: float) -> Row:
@@ -135,11 +135,11 @@ def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work
         interval_steps=work_s / step_s,
         interval_s=work_s,
         period_s=found.period_s,
-        ettr=found.ettr,
+        goodput=found.goodput,
         saving_share=found.saving_share,
-        lost_share=found.lost_share,
-        restart_share=found.restart_share,
-        goodput_steps_per_hour=found.ettr * HOUR_S / step_s,
+        wasted_share=found.wasted_share,
+        restarting_share=found.restarting_share,
+        steps_per_hour=found.goodput * HOUR_S / step_s,
         failures_per_day=24 * HOUR_S / mtbf_s,
         lost_work_s=found.lost_work_s,
         lost_steps=found.lost_work_s / step_s,

@@ -43,16 +43,16 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: `ettr` with the median restart, and with the slowest and the fastest one."""
+    """One point of a curve: `goodput` with the median restart, and with the slowest and the fastest one."""
 
     run: str
     tier: str | None
     failures_per_day: float
     interval_steps: float
     restart_s: float
-    ettr: float
-    ettr_slowest: float
-    ettr_fastest: float
+    goodput: float
+    goodput_slowest: float
+    goodput_fastest: float
     lost_work_s: float
 
 
@@ -137,17 +137,17 @@ def _point(recovery: Recovery, rate: float) -> Point:
 
     def at(restart_s: float) -> tuple[float, float]:
         found = outcome(Costs(inputs.blocked_s.value, inputs.durable_s.value, restart_s), DAY_S / rate, work_s)
-        return found.ettr, found.lost_work_s
+        return found.goodput, found.lost_work_s
 
-    ettr, lost_work_s = at(inputs.restart_s.value)
+    goodput, lost_work_s = at(inputs.restart_s.value)
     return Point(
         run=recovery.run,
         tier=recovery.tier,
         failures_per_day=rate,
         interval_steps=recovery.interval_steps.value,
         restart_s=inputs.restart_s.value,
-        ettr=ettr,
-        ettr_slowest=at(recovery.restarts_s[-1])[0],
-        ettr_fastest=at(recovery.restarts_s[0])[0],
+        goodput=goodput,
+        goodput_slowest=at(recovery.restarts_s[-1])[0],
+        goodput_fastest=at(recovery.restarts_s[0])[0],
         lost_work_s=lost_work_s,
     )

@@ -20,7 +20,7 @@ _WORDS = {
     "restarting": "restarting",
     "training": "training that counts",
     "blocked": "blocked by saves",
-    "lost": "lost to failures",
+    "wasted": "wasted by failures",
     "other": "other",
 }
 

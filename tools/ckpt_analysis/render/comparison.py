@@ -133,7 +133,7 @@ def _left_out(comparison: Comparison, results: list[Result], show_all: bool) -> 
     alike = dict.fromkeys(
         f"{r.row.name} of {r.variant.label}" if several else r.row.name for r in results if r.cell.verdict in ALIKE
     )
-    parts = [f"level with A: {', '.join(alike)}"] if alike else []
+    parts = [f"no difference from A shown in: {', '.join(alike)}"] if alike else []
     details = sum(not row.headline for row in comparison.rows)
     parts += [f"{plural(details, 'metric')} of phases and details"] if details else []
     return [f"Not shown: {'; '.join(parts)} (--all shows them)."] if parts else []

@@ -19,13 +19,13 @@ _COLUMNS: tuple[Column[Row], ...] = (
     Column("interval by", lambda r: r.rule + (" (saves wait)" if r.waits_for_previous else "")),
     Column("steps", lambda r: f"{r.interval_steps:.1f}"),
     Column("interval s", lambda r: f"{r.interval_s:.1f}"),
-    Column("ETTR", lambda r: percent(r.ettr)),
+    Column("goodput", lambda r: percent(r.goodput)),
     Column("saving", lambda r: percent(r.saving_share)),
-    Column("lost", lambda r: percent(r.lost_share)),
-    Column("restarting", lambda r: percent(r.restart_share)),
-    Column("steps/h", lambda r: f"{r.goodput_steps_per_hour:.1f}"),
+    Column("wasted", lambda r: percent(r.wasted_share)),
+    Column("restarting", lambda r: percent(r.restarting_share)),
+    Column("steps/h", lambda r: f"{r.steps_per_hour:.1f}"),
     Column("failures/day", lambda r: f"{r.failures_per_day:.3g}"),
-    Column("lost s/failure", lambda r: f"{r.lost_work_s:.1f}"),
+    Column("lost work s", lambda r: f"{r.lost_work_s:.1f}"),
     Column("needs GB/s", lambda r: number(r.needed_GBps, ".4g")),
     Column("per node", lambda r: number(r.needed_GBps_per_node, ".4g")),
 )
@@ -54,7 +54,7 @@ def _sentence(answer: Answer) -> str:
     steps = "every step" if answer.interval_steps == 1 else f"every {answer.interval_steps:,} steps"
     text = (
         f"{plural(answer.nodes, 'node')} with an MTBF of {answer.node_mtbf_hours:,.6g} h each: save {steps} "
-        f"({duration(answer.interval_s)}): {percent(answer.ettr)} useful"
+        f"({duration(answer.interval_s)}): {percent(answer.goodput)} goodput"
     )
     if answer.least_steps == answer.most_steps:
         return f"{text}."

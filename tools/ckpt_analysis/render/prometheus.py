@@ -131,14 +131,14 @@ def _times(analysis: Analysis) -> Iterator[Family]:
             parts.add(seconds, part=part)
         parts.add(report.budget.idle_s, part="idle")
     yield parts
-    useful = Family("goodput_ratio", "gauge", "Useful share of the run, by several definitions.")
+    goodput = Family("goodput_ratio", "gauge", "Goodput of the run, by several definitions.")
     lost = Family("badput_ratio", "gauge", "Share of the run that was no training, by Google's types.")
     for one in goodputs(analysis.frames, analysis.tables, report.budget, report.saves):
         if one.definition.is_badput:
             lost.add(one.share, type=one.definition.name)
         else:
-            useful.add(one.share, definition=one.definition.name, by=one.definition.owner)
-    yield from (useful, lost)
+            goodput.add(one.share, definition=one.definition.name, by=one.definition.owner)
+    yield from (goodput, lost)
 
 
 def _measured(found: Iterable[Samples]) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""Output of curves of effective training time over failure rates."""
+"""Output of curves of goodput over failure rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...common.formatting import percent
 from ..project.recovery import Curves, Point
 from .document import Block, Document, Heading, Notes, Table
 
-_TITLE = "Projection: effective training time ratio, with the restarts that were measured"
+_TITLE = "Projection: goodput, with the restarts that were measured"
 _INPUTS = ("curve", "restarts", "restart s", "blocked s", "counts after s", "step s", "saved every")
 
 
@@ -56,4 +56,4 @@ def _rows(curves: Curves) -> list[tuple[str, ...]]:
 
 
 def _ratio(point: Point) -> str:
-    return f"{percent(point.ettr)} ({percent(point.ettr_slowest)} to {percent(point.ettr_fastest)})"
+    return f"{percent(point.goodput)} ({percent(point.goodput_slowest)} to {percent(point.goodput_fastest)})"

@@ -1,4 +1,4 @@
-"""The sentence on variants side by side: what is claimed, what is level, and what a claim stands on."""
+"""The sentence on variants side by side: what is claimed, where no difference is shown, and what a claim stands on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHORT, LONG = [1.0, 1.1, 1.0, 1.2], [4.0, 4.5, 4.1, 4.3]
 
 def test_a_difference_and_what_is_level() -> None:
     goals = [(BLOCKED, {"torch": LONG, "lazy": SHORT}), (LOAD, {"torch": [1.0, 3.0], "lazy": [2.0, 2.5]})]
-    assert verdict(goals) == "lazy blocks training 4.0 times shorter than torch; loads are level."
+    assert verdict(goals) == "lazy blocks training 4.0 times shorter than torch; no difference shown in loads."
 
 
 def test_a_caveat_that_holds_for_all_is_said_once() -> None:
@@ -28,7 +28,7 @@ def test_several_variants_have_a_best_and_a_next() -> None:
     alone = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": [100 * value for value in SHORT]})]
     assert verdict(alone) == "b loads cold 4.0 times faster than the next, a."
     tied = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": SHORT[::-1]})]
-    assert verdict(tied) == "cold loads of b and c are level, 4.0 times faster than the next, a."
+    assert verdict(tied) == "cold loads of b and c show no difference, and are 4.0 times faster than the next, a."
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_several_variants_have_a_best_and_a_next() -> None:
         ([1.0], [1.02], "b loads 2.0 % faster than a (one value each)."),
         ([1.0, 1.1], [2.0, 2.4, 2.2], "b loads 2.1 times faster than a (2 and 3 values, untested)."),
         ([1.0, 1.1, 1.2], [2.0, 2.4, 2.2], "b loads 2.0 times faster than a (3 values each, untested)."),
-        ([1.0, 1.5], [1.4, 2.4, 2.2], "loads are level."),  # ranges overlap
-        ([1.0] * 3 + [9.0], [1.1] * 3 + [9.1], "loads are level."),  # the test shows nothing
-        ([2.0], [2.0], "loads are level."),
+        ([1.0, 1.5], [1.4, 2.4, 2.2], "No difference shown in loads."),  # ranges overlap
+        ([1.0] * 3 + [9.0], [1.1] * 3 + [9.1], "No difference shown in loads."),  # the test shows nothing
+        ([2.0], [2.0], "No difference shown in loads."),
         ([0.0, 0.0], [2.0, 2.0], "b loads faster than a (2 values each, untested)."),  # no factor of nothing
         ([20.0], [400.0], "b loads 20 times faster than a (one value each)."),
     ],

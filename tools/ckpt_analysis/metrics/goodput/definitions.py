@@ -69,7 +69,7 @@ _BADPUT = {
 }
 DEFINITIONS = (
     Definition("goodput", OWN, "training_s / wall_s"),
-    Definition("ettr", META, "1 - (launching_s + restarting_s + blocked_s + lost_s) / wall_s"),
+    Definition("ettr", META, "1 - (launching_s + restarting_s + blocked_s + wasted_s) / wall_s"),
     Definition("ettr_queued", META, "ettr x wall_s / (wall_s + idle_s)"),
     Definition("expected_ettr", META, "(1 - r (u0 + dt / 2)) / (1 + w / dt)"),
     Definition("runtime_goodput", NVIDIA, "(t_w - t_ch - t_rm - t_re - t_save) / (t_w - t_re)"),

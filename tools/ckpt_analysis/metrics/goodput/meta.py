@@ -11,7 +11,7 @@ import polars as pl
 
 from ...common.problems import number_list
 from ...model.frame import Frames
-from ..budget import BLOCKED, LAUNCHING, LOST, RESTARTING, Budget
+from ..budget import BLOCKED, LAUNCHING, RESTARTING, WASTED, Budget
 from ..failures import failed_cycles
 from ..results import OperationStats
 
@@ -34,7 +34,7 @@ class ExpectedRatio:
 
 def productive_s(budget: Budget) -> float:
     """Time of a run without starts, saves that blocked training, and training that was lost."""
-    return budget.wall_s - sum(budget.seconds[part] for part in (LAUNCHING, RESTARTING, BLOCKED, LOST))
+    return budget.wall_s - sum(budget.seconds[part] for part in (LAUNCHING, RESTARTING, BLOCKED, WASTED))
 
 
 def expected_ratio(frames: Frames, budget: Budget, saves: Sequence[OperationStats]) -> ExpectedRatio | str:

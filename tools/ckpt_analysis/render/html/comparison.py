@@ -280,15 +280,15 @@ def _gain(result: Result) -> SpeedUp | None:
 def _differences(comparison: Comparison) -> list[Table]:
     """A row per metric and run after the first, with the numbers and verdicts that `ckpt-analysis compare` prints.
 
-    Those that are level are in a table of their own, which is folded.
+    Those that show no difference are in a table of their own, which is folded.
     """
     found = compared(comparison, headline_only=True)
-    captions = {False: "Which differences exceed the noise", True: "What is level with A"}
+    captions = {False: "Which differences exceed the noise", True: "No difference from A shown"}
     tables = []
-    for level, caption in captions.items():
-        rows = [result for result in found if (result.cell.verdict in ALIKE) == level]
+    for alike, caption in captions.items():
+        rows = [result for result in found if (result.cell.verdict in ALIKE) == alike]
         title = f"{caption}; ratios are to A, n counts {comparison.repeats}"
-        tables += [table(title, _DIFFERENCES, rows, folded=level)] if rows else []
+        tables += [table(title, _DIFFERENCES, rows, folded=alike)] if rows else []
     return tables
 
 

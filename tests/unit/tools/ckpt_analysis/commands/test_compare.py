@@ -61,9 +61,10 @@ def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "timer.interval-time_s" not in table
     verdict = " ".join(table.partition("\n\n")[0].split())
     assert verdict == (
-        "blocked times of a and c are level, 2.0 times shorter than the next, b; launches and steps are level."
+        "blocked times of a and c show no difference, and are 2.0 times shorter than the next, b; "
+        "no difference shown in launches and steps."
     )
-    assert "Not shown: level with A: " in table and "blocked_s of C" in table
+    assert "Not shown: no difference from A shown in: " in table and "blocked_s of C" in table
     assert main(["compare", "--all", *three]) == 0
     everything = capsys.readouterr().out
     rows = [line.split() for line in everything.splitlines() if line.strip().startswith("blocked_s ")]

@@ -209,7 +209,7 @@ def test_every_reader_takes_an_imported_directory(tmp_path: Path, capsys: pytest
     text = capsys.readouterr().out
     assert "TP2 PP1 DP2, 4 ranks on hosts not recorded" in text and "blocked training for 1.050 s" in text
     assert "None" not in text and "coverage not recorded" in text
-    assert main(["--strict", "--format", "json", str(directory)]) == 0  # notes are no findings
+    assert main(["--strict", "--format", "json", str(directory)]) == 0  # notes do not count
     assert len(json.loads(capsys.readouterr().out)["saves"]) == 6
     with pytest.raises(LogDirectoryError, match="imported run has operations and no spans"):
         load_trace(directory)

@@ -25,7 +25,7 @@ def test_two_cycles_with_a_recorded_failure(tmp_path: Path) -> None:
     # All ranks are blocked for 380 ms by each save, so rank 0 is told. Rank 2 makes its first step last, at 4377:
     # by then rank 0 is in its save, from 4275 to 4655, whose operation ends at 4656. The failure is injected at 5488.
     assert (first["cycle"], first["rank"]) == (0, 0)
-    assert parts(first) == {"launching": 4377, "blocked": 4655 - 4377, "other": 1, "lost": 300 + 5488 - 4956}
+    assert parts(first) == {"launching": 4377, "blocked": 4655 - 4377, "other": 1, "wasted": 300 + 5488 - 4956}
     # Rank 2 makes its first step last, at 24458, in rank 0's save to 24736; steps 11 and 12 end at 24937. Rank 2
     # leaves the last record, at 25439.
     assert (second["cycle"], second["rank"]) == (1, 0)
@@ -87,8 +87,8 @@ def test_steps_count_only_if_no_later_cycle_resumed_before_them(tmp_path: Path) 
         dump(file_of(tmp_path, 0, cycle), log.records)
     found = result(tmp_path)["budget"]
     assert [parts(entry) for entry in found["cycles"]] == [
-        {"launching": 100, "lost": 200},
-        {"restarting": 1000 - 300 + 100, "lost": 200},
+        {"launching": 100, "wasted": 200},
+        {"restarting": 1000 - 300 + 100, "wasted": 200},
         {"restarting": 1000 - 300 + 100, "training": 200},
     ]
 
@@ -146,5 +146,5 @@ def test_time_after_a_clean_end_is_none_of_the_run(
     assert (round(1000 * budget["idle_s"], 6), round(1000 * budget["wall_s"], 6)) == (idle_ms, 5300 - idle_ms)
     assert (restart["down_s"] is None) is bool(idle_ms)
     first_cycle = parts(budget["cycles"][0])
-    assert first_cycle == ({"launching": 100, "other": 100} if idle_ms else {"launching": 100, "lost": 100})
+    assert first_cycle == ({"launching": 100, "other": 100} if idle_ms else {"launching": 100, "wasted": 100})
     assert ("do not count" in answer(analysis_of(tmp_path).report)[-1]) is bool(idle_ms)

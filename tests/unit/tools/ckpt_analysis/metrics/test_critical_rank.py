@@ -109,13 +109,13 @@ def test_phases_that_alternate_in_one_window_have_their_own_time_on_the_path(tmp
     ("plans", "rank", "phase"),
     [
         # Rank 2 comes last by a moment, and rank 0 works on alone after it.
-        ([[("serialize", 10), ("barrier", 4), ("engine_call", 3000)], [("serialize", 11), ("barrier", 3)],
-          [("serialize", 13), ("barrier", 1)]], 0, "engine_call"),
+        ([[("serialize", 10), ("barrier", 4), ("library_call", 3000)], [("serialize", 11), ("barrier", 3)],
+          [("serialize", 13), ("barrier", 1)]], 0, "library_call"),
         # Rank 2 takes no part in the barrier, and has ended before the last comes to it.
         ([[("serialize", 1000), ("barrier", 2001)], [("serialize", 3000), ("barrier", 1)], [("serialize", 100)]],
          1, "serialize"),
         # Rank 0 takes no part either, and works for as long as the others wait.
-        ([[("serialize", 100), ("engine_call", 3000)], [("serialize", 100), ("barrier", 3000)]], 0, "engine_call"),
+        ([[("serialize", 100), ("library_call", 3000)], [("serialize", 100), ("barrier", 3000)]], 0, "library_call"),
     ],
 )  # fmt: skip
 def test_a_rank_that_began_with_the_others_is_not_late(

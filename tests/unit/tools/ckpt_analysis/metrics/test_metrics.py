@@ -205,7 +205,7 @@ def test_several_hosts_give_the_same_numbers(tmp_path: Path, sound: dict[str, An
     report = result(write_trace(tmp_path, Options(hosts=2)))
     assert kinds(report) == ["several_clocks"]
     assert report["saves"] == sound["saves"] and report["restarts"] == sound["restarts"]
-    assert main(["--strict", str(tmp_path)]) == 0  # a note is no finding
+    assert main(["--strict", str(tmp_path)]) == 0  # a note does not count
 
 
 def test_background_flush_does_not_block(tmp_path: Path) -> None:

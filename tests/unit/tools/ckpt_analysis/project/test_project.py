@@ -60,12 +60,12 @@ def test_wall_time_is_that_of_dalys_equation_20() -> None:
     """Synchronous saves: T_w / T_s = M exp(R/M) (exp((tau + delta)/M) - 1) / tau."""
     for mtbf_s, work_s, blocked_s, restart_s in ((3600, 600, 30, 120), (500, 400, 100, 300), (1e5, 50, 5, 0)):
         wall = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((work_s + blocked_s) / mtbf_s) / work_s
-        assert outcome(synchronous(blocked_s, restart_s), mtbf_s, work_s).ettr == pytest.approx(1 / wall)
+        assert outcome(synchronous(blocked_s, restart_s), mtbf_s, work_s).goodput == pytest.approx(1 / wall)
 
 
 def test_without_failures_only_saving_costs() -> None:
     found = outcome(Costs(10, 60, 400), 1e15, 90)
-    assert (found.ettr, found.saving_share, found.restart_share) == pytest.approx((0.9, 0.1, 0), abs=1e-9)
+    assert (found.goodput, found.saving_share, found.restarting_share) == pytest.approx((0.9, 0.1, 0), abs=1e-9)
 
 
 def test_rare_failures_lose_half_an_interval_and_the_time_to_durable() -> None:
@@ -127,7 +127,7 @@ def test_the_model_is_what_a_simulation_shows(name: str) -> None:
     expected = outcome(costs, mtbf_s, work_s)
     found = simulate(costs, mtbf_s, work_s, failures=20_000, seed=sum(map(ord, name)))
     # Averages over 20,000 failures: a standard error of each is below 1 % of what a failure costs.
-    for share in ("ettr", "saving_share", "lost_share", "restart_share"):
+    for share in ("goodput", "saving_share", "wasted_share", "restarting_share"):
         assert getattr(found, share) == pytest.approx(getattr(expected, share), rel=0.03, abs=0.002), share
     assert found.lost_work_s == pytest.approx(expected.lost_work_s, rel=0.03)
 
@@ -142,7 +142,7 @@ TIMES = st.floats(0.01, 5000)
 @given(TIMES, TIMES, st.floats(0, 5000), st.floats(10, 1e7), TIMES)
 def test_shares_add_up(blocked_s: float, durable_s: float, restart_s: float, mtbf_s: float, work_s: float) -> None:
     found = outcome(Costs(blocked_s, durable_s, restart_s), mtbf_s, work_s)
-    shares = (found.ettr, found.saving_share, found.lost_share, found.restart_share)
+    shares = (found.goodput, found.saving_share, found.wasted_share, found.restarting_share)
     assert sum(shares) == pytest.approx(1) and all(-1e-9 <= share <= 1 for share in shares)
     assert -1e-6 <= found.lost_work_s <= mtbf_s
 
@@ -155,7 +155,7 @@ def test_no_other_interval_is_better(
     assume(restart_s < 100 * mtbf_s)
     costs = Costs(blocked_s, blocked_s + lag_s, restart_s)
     best = optimal_work_s(costs, mtbf_s)
-    assert outcome(costs, mtbf_s, factor * best).ettr <= outcome(costs, mtbf_s, best).ettr * (1 + 1e-9)
+    assert outcome(costs, mtbf_s, factor * best).goodput <= outcome(costs, mtbf_s, best).goodput * (1 + 1e-9)
 
 
 @settings(deadline=None, derandomize=True)
@@ -212,13 +212,13 @@ def test_rows() -> None:
     given_row, young, _, best = projection.rows[4:]
     assert (given_row.interval_s, given_row.period_s, given_row.job_mtbf_hours) == (400.0, 402.0, 100.0)
     assert young.interval_s == pytest.approx(math.sqrt(2 * 2 * 100 * HOUR))
-    assert best.ettr == pytest.approx(max(row.ettr for row in projection.rows[4:]), abs=1e-12)
-    assert best.goodput_steps_per_hour == pytest.approx(best.ettr * 450)
+    assert best.goodput == pytest.approx(max(row.goodput for row in projection.rows[4:]), abs=1e-12)
+    assert best.steps_per_hour == pytest.approx(best.goodput * 450)
     assert given_row.failures_per_day == pytest.approx(0.24)
     assert given_row.needed_GBps == pytest.approx(1000 / 402)
     assert given_row.needed_GBps_per_node == pytest.approx(10 / 402)
     assert given_row.lost_steps == pytest.approx(given_row.lost_work_s / 8)
-    assert projection.kind == "projection" and projection.rows[0].ettr > given_row.ettr
+    assert projection.kind == "projection" and projection.rows[0].goodput > given_row.goodput
     waiting = project(gather(None, replace(GIVEN, step_s=0.5)), [100], [10_000.0], [50]).rows[0]
     assert waiting.waits_for_previous and waiting.period_s == 60.0
 
@@ -234,17 +234,17 @@ def test_the_answer_is_the_best_in_whole_steps_and_its_ends_are_sharp(
     given_ = Given(blocked_s=blocked_s, durable_s=durable_s, restart_s=restart_s, step_s=step_s)
     (answer,) = project(gather(None, given_), [1], [hours], []).answers
 
-    def ettr(steps: int) -> float:
-        return outcome(Costs(blocked_s, durable_s, restart_s), hours * 3600, steps * step_s).ettr
+    def goodput(steps: int) -> float:
+        return outcome(Costs(blocked_s, durable_s, restart_s), hours * 3600, steps * step_s).goodput
 
     best, least, most = answer.interval_steps, answer.least_steps, answer.most_steps
-    assert 1 <= least <= best <= most and answer.ettr == ettr(best)
-    assert all(ettr(steps) <= ettr(best) + 1e-12 for steps in (best - 1, best + 1, 2 * best) if steps >= 1)
-    assert min(ettr(least), ettr(most)) >= ettr(best) - NEARLY
-    if ettr(best) > 0.02:
-        assert least == 1 or ettr(least - 1) < ettr(best) - NEARLY
-        assert ettr(most + 1) < ettr(best) - NEARLY
-    if ettr(best) < 0.01:
+    assert 1 <= least <= best <= most and answer.goodput == goodput(best)
+    assert all(goodput(steps) <= goodput(best) + 1e-12 for steps in (best - 1, best + 1, 2 * best) if steps >= 1)
+    assert min(goodput(least), goodput(most)) >= goodput(best) - NEARLY
+    if goodput(best) > 0.02:
+        assert least == 1 or goodput(least - 1) < goodput(best) - NEARLY
+        assert goodput(most + 1) < goodput(best) - NEARLY
+    if goodput(best) < 0.01:
         assert (least, most) == (best, best)
 
 
@@ -253,11 +253,11 @@ def test_the_output_begins_with_an_answer(capsys: pytest.CaptureFixture[str]) ->
     words = ["--mtbf-hours", "20000", *chain(*costs.items())]
     assert main(["project", "--nodes", "128,512", *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    first = "128 nodes with an MTBF of 20,000 h each: save every 187 steps (25 min): 99.65 % useful;"
+    first = "128 nodes with an MTBF of 20,000 h each: save every 187 steps (25 min): 99.65 % goodput;"
     assert f"{first} any interval from 81 to 435 steps loses less than 0.1 % more. 512 nodes" in text
     assert main(["project", "--nodes", "100000", "--mtbf-hours", "1", *words[2:]]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "100000 nodes with an MTBF of 1 h each: save every step (8 s): 0.00 % useful. " in text
+    assert "100000 nodes with an MTBF of 1 h each: save every step (8 s): 0.00 % goodput. " in text
 
 
 def test_saves_that_cost_nothing_have_no_best_interval() -> None:
@@ -290,7 +290,7 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command(), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert {row["kind"] for row in rows} == {"projection"} and len(rows) == len(data["rows"]) == 4
-    assert float(rows[3]["ettr"]) == data["rows"][3]["ettr"]
+    assert float(rows[3]["goodput"]) == data["rows"][3]["goodput"]
     assert main([*command(checkpoint_bytes=None), "--format", "markdown"]) == 0
     markdown = capsys.readouterr().out
     assert "**Projection" in markdown and "give --checkpoint-bytes" in markdown

@@ -49,10 +49,10 @@ def test_the_curve_of_a_tier_is_that_of_dalys_equation(tmp_path: Path) -> None:
         return 10 / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(12 / mtbf_s))
 
     for point in found.points[2:]:
-        told = (point.ettr_slowest, point.ettr, point.ettr_fastest)
+        told = (point.goodput_slowest, point.goodput, point.goodput_fastest)
         assert told == pytest.approx([ratio(seconds, point.failures_per_day) for seconds in (70, 60, 50)])
     for point in found.points[:2]:
-        assert point.ettr == pytest.approx(ratio(20, point.failures_per_day))
+        assert point.goodput == pytest.approx(ratio(20, point.failures_per_day))
 
 
 def test_of_several_runs_each_has_its_curves(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_of_several_runs_each_has_its_curves(tmp_path: Path) -> None:
         f"storage of {storage.directory}",
     ]
     assert [point.interval_steps for point in found.points] == [100, 100]
-    assert found.points[0].ettr > found.points[1].ettr
+    assert found.points[0].goodput > found.points[1].goodput
     only = curves([memory, storage], replace(SYNCHRONOUS, tier="storage"), [4.0], 100)
     assert only.points == found.points[1:]
     with pytest.raises(CouldNotRunError, match="^--tier local_memory: no restart of these runs read from there"):
@@ -89,7 +89,7 @@ def test_the_command_draws_the_curve_of_a_run(run: Path, capsys: pytest.CaptureF
     assert found["kind"] == "projection" and [point["failures_per_day"] for point in found["points"]] == [1, 8]
     assert main([*command, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [float(row["ettr"]) for row in rows] == [point["ettr"] for point in found["points"]]
+    assert [float(row["goodput"]) for row in rows] == [point["goodput"] for point in found["points"]]
     assert main(command) == 0
     text = capsys.readouterr().out
     assert f"storage of {run}" in text and "In brackets: with the slowest and the fastest restart" in text

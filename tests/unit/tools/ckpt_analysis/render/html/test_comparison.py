@@ -158,7 +158,7 @@ def test_the_page_has_runs_grid_and_verdicts(study_page: Page) -> None:
     verdicts = {(row[0], row[3]): row for row in rows_of(page, "Which differences exceed the noise")}
     assert verdicts["blocked_s", "B lazy-pp1"][-1] == "differs: better"
     assert verdicts["blocked_s", "B lazy-pp1"][5:7] == ["0.250", "4.000"]
-    level = {(row[0], row[3]): row for row in rows_of(page, "What is level with A")}
+    level = {(row[0], row[3]): row for row in rows_of(page, "No difference from A shown")}
     assert level["save_files", "B lazy-pp1"][6:] == ["-", "-", "-", "equal"]  # neither more nor less is better
     assert level.keys().isdisjoint(verdicts)
 
