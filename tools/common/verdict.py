@@ -1,4 +1,4 @@
-"""The verdict on variants side by side, in a sentence: which takes the least time for what, where no difference is shown.
+"""The verdict on variants side by side, in a sentence: which takes the least time for what, if any.
 
 No difference is shown in a goal if none exceeds the noise: by the rank sum test where variants have enough repeats
 for it, else because the ranges of their values overlap. A difference that was not tested says how few values

@@ -19,11 +19,11 @@ class StartPath:
     """A start from its failure, or else from the start of its first process, to the end of the last first step.
 
     `outside`: part of restart_parts.OUTSIDE -> seconds until the first process of the path began; `parts` follow. They
-    add up to `whole_s`. `wait`: the longest wait of the other ranks for one.
+    add up to `length_s`. `wait`: the longest wait of the other ranks for one.
     """
 
     cycle: int
-    whole_s: float
+    length_s: float
     outside: dict[str, float]
     parts: list[PathPart]
     wait: Wait | None

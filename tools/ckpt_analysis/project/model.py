@@ -64,9 +64,9 @@ def optimal_work_s(costs: Costs, mtbf_s: float) -> float:
     """Work between saves that maximises `goodput`, in seconds.
 
     Where Daly's run time M exp(R/M) (exp((tau + C)/M) - 1) T_s / tau has its minimum: tau = M (1 + W0(-exp(-C/M - 1))),
-    W0 the principal branch of Lambert's function. How late a checkpoint counts scales the goodput by a constant. It does
-    not move the optimum, unless saves would wait for each other there: then it is the shortest work at which they do
-    not, D - C, or M if that is less.
+    W0 the principal branch of Lambert's function. How late a checkpoint counts scales the goodput by a constant: it
+    does not move the optimum, unless saves would wait for each other there. Then it is the shortest work at which they
+    do not, D - C, or M if that is less.
     """
     free = 0.0
     if costs.blocked_s > 0:

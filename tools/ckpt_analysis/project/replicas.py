@@ -19,7 +19,7 @@ PLACEMENTS = ("group", "ring", "mixed")
 
 @dataclass(frozen=True)
 class Survival:
-    """Of `nodes` nodes with `replicas` copies each, `lost` at once: whether a copy of every part is left.
+    """Of `nodes` nodes with `replicas` copies each, `lost_nodes` at once: whether a copy of every part is left.
 
     `probability` is exact, over all choices of the lost nodes alike; `bound` is the paper's lower bound (its
     corollary 1), which counts a loss once for every set of nodes that it empties.
@@ -28,7 +28,7 @@ class Survival:
     placement: str
     nodes: int
     replicas: int
-    lost: int
+    lost_nodes: int
     probability: float
     bound: float
 

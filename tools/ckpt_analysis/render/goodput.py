@@ -15,7 +15,7 @@ from .document import Block, Document, Heading, Notes, table_of
 
 _COLUMNS: list[Column[Measured]] = [
     Column("by", lambda one: one.definition.owner),
-    Column("goodput or badput", lambda one: one.definition.name),
+    Column("name", lambda one: one.definition.name),
     numbers("share", lambda one: one.share, percent),
     times("seconds", lambda one: one.seconds, 3),
     Column("formula", lambda one: one.definition.formula),

@@ -75,7 +75,7 @@ def _critical_path(report: Report) -> dict[str, Any] | None:
     if path is None:
         return None
     wait = _fields(path.wait, "rank phase seconds") if path.wait else None
-    result = _fields(path, "cycle whole_s outside") | {"wait": wait}
+    result = _fields(path, "cycle length_s outside") | {"wait": wait}
     return result | {"parts": [_fields(part, "rank phase seconds") for part in path.parts]}
 
 

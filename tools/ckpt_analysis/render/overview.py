@@ -117,12 +117,12 @@ def _start(start: StartStats, path: StartPath | None, style: Style) -> list[str]
         whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
         title = f"{name[0].upper()}{name[1:]}: {seconds(whole_s)} s to the end of the first step"
         return [*_heading(title, style), "  The trace does not hold the phases of its ranks."]
-    title = f"{name[0].upper()}{name[1:]}: {seconds(path.whole_s)} s from {since} to the end of the first step"
+    title = f"{name[0].upper()}{name[1:]}: {seconds(path.length_s)} s from {since} to the end of the first step"
     parts = [_Part(name, took) for name, took in path.outside.items()]
     parts += [_Part(part.phase, part.seconds, part.rank) for part in path.parts]
-    said = waited_for(path.wait) if path.wait and path.wait.seconds >= _SMALL * path.whole_s else ""
+    said = waited_for(path.wait) if path.wait and path.wait.seconds >= _SMALL * path.length_s else ""
     waited = [f"  {said[0].upper()}{said[1:]}."] if said else []
-    return [*_heading(title, style), *_drawn(_merged(parts), path.whole_s, style), *waited]
+    return [*_heading(title, style), *_drawn(_merged(parts), path.length_s, style), *waited]
 
 
 def _operation(stats: OperationStats, style: Style) -> list[str]:

@@ -39,13 +39,13 @@ def leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
     return found
 
 
-def time_columns(digits: int = 4, fastest: str = "min s") -> list[Column[PhaseLine]]:
-    """Seconds of the slowest, the median and the fastest rank; the last is titled `fastest`."""
+def time_columns(digits: int = 4) -> list[Column[PhaseLine]]:
+    """Seconds of the slowest, the median and the fastest rank."""
     return [
         times("slowest s", lambda line: line.time.max_s, digits),
         numbers("rank", lambda line: line.time.slowest_rank),
         times("median s", lambda line: line.time.median_s, digits),
-        times(fastest, lambda line: line.time.min_s, digits),
+        times("fastest s", lambda line: line.time.min_s, digits),
     ]
 
 
@@ -72,7 +72,7 @@ def volume_columns(unknown: str | None = None) -> list[Column[PhaseLine]]:
     return [column("bytes", "bytes", size), column("files", "num_files", count), column("GB/s", "GBps", rate)]
 
 
-def blocking_column(title: str) -> Column[PhaseLine]:
+def blocking_column() -> Column[PhaseLine]:
     """Whether the training thread waited for the phase."""
     words = {"all": "yes", "some": "partly", "none": "no"}
-    return Column(title, lambda line: words[line.stats.blocking] if line.stats else "")
+    return Column("blocking", lambda line: words[line.stats.blocking] if line.stats else "")

@@ -14,8 +14,8 @@ _TITLE = "Projection: nothing below was measured at these scales"
 _INPUTS = ("input", "value", "from")
 _COLUMNS: tuple[Column[Row], ...] = (
     Column("nodes", lambda r: str(r.nodes)),
-    Column("MTBF h node", lambda r: f"{r.node_mtbf_hours:.6g}"),
-    Column("MTBF h job", lambda r: f"{r.job_mtbf_hours:.4g}"),
+    Column("node MTBF h", lambda r: f"{r.node_mtbf_hours:.6g}"),
+    Column("job MTBF h", lambda r: f"{r.job_mtbf_hours:.4g}"),
     Column("interval by", lambda r: r.rule + (" (saves wait)" if r.waits_for_previous else "")),
     Column("steps", lambda r: f"{r.interval_steps:.1f}"),
     Column("interval s", lambda r: f"{r.interval_s:.1f}"),
@@ -26,7 +26,7 @@ _COLUMNS: tuple[Column[Row], ...] = (
     Column("steps/h", lambda r: f"{r.steps_per_hour:.1f}"),
     Column("failures/day", lambda r: f"{r.failures_per_day:.3g}"),
     Column("lost work s", lambda r: f"{r.lost_work_s:.1f}"),
-    Column("needs GB/s", lambda r: number(r.needed_GBps, ".4g")),
+    Column("needed GB/s", lambda r: number(r.needed_GBps, ".4g")),
     Column("per node", lambda r: number(r.needed_GBps_per_node, ".4g")),
 )
 
@@ -74,5 +74,5 @@ def _inputs(projection: Projection) -> list[tuple[str, str, str]]:
 
 
 def _assumptions(projection: Projection) -> list[str]:
-    unknown = "the bytes of a checkpoint were not recorded: give --checkpoint-bytes for needs GB/s"
+    unknown = "the bytes of a checkpoint were not recorded: give --checkpoint-bytes for needed GB/s"
     return projection.assumptions + ([unknown] if projection.inputs.checkpoint_bytes is None else [])

@@ -10,7 +10,7 @@ from ..project.recovery import Curves, Point
 from .document import Block, Document, Heading, Notes, Table
 
 _TITLE = "Projection: goodput, with the restarts that were measured"
-_INPUTS = ("curve", "restarts", "restart s", "blocked s", "counts after s", "step s", "saved every")
+_INPUTS = ("run", "restarts", "restart s", "blocked s", "durable s", "step s", "interval")
 
 
 def document(curves: Curves) -> Document:

@@ -13,13 +13,13 @@ from .document import Document, table_of
 _COLUMNS: tuple[Column[Survival], ...] = (
     Column("placement", lambda s: s.placement),
     Column("nodes", lambda s: str(s.nodes)),
-    Column("copies", lambda s: str(s.replicas)),
-    Column("lost at once", lambda s: str(s.lost)),
-    Column("a copy of each part is left", lambda s: percent(s.probability)),
-    Column("at least", lambda s: percent(s.bound)),
+    Column("replicas", lambda s: str(s.replicas)),
+    Column("lost nodes", lambda s: str(s.lost_nodes)),
+    Column("probability", lambda s: percent(s.probability)),
+    Column("bound", lambda s: percent(s.bound)),
 )
 _REMARK = (
-    "The probability is exact, over all choices of the nodes lost alike; `at least` is the bound of GEMINI's "
+    "The probability is exact, over all choices of the nodes lost alike; `bound` is that of GEMINI's "
     "corollary 1 (SOSP 2023), for rings and mixed placement with their numbers of sets. "
     "docs/metrics.md has the formulas."
 )

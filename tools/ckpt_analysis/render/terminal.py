@@ -30,7 +30,7 @@ _BAR = 40  # columns that a restart is drawn in, where the terminal has them
 _BESIDE_THE_BAR = 68  # columns of the table that the bars are in
 # Columns that a narrow terminal has no room for, the first to go first.
 _OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "GB/s")
-_OPTIONAL_OF_PHASES = ("spread s", "files", "min s", "rank", "blocking", "GB/s", "bytes", "median s")
+_OPTIONAL_OF_PHASES = ("spread s", "files", "fastest s", "rank", "blocking", "GB/s", "bytes", "median s")
 _Coordinates = dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
 _SAVES: tuple[Column[OperationStats], ...] = (
     Column("save", lambda save: save.tag or "?"),
@@ -217,7 +217,7 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
     if stats.store_traffic is not None:
         lines += _fitted("  " + _store_traffic(stats.store_traffic))
     lines += [*_waited_for(stats), f"  coverage {_coverage(stats)}"]
-    lines += _phase_lines(stats, f"whole {stats.operation}", style)
+    lines += _phase_lines(stats, "wall time", style)
     return lines + _rank_lines(stats, coordinates, style)
 
 
@@ -275,7 +275,7 @@ def _coverage(stats: Stats) -> str:
     return f"{percent(stats.coverage_min)} at least (rank {count(stats.coverage_rank)})"
 
 
-def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
+def _phase_lines(stats: Stats, total: str, style: Style) -> list[str]:
     wall = stats.wall
     digits = digits_for(wall.max_s if wall else 0.0)
     critical = None if stats.critical_rank is None else f"critical rank {stats.critical_rank}"
@@ -284,11 +284,11 @@ def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
         *time_columns(digits),
         *critical_columns(digits, critical),
         *volume_columns(unknown=""),
-        blocking_column("blocking"),
+        blocking_column(),
     ]
     lines = phase_lines(stats.phases, detail="  {detail}")
     lines += [PhaseLine("unattributed", stats.unattributed)] if stats.unattributed else []
-    lines += [PhaseLine(whole, wall)] if wall else []
+    lines += [PhaseLine(total, wall)] if wall else []
     if not lines:
         return ["  no phases recorded"]
     return fitted_table(columns, lines, style, optional=_OPTIONAL_OF_PHASES)
@@ -321,7 +321,7 @@ def _longest(stats: Stats, phase: str) -> float:
 def _rank_table(stats: Stats, coordinates: _Coordinates, kept: list[str], digits: int, style: Style) -> list[str]:
     """The phases `kept` in columns of their own, what the others took added up."""
     others = [phase.name for phase in stats.phases if phase.name not in (*kept, *AFTERWARDS)]
-    header = ("rank (tp,pp,dp)", *kept, *(["other"] if others else []), "unattrib.", "whole", "coverage")
+    header = ("rank (tp,pp,dp)", *kept, *(["other"] if others else []), "unattributed", "wall s", "coverage")
     rows = []
     for rank in stats.per_rank:
         place = coordinates.get(rank.rank)

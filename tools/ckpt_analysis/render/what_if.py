@@ -10,7 +10,7 @@ from ...common.formatting import seconds
 from ..project.what_if import Answer
 from .document import Block, Document, Heading, Table
 
-_HEADER = ("part", "measured s", "what if s")
+_HEADER = ("part", "measured s", "new s")
 _REMARK = "A replay of what was measured, rank by rank; what runs beside a phase is not sped up by its getting shorter."
 
 

@@ -106,7 +106,7 @@ def _barrier(run: RunData, stats: OperationStats, nth: object, waits: pl.DataFra
 def _sentence(run: RunData, stats: OperationStats, barriers: list[_Barrier]) -> str:
     """The costliest barrier, the ranks that the others waited for there, and why one came late."""
     costly = max(barriers, key=lambda one: fsum(one.waits_s))
-    cost = f"{title_of(stats)}: barrier {costly.nth} cost {fsum(costly.waits_s):.3f} rank-seconds"
+    cost = f"{title_of(stats)}: barrier {costly.nth} cost {fsum(costly.waits_s):.3f} s of waiting"
     if costly.skew_s < _NO_SKEW_S:
         return f"{cost}; all ranks came to it together."
     waited = f"{cost}; the others waited for {_ranks_text(costly.awaited)}"
@@ -125,13 +125,13 @@ def _ranks_text(ranks: list[int]) -> str:
 
 _COLUMNS: tuple[Column[_Barrier], ...] = (
     numbers("barrier", lambda one: one.nth),
-    numbers("ranks that waited", lambda one: len(one.waits_s)),
+    numbers("ranks waiting", lambda one: len(one.waits_s)),
     Column("waited for", lambda one: _ranks_text(one.awaited)),
     Column("on host", lambda one: ", ".join(sorted(one.hosts))),
     times("skew s", lambda one: one.skew_s),
     times("longest wait s", lambda one: max(one.waits_s)),
     times("median wait s", lambda one: median(one.waits_s)),
-    times("rank-seconds", lambda one: fsum(one.waits_s)),
+    times("total wait s", lambda one: fsum(one.waits_s)),
 )
 
 

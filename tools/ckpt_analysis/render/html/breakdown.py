@@ -179,10 +179,10 @@ def _table(stats: Stats) -> Table:
     rank = "critical rank" if stats.critical_rank is None else f"critical rank {stats.critical_rank}"
     columns = [
         Column[PhaseLine]("phase", lambda line: line.name),
-        *time_columns(digits, fastest="fastest s"),
+        *time_columns(digits),
         *critical_columns(digits, f"{rank} s"),
         *volume_columns(),
-        blocking_column("training waits"),
+        blocking_column(),
     ]
     lines = phase_lines(stats.phases)
     lines += [PhaseLine(UNATTRIBUTED, stats.unattributed)] if stats.unattributed else []

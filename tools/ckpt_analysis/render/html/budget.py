@@ -96,5 +96,5 @@ _COLUMNS: tuple[Column[CycleBudget], ...] = (
     numbers("cycle", lambda entry: entry.cycle),
     numbers("on rank", lambda entry: entry.rank, count),
     *(times(f"{part} s", lambda entry, part=part: entry.seconds[part], 3) for part in PARTS),
-    times("in all s", lambda entry: sum(entry.seconds.values()), 3),
+    times("total s", lambda entry: sum(entry.seconds.values()), 3),
 )

@@ -43,8 +43,14 @@ _CAPTION = (
     "those of `ckpt-analysis compare`."
 )
 _TERMS = (
-    *("speed-up", "blocked share", "blocked_s", "durable_s", "io_GBps", "blocked_GBps", "load_s"),
-    *("time_to_first_step_s", "restart_s"),
+    "speed-up",
+    "blocked share",
+    "blocked time",
+    "durable",
+    "I/O throughput",
+    "wall time",
+    "time to first step",
+    "restart",
 )
 
 

@@ -13,7 +13,7 @@ FIGURES: tuple[Figure, ...] = (
         restart.draw,
         "What each rank did from the failure to its first step, phase by phase; the line is the critical path, which "
         "goes on with the rank that was waited for.",
-        ("critical path", "restart_s", "time_to_first_step_s"),
+        ("critical path", "restart", "time to first step"),
     ),
     Figure(
         "budget",
@@ -21,9 +21,9 @@ FIGURES: tuple[Figure, ...] = (
         "What the run's wall time went to",
         budget.draw,
         "The wall time of all cycles in parts that follow one another without a gap, each cycle told on one rank. "
-        "Lost is training that a restart undid, and what came after the last step until the failure; other is "
+        "Wasted is training that a restart undid, and what came after the last step until the failure; other is "
         "what no part accounts for: evaluation, the wait for the last save, shutting down.",
-        ("goodput", "blocked_s", "lost_work_s", "restart_s"),
+        ("goodput", "blocked time", "wasted", "restart"),
     ),
     Figure(
         "waterfall",
@@ -33,15 +33,7 @@ FIGURES: tuple[Figure, ...] = (
         "Phases one after the other on the critical rank, in which a rank also waits for others; they add up to "
         "the restart's length. The grey bar behind a phase reaches from the first rank that began it to the last "
         "that ended it. What comes after the dotted line is training again work that was lost.",
-        (
-            "critical rank",
-            "critical path",
-            "restart_s",
-            "time_to_first_step_s",
-            "caught_up_s",
-            "lost_steps",
-            "lost_work_s",
-        ),
+        ("critical rank", "critical path", "restart", "time to first step", "caught up", "lost work"),
     ),
     Figure(
         "breakdown",
@@ -52,7 +44,7 @@ FIGURES: tuple[Figure, ...] = (
         "training waited for apart from what went on in the background. Then over all ranks: a bar from the "
         "fastest to the slowest rank, a line at the median. The rest that no phase accounts for is shown as "
         "unattributed.",
-        ("critical rank", "busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
+        ("critical rank", "busy time", "slowest rank", "wall time", "unattributed", "coverage"),
     ),
     Figure(
         "ranks",
@@ -63,7 +55,7 @@ FIGURES: tuple[Figure, ...] = (
         "above the median's (the thresholds of the finding straggling_rank). The buttons order the ranks by "
         "host, or by pipeline stage, data-parallel and tensor-parallel rank. In the row of barriers a dark "
         "cell is a rank that others waited for.",
-        ("busy time", "own time", "between ranks"),
+        ("busy time", "own time", "slowest rank"),
     ),
     Figure(
         "timeline",
@@ -73,7 +65,7 @@ FIGURES: tuple[Figure, ...] = (
         "Every span of the save on the threads of its critical, its median and its fastest rank (of at most "
         "four ranks: of all), with the training steps of the rank below. Spans that alternate within one "
         "window share the height of their lane; hover for the time that each really took.",
-        ("operation", "wall time", "blocked_s", "durable_s"),
+        ("operation", "wall time", "blocked time", "durable"),
     ),
     Figure(
         "files",
@@ -82,7 +74,7 @@ FIGURES: tuple[Figure, ...] = (
         files.draw,
         "Files that ranks wrote (without the manifest): how many of which size, and the time that each took "
         "in write and fsync, or in reading and decoding, by the kind that its name shows.",
-        ("io_GBps",),
+        ("I/O throughput",),
     ),
     Figure(
         "throughput",
@@ -92,7 +84,7 @@ FIGURES: tuple[Figure, ...] = (
         "Two numbers that are often confused: io_GBps is what the storage took, blocked_GBps is the "
         "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
         "time; a host's are its ranks' bytes over the time of its slowest rank.",
-        ("io_GBps", "blocked_GBps", "blocked_s", "between ranks"),
+        ("I/O throughput", "blocked time", "slowest rank"),
     ),
     Figure(
         "barriers",
@@ -100,7 +92,7 @@ FIGURES: tuple[Figure, ...] = (
         "Waiting for other ranks",
         barriers.draw,
         "Time of each rank in barriers. A low bar among high ones is a rank that came late.",
-        ("waiting", "skew"),
+        ("waiting",),
     ),
     Figure(
         "steps",
@@ -109,7 +101,7 @@ FIGURES: tuple[Figure, ...] = (
         steps.draw,
         "Time of every training step on its slowest rank. Rings mark steps during which a save was under "
         "way: what they take above the others is the price of saving in the background.",
-        ("step during a save", "blocked_s"),
+        ("step", "blocked time"),
     ),
     Figure(
         "probes",
@@ -120,6 +112,6 @@ FIGURES: tuple[Figure, ...] = (
         "I/O counters of the processes rose in it. Reads that were fetched from storage less than they were "
         "read came from the page cache. With --restart-trace-probes-interval also the throughput of PCIe, "
         "NVLink and storage while the save ran.",
-        ("probes", "operation"),
+        ("probe", "operation"),
     ),
 )

@@ -192,7 +192,7 @@ def _slowest_table(stats: OperationStats, files: pl.DataFrame) -> Table:
         Column("file", lambda row: row["file"]),
         numbers("rank", lambda row: row["rank"]),
         numbers("bytes", lambda row: row["bytes"], size),
-        times("time s", lambda row: row["took_s"]),
+        times("took s", lambda row: row["took_s"]),
         Column("of it fsync s", fsync_text, lambda row: row["fsync_s"]),
         numbers("GB/s", speed, rate),
     ]

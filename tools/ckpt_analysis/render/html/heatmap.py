@@ -153,7 +153,9 @@ _COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     numbers("over the median s", lambda row: row["own_ns"] / 1e9 - row["median_s"], "{:+.3f}".format),
     Column("wall s", lambda row: seconds(row["wall_ns"] / 1e9), lambda row: row["wall_ns"]),
     Column("phase above its median most", lambda row: row["phase"] or ""),
-    numbers("there s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format),
+    numbers(
+        "above its median s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ....common.formatting import plural
 from ....common.tables import Column
 from ...common.errors import CouldNotRunError
+from ...common.glossary import DEFINITIONS
 from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
 from ...compare.variants import Variant
@@ -26,7 +27,6 @@ from ..sweep import View
 from ..targets import COLUMNS as TARGETS
 from . import comparison, sweep
 from .content import Content, Figure, Plot, Table, table
-from .definitions import DEFINITIONS
 from .figures import FIGURES
 from .run_data import choose
 
@@ -132,14 +132,14 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("Trace", str(report.directory)),
         ("Model", report.model or "not recorded"),
         ("Layout", ", then ".join(facts.layouts)),
-        ("Engine that ran", "; ".join(sorted(engines))),
+        ("Engine", "; ".join(sorted(engines))),
         ("Durability", ", ".join(sorted({value or "not recorded" for value in facts.durability}))),
         *((storage.use.capitalize(), storage_text(storage)) for storage in report.storage[:_MOST_STORAGE]),
         ("Hosts", hosts if facts.hosts else "not recorded"),
         ("Ranks", present + "".join(incomplete[-4:])),
         ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),
         ("Saves", f"{len(report.complete_saves)} of {len(report.saves)} complete"),
-        ("Software", ", ".join(facts.versions)),
+        ("Versions", ", ".join(facts.versions)),
     ]
 
 

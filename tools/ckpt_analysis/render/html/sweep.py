@@ -32,7 +32,7 @@ def facts(view: View) -> list[tuple[str, str]]:
         ("Machine", f"{machine['processors']} processors, {size(machine['memory_bytes'])}, kernel {machine['kernel']}"),
         ("File system", first["filesystem"]),
         ("Load before cells", f"{min(loads):.1f} to {max(loads):.1f} (1-minute average)" if loads else NOT_RECORDED),
-        ("Software", f"{first['program']}, {versions}"),
+        ("Versions", f"{first['program']}, {versions}"),
     ]
 
 
@@ -192,13 +192,13 @@ FIGURES: tuple[Figure, ...] = (
         "sweep-saves", "Saves", "Time to save, by strategy and model", _saves,
         "Medians over the repeats, each repeat's own median; n is the number of repeats. The first save of a process "
         "is left out: of a replay always, of a training where at least three are left.",
-        ("blocked_s", "durable_s"),
+        ("blocked time", "durable"),
     ),
     Figure(
         "sweep-restarts", "Restarts", "Time to load and to restart, by strategy and model", _restarts,
         "Medians over the repeats. A replay loads in a new process, cold and warm apart; a restart is that of all "
         "ranks after the fault, and its load is as warm as the configuration says.",
-        ("load_s", "time_to_first_step_s", "restart_s", "lost_work_s"),
+        ("wall time", "time to first step", "restart", "lost work"),
     ),
     Figure(
         "sweep-speedups", "Speed-ups", "Speed-ups", _speed_ups,
@@ -210,7 +210,7 @@ FIGURES: tuple[Figure, ...] = (
         "sweep-throughput", "Throughput", "Throughput per host and per rank", _throughput,
         "Bytes of a save over the time until it is durable, both medians, in all and for each host and rank; beside "
         "it what the storage itself does with direct and buffered files.",
-        ("durable_s", "blocked_GBps"),
+        ("durable", "I/O throughput"),
     ),
     Figure(
         "sweep-frequency", "Frequency", "Blocked share by checkpoint frequency", _frequency,
@@ -221,7 +221,7 @@ FIGURES: tuple[Figure, ...] = (
         "sweep-iterations", "Iterations", "Iteration time with and without saves", _iterations,
         "Time of a training step on its slowest rank; saves between steps are not in it. Engine none saves nothing: "
         "what the others take above it is the price of saving in the background.",
-        ("step during a save",),
+        ("step",),
     ),
     Figure(
         "sweep-cells", "Cells", "What was not measured", _cells,

@@ -74,7 +74,7 @@ def test_the_command_answers_in_every_format(capsys: pytest.CaptureFixture[str])
     question = "--placement ring --nodes 16,32 --replicas 2 --lost-nodes 2,3 --format "
     _, text, _ = ask(f"{question}json", capsys)
     rows = json.loads(text)["rows"]
-    assert [(row["nodes"], row["lost"]) for row in rows] == [(16, 2), (16, 3), (32, 2), (32, 3)]
+    assert [(row["nodes"], row["lost_nodes"]) for row in rows] == [(16, 2), (16, 3), (32, 2), (32, 3)]
     assert (rows[1]["probability"], rows[1]["bound"]) == (pytest.approx(352 / 560), pytest.approx(0.6))
     _, text, _ = ask(f"{question}csv", capsys)
     assert [row["probability"] for row in csv.DictReader(io.StringIO(text))] == [

@@ -94,9 +94,9 @@ def test_time_before_the_path_began_is_told(tmp_path: Path) -> None:
     late.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
     found = analyse(load_trace(directory)).report
     assert found.path is not None
-    assert found.path.whole_s == pytest.approx(13.9, abs=0.2)
+    assert found.path.length_s == pytest.approx(13.9, abs=0.2)
     told_s = sum(found.path.outside.values()) + sum(part.seconds for part in found.path.parts)
-    assert told_s == pytest.approx(found.path.whole_s)
+    assert told_s == pytest.approx(found.path.length_s)
     assert found.path.outside == {"launcher": pytest.approx(10, abs=0.01)}
     assert {part.rank for part in found.path.parts} == {5}
 
@@ -131,9 +131,9 @@ def test_a_process_that_began_before_the_failure_counts_from_the_failure(
     found = analyse(load_trace(write_trace(tmp_path))).report
     (restart,), path = found.restarts, found.path
     assert path is not None and restart.restart_s is not None and restart.wall is not None
-    assert path.whole_s == pytest.approx(restart.restart_s) and path.whole_s < restart.wall.max_s
+    assert path.length_s == pytest.approx(restart.restart_s) and path.length_s < restart.wall.max_s
     assert sum(path.outside.values()) == 0
-    assert sum(part.seconds for part in path.parts) == pytest.approx(path.whole_s)
+    assert sum(part.seconds for part in path.parts) == pytest.approx(path.length_s)
 
 
 def test_what_came_to_no_end_is_told_first(report: Report) -> None:

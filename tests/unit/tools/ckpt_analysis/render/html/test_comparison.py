@@ -15,12 +15,12 @@ from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analys
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, rank_log, write_trace
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.common.glossary import DEFINITIONS
 from tools.ckpt_analysis.compare.metrics import collect
 from tools.ckpt_analysis.imported.file import write_run
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.render.html.comparison import FIGURE
-from tools.ckpt_analysis.render.html.definitions import DEFINITIONS
 
 pytestmark = pytest.mark.slow  # each writes a page
 
