@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.program import printed
 from benchmarks.overhead.launch import measure
-from benchmarks.overhead.plan import FAMILIES, Request
+from benchmarks.overhead.plan import OPERATIONS, Request
 from benchmarks.overhead.report import analyse, render
 from restart_trace.command_line import CommandParser
 from tools.common.cli import parse_bytes
@@ -31,7 +31,7 @@ examples:
       1 GiB per rank, 1 and 2 ranks, on disk and in memory: about 40 minutes
   %(prog)s --bytes-per-rank 64MiB --ranks 1 --repeat 5
       a first look, in a minute
-  %(prog)s --only save write --dir /scratch --repeat 60 --format json > overhead.json
+  %(prog)s --only save --dir /scratch --repeat 60 --format json > overhead.json
   sudo %(prog)s --cold --dir /scratch
       loads from storage, the page cache dropped before each
 
@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     parser = CommandParser(
         prog="python -m benchmarks.overhead",
-        description="Measure what tracing costs a save and a load, and what the torch engine costs over torch.save.",
+        description="Measure what tracing costs a save and a load.",
         epilog=_EPILOG,
     )
     parser.add_argument("--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)")
@@ -65,12 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where to write (default: the directory for temporary files and, where it has room, /dev/shm)",
     )  # fmt: skip
     parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=tuple(FAMILIES),
-        default=list(FAMILIES),
-        metavar="WHAT",
-        help=f"leave the others out; of: {', '.join(FAMILIES)} (default: all)",
+        "--only", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="leave the other out (default: both)"
     )
     parser.add_argument(
         "--wait-quiet",
@@ -116,7 +111,7 @@ def _measured(arguments: argparse.Namespace) -> str:
         rounds=arguments.repeat,
         cold=arguments.cold,
         wait_quiet=arguments.wait_quiet,
-        families=tuple(arguments.only),
+        operations=tuple(arguments.only),
     )
     needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
     for place in places(arguments.dir, needed):

@@ -18,7 +18,7 @@ _PREFIX = "overhead_"
 
 @dataclass
 class Measurement:
-    """All samples of one place and number of ranks: samples[family][variant][round][rank]."""
+    """All samples of one place and number of ranks: samples[operation][variant][round][rank]."""
 
     directory: str
     filesystem: str
@@ -27,9 +27,9 @@ class Measurement:
     files_per_rank: int = 0
     samples: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
 
-    def seconds(self, family: str, variant: str, name: str = "wall_s") -> list[float]:
+    def seconds(self, operation: str, variant: str, name: str = "wall_s") -> list[float]:
         """One value per round: that of the slowest rank."""
-        return [max(rank[name] for rank in ranks) for ranks in self.samples[family][variant]]
+        return [max(rank[name] for rank in ranks) for ranks in self.samples[operation][variant]]
 
 
 def measure(place: Path, ranks: int, request: Request, progress: Callable[[str], None]) -> Measurement:
@@ -75,5 +75,5 @@ def _read_samples(path: Path, found: Measurement) -> None:
             found.bytes_per_rank = record["facts"]["bytes_per_rank"]
             found.files_per_rank = record["facts"]["files_per_rank"]
         else:
-            variants = found.samples.setdefault(record["family"], {})
+            variants = found.samples.setdefault(record["operation"], {})
             variants.setdefault(record["variant"], []).append(record["ranks"])

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONTROL = "again"
-# family -> (baseline, what is measured against it, the baseline once more)
-FAMILIES: dict[str, tuple[str, str, str]] = {
-    "save": ("untraced", "traced", CONTROL),
-    "write": ("plain", "engine", CONTROL),
-    "load": ("untraced", "traced", CONTROL),
-    "read": ("plain", "engine", CONTROL),
-}
+OPERATIONS = ("save", "load")
+BASELINE, TRACED, CONTROL = "untraced", "traced", "again"  # the control is the baseline once more
+VARIANTS = (BASELINE, TRACED, CONTROL)
 
 
 @dataclass(frozen=True)
@@ -22,18 +17,13 @@ class Request:
     rounds: int
     cold: bool
     wait_quiet: bool
-    families: tuple[str, ...]
+    operations: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Request):
     """What all ranks of one measurement are told."""
 
-    bytes_per_rank: int
-    rounds: int
-    cold: bool
-    wait_quiet: bool
-    families: tuple[str, ...]
     ranks: int
     directory: str
     output: str

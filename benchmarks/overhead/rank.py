@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.state import SavableState, build_state
-from benchmarks.overhead.plan import FAMILIES, Plan
+from benchmarks.overhead.plan import TRACED, VARIANTS, Plan
 from benchmarks.overhead.variants import Variants
 from restart_trace.clock import now_ns
 
@@ -57,23 +57,25 @@ class Rounds:
         """A checkpoint to load, then a round that is not counted, then those that are."""
         to_load = self._directory / "to_load"
         self._prepare(to_load)
-        self._variants.run("save", "untraced", to_load)()
+        self._variants.run("save", to_load, traced=False)()
         self._tell({"facts": self._facts(to_load)})
         for round_number in range(-1, self._plan.rounds):
-            for family in self._plan.families:
-                orders = list(itertools.permutations(FAMILIES[family]))
+            for operation in self._plan.operations:
+                orders = list(itertools.permutations(VARIANTS))
                 for variant in orders[round_number % len(orders)]:
-                    sample = self._sample(family, variant, to_load)
+                    sample = self._sample(operation, variant, to_load)
                     gathered = self._control.gather(asdict(sample))
                     if round_number >= 0:
-                        self._tell({"round": round_number, "family": family, "variant": variant, "ranks": gathered})
+                        self._tell(
+                            {"round": round_number, "operation": operation, "variant": variant, "ranks": gathered}
+                        )
 
-    def _sample(self, family: str, variant: str, to_load: Path) -> Sample:
-        saves = family in ("save", "write")
+    def _sample(self, operation: str, variant: str, to_load: Path) -> Sample:
+        saves = operation == "save"
         directory = self._directory / variant if saves else to_load
         if saves:
             self._prepare(directory)
-        function = self._variants.run(family, variant, directory)
+        function = self._variants.run(operation, directory, traced=variant == TRACED)
         self._settle(drop_cache=self._plan.cold and not saves)
         recorder = self._variants.recorder
         recorder.spent_ns = 0

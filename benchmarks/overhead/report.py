@@ -9,41 +9,33 @@ from typing import Any
 
 from benchmarks.common.samples import Ratio, median_of_ratios, ratio_of_medians, verdict
 from benchmarks.overhead.launch import Measurement
-from benchmarks.overhead.plan import CONTROL, FAMILIES
+from benchmarks.overhead.plan import BASELINE, CONTROL, TRACED, VARIANTS
 from tools.common.samples import interquartile_range
 
-# Family -> (what is compared, target for the overhead; None: there is none)
-_MEANING: dict[str, tuple[str, float | None]] = {
-    "save": ("save_checkpoint, traced against untraced", 0.01),
-    "write": ("torch engine against plain torch.save + fsync", 0.02),
-    "load": ("load_checkpoint, traced against untraced", 0.01),
-    "read": ("torch engine (verifies) against plain torch.load", None),
-}
+_TARGET = 0.01  # overhead, less than
 _COLD = 0.9  # part of the bytes that must come from storage for a load to be called cold
 
 
 def analyse(measurement: Measurement) -> dict[str, Any]:
     """All figures of a measurement, and every raw sample; the keys are explained in docs/results/overhead.md."""
-    families = {}
-    for family in measurement.samples:
-        base, tested, _ = FAMILIES[family]
-        seconds = {v: measurement.seconds(family, v) for v in (base, tested, CONTROL)}
-        cpu = {v: measurement.seconds(family, v, "cpu_s") for v in (base, tested, CONTROL)}
-        ratio = ratio_of_medians(seconds[tested], [seconds[base], seconds[CONTROL]])
-        control = ratio_of_medians(seconds[CONTROL], [seconds[base]])
-        target = _MEANING[family][1]
-        families[family] = {
-            "compared": _MEANING[family][0],
-            "target": target,
-            "verdict": None if target is None else verdict(ratio, control, target, len(seconds[tested])),
+    comparisons = {}
+    for operation in measurement.samples:
+        seconds = {v: measurement.seconds(operation, v) for v in VARIANTS}
+        cpu = {v: measurement.seconds(operation, v, "cpu_s") for v in VARIANTS}
+        ratio = ratio_of_medians(seconds[TRACED], [seconds[BASELINE], seconds[CONTROL]])
+        control = ratio_of_medians(seconds[CONTROL], [seconds[BASELINE]])
+        comparisons[operation] = {
+            "compared": f"{operation}_checkpoint, traced against untraced",
+            "target": _TARGET,
+            "verdict": verdict(ratio, control, _TARGET, len(seconds[TRACED])),
             "ratio_of_medians": asdict(ratio),
-            "median_of_ratios": asdict(median_of_ratios(seconds[tested], [seconds[base], seconds[CONTROL]])),
+            "median_of_ratios": asdict(median_of_ratios(seconds[TRACED], [seconds[BASELINE], seconds[CONTROL]])),
             "control_ratio": asdict(control),
-            "cpu_ratio": asdict(ratio_of_medians(cpu[tested], [cpu[base], cpu[CONTROL]])),
-            "recorder_s": statistics.median(measurement.seconds(family, tested, "recorder_s")),
+            "cpu_ratio": asdict(ratio_of_medians(cpu[TRACED], [cpu[BASELINE], cpu[CONTROL]])),
+            "recorder_s": statistics.median(measurement.seconds(operation, TRACED, "recorder_s")),
             "median_s": {v: statistics.median(values) for v, values in seconds.items()},
             "iqr_s": {v: interquartile_range(values) for v, values in seconds.items()},
-            "page_cache": _page_cache(measurement, family),
+            "page_cache": _page_cache(measurement, operation),
         }
     return {
         "directory": measurement.directory,
@@ -53,7 +45,7 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
         "bytes_per_rank": measurement.bytes_per_rank,
         "files_per_rank": measurement.files_per_rank,
         "others_share": _others_share(measurement),
-        "comparisons": families,
+        "comparisons": comparisons,
         "samples": measurement.samples,
     }
 
@@ -70,13 +62,13 @@ def _others_share(measurement: Measurement) -> float | None:
     return used / available
 
 
-def _page_cache(measurement: Measurement, family: str) -> str | None:
+def _page_cache(measurement: Measurement, operation: str) -> str | None:
     """State of the cache in which the loads found their files, as the kernel counted, not as was intended."""
-    if family in ("save", "write"):
+    if operation == "save":
         return None
     counts = [
         rank["storage_read_bytes"]
-        for rounds in measurement.samples[family].values()
+        for rounds in measurement.samples[operation].values()
         for ranks in rounds
         for rank in ranks
     ]
@@ -99,25 +91,25 @@ def render(results: list[dict[str, Any]]) -> str:
             f"{result['rounds']} rounds; times are those of the slowest rank",
             f"  processor time of others meanwhile (the kernel's threads too): {_share(result['others_share'])}",
         ]
-        for family, found in result["comparisons"].items():
-            lines += _comparison(family, found)
+        for found in result["comparisons"].values():
+            lines += _comparison(found)
     return "\n".join([*lines, "", *_EXPLANATION, ""])
 
 
-def _comparison(family: str, found: dict[str, Any]) -> list[str]:
+def _comparison(found: dict[str, Any]) -> list[str]:
     cache = f", page cache {found['page_cache']}" if found["page_cache"] else ""
     lines = [f"  {found['compared']}{cache}"]
-    for variant in FAMILIES[family]:
+    for variant in VARIANTS:
         median, iqr = found["median_s"][variant], found["iqr_s"][variant]
-        name = f"{FAMILIES[family][0]} {CONTROL}" if variant == CONTROL else variant
+        name = f"{BASELINE} {CONTROL}" if variant == CONTROL else variant
         lines.append(f"    {name:<16} median {median:7.3f} s   IQR {iqr:6.3f} s")
-    lines.append(f"    {'overhead':<16} {_percent(found['ratio_of_medians'])}   {_target(found)}")
+    target = f"target < {found['target']:.0%}: {found['verdict']}"
+    lines.append(f"    {'overhead':<16} {_percent(found['ratio_of_medians'])}   {target}")
     lines.append(f"    {'  within rounds':<16} {_percent(found['median_of_ratios'])}")
     lines.append(f"    {'  processor time':<16} {_percent(found['cpu_ratio'])}")
     lines.append(f"    {'noise':<16} {_percent(found['control_ratio'])}")
-    if found["recorder_s"]:
-        share = found["recorder_s"] / found["median_s"][FAMILIES[family][0]]
-        lines.append(f"    {'in the recorder':<16} {found['recorder_s'] * 1e3:6.2f} ms = {share:.2%}, clocked directly")
+    share = found["recorder_s"] / found["median_s"][BASELINE]
+    lines.append(f"    {'in the recorder':<16} {found['recorder_s'] * 1e3:6.2f} ms = {share:.2%}, clocked directly")
     return lines
 
 
@@ -128,12 +120,6 @@ def _share(value: float | None) -> str:
 def _percent(ratio: dict[str, float]) -> str:
     r = Ratio(**ratio)
     return f"{r.value - 1:+7.2%}  [{r.low - 1:+.2%}, {r.high - 1:+.2%}]"
-
-
-def _target(found: dict[str, Any]) -> str:
-    if found["target"] is None:
-        return "no target"
-    return f"target < {found['target']:.0%}: {found['verdict']}"
 
 
 _EXPLANATION = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overhead.plan import FAMILIES
+from benchmarks.overhead.plan import OPERATIONS, VARIANTS
 from tests.dist.harness import ROOT, wait_for
 
 pytestmark = pytest.mark.nightly(minutes=2)
@@ -26,10 +26,10 @@ def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: P
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["measurements"]
     assert found["bytes_per_rank"] == pytest.approx(2 << 20, rel=0.5)
-    for family, variants in FAMILIES.items():
-        assert set(found["samples"][family]) == set(variants)
-        for variant in variants:
-            samples = found["samples"][family][variant]
+    for operation in OPERATIONS:
+        assert set(found["samples"][operation]) == set(VARIANTS)
+        for variant in VARIANTS:
+            samples = found["samples"][operation][variant]
             assert [len(of_ranks) for of_ranks in samples] == [ranks] * rounds
             assert all(sample["wall_s"] > 0 for of_ranks in samples for sample in of_ranks)
             recorded = all(sample["recorder_s"] > 0 for of_ranks in samples for sample in of_ranks)
