@@ -16,6 +16,7 @@ import pytest
 from megatron.fileio.objects.s3 import Bucket
 from tests.dist.harness import ROOT, records, wait_for
 from tests.object_storage import BUCKET, environment_of, serving
+from tools.ckpt_analysis.cli import main as compare
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
 
@@ -113,6 +114,7 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         target,
     )  # fmt: skip
     assert found == json.loads((tmp_path / "out.json").read_text())
+    assert compare(["compare", str(tmp_path / "out.json"), "--fail-if", "durable_s>99999"]) == 0
     assert found["ranks"] == [0, 1] and found["verdict"].endswith(" (one value each).")
     assert found["bytes_per_rank"] == pytest.approx(8 * MIB, rel=0.25)
     assert found["limited"]["full_bytes_per_rank"] > 15e9

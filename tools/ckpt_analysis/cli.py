@@ -13,7 +13,7 @@ from restart_trace.command_line import hint
 
 from ..common.cli import COULD_NOT_RUN, make_parser
 from ..common.escaping import visible
-from .commands.common import add_shared_arguments, holds_sweep
+from .commands.common import add_shared_arguments, holds_sweep, is_json
 from .common.errors import CouldNotRunError
 
 PROGRAM = "ckpt-analysis"
@@ -31,7 +31,7 @@ COMMANDS: dict[str, str] = {
     "sweep": ".commands.sweep",
     "bundle": ".commands.bundle",
 }
-DEFAULT, SWEEP = "report", "sweep"  # of a directory without a command
+DEFAULT, SWEEP, REPLAY = "report", "sweep", "compare"  # without a command: of a directory, a sweep, a replay's JSON
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the trace files.\n"
 _STATUSES = "exit status: 0 fine, 1 a check failed (--strict, --fail-if, --target), 2 could not run."
@@ -43,6 +43,7 @@ examples:
 {_DEMONSTRATION}\
   {PROGRAM} $trace                 the same as `{PROGRAM} report $trace`
   {PROGRAM} runs/sweep_tiny        the same as `{PROGRAM} sweep runs/sweep_tiny`, for the --out of a sweep
+  {PROGRAM} disk.json shm.json     the same as `{PROGRAM} compare ...`, for what `ckpt-replay --output` wrote
   {PROGRAM} COMMAND --help         flags and examples of a command
 """
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if near := _mistyped(words[0]):
         print(f"{PROGRAM}: {visible(words[0])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
-    name = words.pop(0) if words[0] in COMMANDS else SWEEP if holds_sweep(Path(words[0])) else DEFAULT
+    name = words.pop(0) if words[0] in COMMANDS else _default(Path(words[0]))
     command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
     try:
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{PROGRAM}: {exc}: it was installed without what it needs: `pip install {exc.name}`", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+def _default(path: Path) -> str:
+    """The command that is meant where a path stands in its place."""
+    return SWEEP if holds_sweep(path) else REPLAY if is_json(path) else DEFAULT
 
 
 def _mistyped(word: str) -> str:

@@ -39,6 +39,7 @@ from .model.run_info import (
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
+    from .model.replayed import Replayed
 
 _HOSTS = {"cycle": pl.Int64, "rank": pl.Int64, "host": pl.String}
 PER_RANK_UP_TO = 16  # ranks; for larger runs, numbers of each rank are computed on request only
@@ -67,7 +68,8 @@ class Report:
 
     `path`: that of `shown_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
     the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
-    --target. `imported`: the imported log that the report was made from; None for a trace.
+    --target. `imported`: the imported log that the report was made from, `replayed`: the JSON of a replay; None for a
+    trace.
     """
 
     directory: Path
@@ -87,6 +89,7 @@ class Report:
     budget: Budget | None = None
     targets: list[TargetResult] = field(default_factory=list)
     imported: ImportedRun | None = None
+    replayed: Replayed | None = None
 
     @property
     def restarts(self) -> list[StartStats]:

@@ -130,18 +130,30 @@ def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: boo
     return read_analysis(directory, arguments, per_rank=per_rank).report
 
 
+def read_saves(path: Path, arguments: argparse.Namespace) -> Report:
+    """The report of a directory, or of the JSON of a replay. Raises LogDirectoryError if it cannot be analysed."""
+    if not is_json(path):
+        return read_report(path, arguments)
+    from ..compare.replays import read_replay
+
+    refuse_flags_of_traces(arguments)
+    return read_replay(path)
+
+
+def is_json(path: Path) -> bool:
+    """Whether the path is a JSON file, such as `ckpt-replay --output` writes, rather than a directory."""
+    return path.suffix == ".json" and path.is_file()
+
+
 def read_variants(texts: list[str], arguments: argparse.Namespace) -> list[Variant]:
-    """The runs of a comparison from `[NAME=]LOGDIR`s, each engine of a run by itself.
+    """The runs of a comparison from `[NAME=]LOGDIR`s or the JSON of replays, each engine of a run by itself.
 
     Raises LogDirectoryError if one cannot be analysed.
     """
     from ..compare.variants import Variant, by_engine
 
     return by_engine(
-        [
-            Variant(name, [read_report(directory, arguments) for directory in directories])
-            for name, directories in named(texts).items()
-        ]
+        [Variant(name, [read_saves(path, arguments) for path in paths]) for name, paths in named(texts).items()]
     )
 
 
@@ -158,14 +170,14 @@ def named(texts: list[str]) -> dict[str, list[Path]]:
 
 
 def refuse_flags_of_traces(arguments: argparse.Namespace) -> None:
-    """Refuse flags of single traces in commands that read sweeps, whose cells have one run each and no cache.
+    """Refuse flags of single traces in commands that read sweeps or replays, which have one run each and no cache.
 
     Raises CouldNotRunError.
     """
     given = [("--run-id", arguments.run_id), ("--cache-dir", arguments.cache_dir), ("--no-cache", arguments.no_cache)]
     for flag, value in given:
         if value:
-            raise CouldNotRunError(f"{flag}: applies to single traces, not to a sweep; leave it out")
+            raise CouldNotRunError(f"{flag}: applies to single traces, not to a sweep or a replay's JSON; leave it out")
 
 
 def holds_sweep(path: Path) -> bool:

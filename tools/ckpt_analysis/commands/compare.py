@@ -29,7 +29,8 @@ HELP = "compare runs: engines, layouts, model sizes or versions, with what excee
 EXAMPLES = """\
   %(prog)s runs/torch runs/lazy                    the second against the first
   %(prog)s runs/torch runs/lazy runs/dcp           each against the first
-  %(prog)s runs/replay                             the engines of one replay
+  %(prog)s replay.json                             the engines of one replay: what --output or --trace-dir wrote
+  %(prog)s disk=disk.json shm=shm.json             engines by storage: replays of one model on several
   %(prog)s --fail-if 'restart_s>1.05' old new      exit 1 if restarts got more than 5 %% slower
   %(prog)s --fail-if 'blocked_GBps<0.9' --fail-if 'load_s>1.1' old new
   %(prog)s a=runs/a1 b=runs/b1 a=runs/a2 b=runs/b2   runs repeated under a name: the noise is between runs
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     help_ = (
         "two runs or more, or one with several engines, such as a replay; ratios are to the first. Runs of the same "
-        "NAME are repeats. Or sweeps, one or more"
+        "NAME are repeats. A replay's JSON is a run. Or sweeps, one or more"
     )
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
     add_output(parser)

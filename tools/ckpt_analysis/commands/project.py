@@ -12,7 +12,7 @@ from restart_trace.schema import TIERS
 
 from ...common.cli import OK
 from ..common.errors import CouldNotRunError
-from .common import add_format, open_run, read_analysis, read_report, write_document
+from .common import add_format, open_run, read_analysis, read_report, read_saves, write_document
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -23,6 +23,8 @@ EXAMPLES = """\
       the best interval by Young, by Daly and exactly, and what is left of training time
   %(prog)s $trace --nodes 512 --mtbf-hours 10000,50000 --interval-steps 50,100,500
       the intervals in question beside the best
+  %(prog)s disk.json --engine lazy --nodes 64 --mtbf-hours 20000 --step-seconds 8 --restart-seconds 400
+      saves as `ckpt-replay --limit-bytes none --output disk.json` measured them, without a training
   %(prog)s --nodes 128 --mtbf-hours 20000 --blocked-seconds 2 --durable-seconds 60 --restart-seconds 400 \\
       --step-seconds 8 --checkpoint-bytes 1e12
       no run: all numbers given
@@ -87,7 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     from ..project.replicas import PLACEMENTS
 
-    help_ = "measured runs: one for --nodes (default: all numbers are given), several for --ranks, --failures-per-day"
+    help_ = (
+        "measured runs: one for --nodes, or the JSON of a replay (default: all numbers are given); several for "
+        "--ranks, --failures-per-day"
+    )
     parser.add_argument("logdirs", metavar="LOGDIR", type=Path, nargs="*", help=help_)
     parser.add_argument("--nodes", metavar="N", help="numbers of nodes: 8,64 or 8..1024 (doubling)")
     help_ = "mean hours between failures of one node: 10000,50000"
@@ -159,7 +164,7 @@ def _intervals(arguments: argparse.Namespace) -> None:
     steps = _counts(arguments, "--interval-steps") if arguments.interval_steps else []
     if arguments.engine is not None and not arguments.logdirs:
         raise CouldNotRunError(f"--engine {arguments.engine}: chooses among the saves of a run; give a LOGDIR")
-    report = _of_one_engine(read_report(_only(arguments), arguments), arguments.engine) if arguments.logdirs else None
+    report = _of_one_engine(read_saves(_only(arguments), arguments), arguments.engine) if arguments.logdirs else None
     given = Given(
         blocked_s=arguments.blocked_seconds,
         durable_s=arguments.durable_seconds,

@@ -73,6 +73,12 @@ _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
     (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
     (_time("down_s", "from the end of a cycle to the start of the next"), lambda s: s.down_s),
 ]
+OF_REPLAY = (  # a replay knows the page cache of each load, and the memory of each save
+    _time("load_cold_s", "load with the checkpoint out of the page cache", headline=True),
+    _time("load_warm_s", "load with the checkpoint in the page cache", headline=True),
+    _time("load_warm_again_s", "second warm load in the same process"),
+    Metric("peak_rss_bytes", "bytes", "lower", "memory that a save takes beside the state"),
+)
 _LAUNCH = _time("launch_s", "process start to first step without a checkpoint", headline=True)
 _STEP = _time("iteration_s", "one training step, saves not in it", headline=True)
 _TOTAL_S = _total("total_blocked_s", "s", "lower", "training blocked by all saves")
@@ -95,7 +101,7 @@ def collect(report: Report) -> dict[str, Samples]:
     collected: dict[str, Samples] = {}
     saves = report.complete_saves
     loads = [load for load in report.loads if load.outcome == "ok" and load.tag is not None]
-    _operations(collected, _SAVE, saves, first_is_warm_up=True)
+    _operations(collected, _SAVE, saves, first_is_warm_up=report.replayed is None)  # a replay warms up by itself
     _operations(collected, _LOAD, loads, first_is_warm_up=False)
     for metric, value_of in _RESTART:
         for start in report.restarts:
@@ -106,7 +112,9 @@ def collect(report: Report) -> dict[str, Samples]:
         _phases(collected, "restart", start.phases, warm_up=False)
     for step, first in _with_first(report.steps):
         _add(collected, _STEP, step.seconds, warm_up=first)
-    _totals(collected, report, saves)
+    if report.replayed is None:
+        _totals(collected, report, saves)
+    _of_replay(collected, report)
     _as_printed(collected, report)
     return collected
 
@@ -175,6 +183,15 @@ def _blocked_share(report: Report) -> float | None:
     trained_s = sum(training.seconds for training in report.training)
     trained_s += sum(save.blocked_s or 0.0 for save in after)
     return sum(save.blocked_s or 0.0 for save in blocked) / trained_s if trained_s > 0 else None
+
+
+def _of_replay(collected: dict[str, Samples], report: Report) -> None:
+    """What a replay's JSON has of the engines of the report's cycles."""
+    known = report.replayed.values if report.replayed else {}
+    for values in (known.get(info.engine_asked or "", {}) for info in report.cycles):
+        for metric in OF_REPLAY:
+            for value in values.get(metric.name, []):
+                _add(collected, metric, value)
 
 
 def _as_printed(collected: dict[str, Samples], report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,21 +115,38 @@ def facts_of(variant: Variant, label: str) -> VariantFacts:
         name=variant.name,
         directories=[str(report.directory) for report in variant.reports],
         run_ids=[report.run_id for report in variant.reports],
-        sources=[report.imported.source if report.imported else "trace" for report in variant.reports],
+        sources=[_source(report) for report in variant.reports],
         facts=facts,
     )
 
 
+def _source(report: Report) -> str:
+    if report.replayed is not None:
+        return "replay"
+    return report.imported.source if report.imported else "trace"
+
+
+def _storage(report: Report) -> str | None:
+    """Where checkpoints are saved, by its mount; of a replay its directory, too. None if that is not recorded."""
+    if report.replayed is not None:
+        return report.replayed.storage
+    mounts = [storage.mount for storage in report.storage if storage.use == "save"]
+    found = re.search(r" on (\S+) type (\S+)", mounts[0]) if mounts else None
+    return f"{found[1]} ({found[2]})" if found else None
+
+
 def _of_run(report: Report) -> dict[str, str | None]:
     last = report.cycles[-1]
+    asked = last.engine_asked if report.replayed else None  # raw-rank and raw-all are one class
     facts: dict[str, str | None] = {
         "label": last.label,
-        "engine": last.engine_used or last.engine_asked,
+        "engine": asked or last.engine_used or last.engine_asked,
         "layout": layout_text(last.layout) if last.layout else None,
         "model": report.model,
         "ranks": str(last.expected),
         "hosts": str(len(last.hosts)) if last.hosts else None,
         "durability": last.durability,
+        "storage": _storage(report),
         "host": last.hosts[0] if len(last.hosts) == 1 else None,
     }
     return facts | {f"version of {name}": version for name, version in sorted(last.versions.items())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...common import verdict
 from ...common.verdict import Goal
+from .grid import grid_of
 from .results import Comparison
 from .variants import names_in_sentences
 
@@ -18,18 +19,40 @@ _GOALS: tuple[tuple[Goal, tuple[str, ...]], ...] = (
     (verdict.LAUNCH, ("launch_s",)),
     (verdict.STEP, ("iteration_s",)),
 )
-_OTHER_CONDITIONS = ("layout", "model", "ranks", "hosts", "durability")  # besides what is usually compared: engines
+_OTHER_CONDITIONS = (
+    "layout",
+    "model",
+    "ranks",
+    "hosts",
+    "durability",
+    "storage",
+)  # besides what is usually compared: engines
 
 
 def verdict_of(comparison: Comparison) -> str:
-    """One sentence over the times that matter; a second one if the runs do not differ in their engine alone."""
+    """One sentence over the times that matter; a second one if the runs do not differ in their engine alone.
+
+    Engines on several storages are compared on each by itself: a sentence per storage.
+    """
+    if grid := grid_of(comparison):
+        on_each = []
+        for storage in grid.storages:
+            mine = {engine: grid.index[engine, storage] for engine in grid.engines if (engine, storage) in grid.index}
+            on_each.append(f"{storage}: {_sentence(comparison, mine)}")
+        return " ".join(on_each)
     names = names_in_sentences(comparison.variants)
+    sentence = _sentence(comparison, {name: index for index, name in enumerate(names)})
+    others = [name for name in _OTHER_CONDITIONS if name in comparison.differing]
+    return f"{sentence} Not the same in all: {', '.join(others)}." if others else sentence
+
+
+def _sentence(comparison: Comparison, named: dict[str, int]) -> str:
+    """The verdict on some of the variants: name -> index."""
     found = []
     for goal, metrics in _GOALS:
         rows = [row for name in metrics if (row := comparison.row(name))]
-        both = [row for row in rows if sum(bool(cell.values) for cell in row.cells) > 1]
+        values = [{name: row.cells[index].values for name, index in named.items()} for row in rows]
+        both = [samples for samples in values if sum(map(bool, samples.values())) > 1]
         if both:
-            found.append((goal, dict(zip(names, (cell.values for cell in both[0].cells), strict=True))))
-    sentence = verdict.verdict(found)
-    others = [name for name in _OTHER_CONDITIONS if name in comparison.differing]
-    return f"{sentence} Not the same in all: {', '.join(others)}." if others else sentence
+            found.append((goal, both[0]))
+    return verdict.verdict(found)

@@ -63,6 +63,7 @@ def gather(report: Report | None, given: Given) -> Inputs:
     """
     if given.tier is not None and report is None:
         raise CouldNotRunError(f"--tier {given.tier}: chooses among the restarts of a run; give a LOGDIR")
+    _refuse_share(report, given)
     blocked, num_bytes = _median_of_saves(report, "blocked_s", "blocked_s, slowest rank"), _bytes(report)
     inputs = Inputs(
         blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", blocked),
@@ -76,6 +77,18 @@ def gather(report: Report | None, given: Given) -> Inputs:
     if inputs.step_s.value <= 0:
         raise CouldNotRunError(f"--step-seconds {inputs.step_s.value:g}: a step must take more than 0 s")
     return inputs
+
+
+def _refuse_share(report: Report | None, given: Given) -> None:
+    """Raises CouldNotRunError if times of saves would be taken from a replay of a share of a rank's bytes."""
+    replayed = report.replayed if report else None
+    if report is None or replayed is None or replayed.share >= 1:
+        return
+    if given.blocked_s is None or given.durable_s is None:
+        raise CouldNotRunError(
+            f"{report.directory}: its saves are of {100 * replayed.share:.3g} % of a rank's bytes (--limit-bytes), and "
+            "no save of a training; replay with --limit-bytes none, or give --blocked-seconds and --durable-seconds"
+        )
 
 
 def _one(name: str, unit: str, given: float | None, flag: str, measured: tuple[float, str] | None) -> Input:
@@ -92,7 +105,9 @@ def _median_of_saves(report: Report | None, name: str, remark: str) -> tuple[flo
     """Median over the complete saves of what is called `name`."""
     saves = report.complete_saves if report else []
     values = [value for save in saves if (value := getattr(save, name)) is not None]
-    return (median(values), f"median of {len(values)} saves ({remark})") if values else None
+    label = report.replayed.label if report and report.replayed else None
+    note = f"median of {len(values)} saves ({remark}{f'; {label}' if label else ''})"
+    return (median(values), note) if values else None
 
 
 def tier_of(report: Report, start: StartStats) -> str | None:
@@ -159,5 +174,7 @@ def _step(report: Report | None) -> tuple[float, str] | None:
 
 
 def _bytes(report: Report | None) -> tuple[float, str] | None:
+    if report and report.replayed and report.replayed.label:  # a part of a checkpoint
+        return None
     sizes = [save.bytes for save in report.complete_saves if save.bytes] if report else []
     return (median(sizes), f"median of {len(sizes)} saves") if sizes else None

@@ -21,10 +21,12 @@ from ...common.tables import (
     texts,
     titles,
 )
+from ..compare.grid import Grid, grid_of, rows_of
 from ..compare.results import DIFFERS, EQUAL, WITHIN_NOISE, Comparison, MetricRow, VariantFacts
 from ..compare.results import Cell as MetricCell
 from ..compare.verdict import verdict_of
 
+GRID_TITLE = "Engines by storage: medians in seconds (n)"
 _COLUMN = 30  # characters of a fact in a column
 _WHOLE = 10_000  # from here on numbers are written out, as bytes are: not 3.6e+07
 ALIKE = (EQUAL, WITHIN_NOISE)  # verdicts of rows that only --all shows
@@ -92,10 +94,13 @@ def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
     comparison = shown(comparison, markdown)
     lines = [verdict_of(comparison), ""]
     lines += [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
-    if comparison.differing:
+    grid = grid_of(comparison)
+    if grid:
+        lines += ["", *markdown_table(*by_storage(comparison, grid))]
+    elif comparison.differing:
         facts = [(name, *map(_text, values)) for name, values in comparison.differing.items()]
         lines += ["", *markdown_table(_differing_header(comparison), facts)]
-    results = compared(comparison, headline_only=not show_all)
+    results = [] if grid and not show_all else compared(comparison, headline_only=not show_all)
     if differing := _differing_results(results, show_all):
         lines += ["", *markdown_table(titles(_COLUMNS), texts(_COLUMNS, differing))]
     lines += ["", *(f"- {note}" for note in [*_left_out(comparison, results, show_all), *comparison.notes, METHOD])]
@@ -110,15 +115,29 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
     lines = [*textwrap.wrap(verdict_of(comparison), width), ""]
     lines += [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
     lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
-    if comparison.differing:
+    grid = grid_of(comparison)
+    if grid:
+        header, rows = by_storage(comparison, grid)
+        lines += ["", style.heading(GRID_TITLE), *text_table(header, rows, style)]
+    elif comparison.differing:
         lines += ["", *_differing(comparison, style)]
-    results = compared(comparison, headline_only=not show_all)
+    results = [] if grid and not show_all else compared(comparison, headline_only=not show_all)
     if differing := _differing_results(results, show_all):
         lines += ["", *fitted_table(_COLUMNS, differing, style, optional=_OPTIONAL)]
     lines.append("")
     for note in [*_left_out(comparison, results, show_all), *comparison.notes, METHOD]:
         lines += textwrap.wrap(note, width)
     return "\n".join(lines) + "\n"
+
+
+def by_storage(comparison: Comparison, grid: Grid) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Header and rows of the medians of engines on storages: a row per metric and engine, a column per storage."""
+    rows = []
+    for row in rows_of(comparison):
+        for engine in grid.engines:
+            cells = [grid.cell(row, engine, storage) for storage in grid.storages]
+            rows.append((row.name, engine, *(_median(cell) if cell else NOT_RECORDED for cell in cells)))
+    return ["metric", "engine", *grid.storages], rows
 
 
 def _differing_results(results: list[Result], show_all: bool) -> list[Result]:
@@ -129,6 +148,8 @@ def _left_out(comparison: Comparison, results: list[Result], show_all: bool) -> 
     """A sentence on what the table does not show without --all."""
     if show_all:
         return []
+    if grid_of(comparison):
+        return ["Not shown: ratios to A, and metrics of phases and details (--all shows them)."]
     several = len(comparison.variants) > 2
     alike = dict.fromkeys(
         f"{r.row.name} of {r.variant.label}" if several else r.row.name for r in results if r.cell.verdict in ALIKE
@@ -173,9 +194,9 @@ def _differing(comparison: Comparison, style: Style) -> list[str]:
 
 def _describe(variant: VariantFacts) -> str:
     facts = [variant.facts.get(name) for name in ("engine", "layout")]
-    ranks = f"{variant.facts.get('ranks')} ranks"
+    ranks = plural(int(variant.facts.get("ranks") or 0), "rank")
     repeated = f" ({len(variant.directories)} runs)" if len(variant.directories) > 1 else ""
-    logs = [source for source in variant.sources if source != "trace"]
+    logs = [source for source in variant.sources if source not in ("trace", "replay")]
     imported = f", imported from {', '.join(logs)}" if logs else ""
     label = f"; {variant.facts['label']}" if variant.facts.get("label") else ""
     return f"{variant.name}{repeated}: {', '.join([*(fact for fact in facts if fact), ranks])}{imported}{label}"

@@ -8,18 +8,12 @@ from typing import Any
 from ...common.sweep_files import COLD, DRILL, NO_FAULT, REPLAY, STORAGE, WARM
 from .. import open_trace
 from ..common.errors import CouldNotRunError
-from ..compare.metrics import Metric, Samples, collect
+from ..compare.metrics import OF_REPLAY, Metric, Samples, collect
 from ..report import Report
 from .read import CellResult, read_json
 
 # Every process of a replay is a cycle of its trace, and loads cold, warm or warm again: its own JSON tells them apart.
 _MIXED_IN_A_REPLAY = ("load", "launch_s", "iteration_s", "blocked_share", "time_to_first_step_s")
-_OF_REPLAY = (
-    Metric("load_cold_s", "s", "lower", "load with the checkpoint out of the page cache", headline=True),
-    Metric("load_warm_s", "s", "lower", "load with the checkpoint in the page cache", headline=True),
-    Metric("load_warm_again_s", "s", "lower", "second warm load in the same process"),
-    Metric("peak_rss_bytes", "bytes", "lower", "memory that a save takes beside the state"),
-)
 _OF_STORAGE = Metric("", "GB/s", "higher", "the storage itself")
 
 
@@ -73,7 +67,7 @@ def _report(one: CellResult) -> Report:
 def _of_replay(figures: dict[str, Any]) -> dict[str, Samples]:
     return {
         metric.name: Samples(metric, [float(value) for value in figures[metric.name]["samples"]])
-        for metric in _OF_REPLAY
+        for metric in OF_REPLAY
         if figures[metric.name] is not None
     }
 

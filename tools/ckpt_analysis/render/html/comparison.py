@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from html import escape
 from math import floor, log10
 from typing import Any
 
 from ....common.formatting import NOT_RECORDED, number, percent, size
 from ....common.tables import Cell, Column, numbers
 from ...compare import results
+from ...compare.grid import Grid, grid_of, rows_of
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
 from ...compare.variants import short_name
-from ..comparison import ALIKE, MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
+from ..comparison import (
+    ALIKE,
+    GRID_TITLE,
+    MEDIAN,
+    METHOD,
+    METRIC,
+    RATIO,
+    TEST,
+    Result,
+    by_storage,
+    compared,
+    interval_text,
+    verdict_text,
+)
 from .colours import NEUTRAL, SERIES
 from .content import Content, Figure, Plot, Table, plot, table
 from .plots import layout
@@ -24,6 +39,8 @@ _TIMES = {
     "blocked_s": "save:<br>training<br>blocked",
     "durable_s": "save:<br>until<br>durable",
     "load_s": "load",
+    "load_cold_s": "load,<br>cold<br>files",
+    "load_warm_s": "load,<br>warm<br>files",
     "launch_s": "launch:<br>process to<br>first step",
     "time_to_first_step_s": "restart:<br>process to<br>first step",
     "restart_s": "restart:<br>failure to<br>first step",
@@ -56,13 +73,17 @@ _TERMS = (
 
 def draw(comparison: Comparison) -> Content:
     """Plots of times, throughputs, blocked shares and speed-ups; tables of the runs and of what exceeds the noise."""
+    grid = grid_of(comparison)
     plots = [
-        _values("Times: less is better", _TIMES, comparison),
+        _by_storage(comparison, grid) if grid else _values("Times: less is better", _TIMES, comparison),
         _values("Throughput: more is better", _SPEEDS, comparison),
         _speed_ups(comparison),
         _shares(comparison),
     ]
     tables = [_runs(comparison), *_grid(comparison), *_differences(comparison)]
+    if grid:
+        header, rows = by_storage(comparison, grid)
+        tables.insert(0, Table(GRID_TITLE, header, [[Cell(text) for text in row] for row in rows]))
     method = [*comparison.notes, METHOD]
     return Content([drawn for drawn in plots if drawn], tables, _sentences(comparison), method)
 
@@ -110,11 +131,32 @@ def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot |
         mine = {name: cell for name, row in rows.items() if (cell := row.cells[index]).values}
         points = {name: (cell.median or 0.0, min(cell.values), max(cell.values)) for name, cell in mine.items()}
         texts = {"text": [f"{at:.3g}" for at, _, _ in points.values()], "textposition": "top center"}
-        data.append(_points(index, variant, points) | {"mode": "markers+text"} | texts)
+        data.append(_points(index, name_of(variant), points) | {"mode": "markers+text"} | texts)
     arranged = _arranged(rows, next(iter(rows.values())).unit)
     arranged["yaxis"] |= _logarithmic(rows)
     measured = ", ".join(row.name for row in rows.values())
     description = f"{title}. Points of {measured} for {len(comparison.variants)} runs."
+    return plot(title, data, arranged, description)
+
+
+def _by_storage(comparison: Comparison, grid: Grid) -> Plot:
+    """A point per metric, storage and engine: storages beside each other within a metric, an engine one colour."""
+    rows = {
+        f"{_TIMES[row.name]}<br>{escape(storage)}": (row, storage)
+        for row in rows_of(comparison)
+        for storage in grid.storages
+    }
+    data = []
+    for index, engine in enumerate(grid.engines):
+        found = {title: grid.cell(row, engine, storage) for title, (row, storage) in rows.items()}
+        mine = {title: cell for title, cell in found.items() if cell}
+        points = {title: (cell.median or 0.0, min(cell.values), max(cell.values)) for title, cell in mine.items()}
+        data.append(_points(index, engine, points))
+    shown = {title: row for title, (row, _) in rows.items()}
+    arranged = _arranged(shown, "s")
+    arranged["yaxis"] |= _logarithmic(shown)
+    title = "Times by storage: less is better"
+    description = f"{title}. Points of {len(grid.engines)} engines on {len(grid.storages)} storages."
     return plot(title, data, arranged, description)
 
 
@@ -141,7 +183,7 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
         gains = {title: gain for title, row in rows.items() if (gain := row.speed_up(row.cells[index]))}
         verdicts = [verdict_text(rows[title], rows[title].cells[index]) for title in gains]
         points = {title: (gain.times, gain.low or gain.times, gain.high or gain.times) for title, gain in gains.items()}
-        drawn = _points(index, variant, points)
+        drawn = _points(index, name_of(variant), points)
         drawn["marker"]["symbol"] = [
             _symbol(index) + ("" if verdict.startswith(results.DIFFERS) else "-open") for verdict in verdicts
         ]
@@ -157,13 +199,13 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
     return plot(title, data, arranged, f"{title}. Points of {len(rows)} metrics with their 95 % intervals.")
 
 
-def _points(index: int, variant: VariantFacts, points: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
-    """The points of one run: category -> (value, lowest, highest)."""
+def _points(index: int, name: str, points: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
+    """The points of one run or engine: category -> (value, lowest, highest)."""
     colour = SERIES[index % len(SERIES)]
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": name_of(variant),
+        "name": name,
         "x": list(points),
         "y": [at for at, _, _ in points.values()],
         "error_y": {"type": "data", "symmetric": False, "thickness": 1.5}
