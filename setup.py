@@ -55,6 +55,7 @@ TRAIN = [
 ]
 
 TENSORBOARD = ["tensorboard>=2.15"]
+OTLP = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]  # --otlp, ckpt-analysis follow
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
 S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
@@ -66,6 +67,7 @@ CLIENTS = [
 DEV = [
     *TRAIN,
     *TENSORBOARD,
+    *OTLP,
     *CLIENTS,
     *S3TORCHCONNECTOR,
     "moto>=5.1",  # an S3 server
@@ -129,6 +131,7 @@ def restart_trace() -> None:
         ],
         package_dir={"": ".", INSTALLED_TOOLS: "tools"},
         package_data=TRACE_DATA,
+        extras_require={"otlp": OTLP},
         cmdclass={"build_py": WithoutTheTrainer},
         entry_points={"console_scripts": TRACE_COMMANDS},
     )
@@ -158,6 +161,7 @@ def megatron_restart() -> None:
             "engines": ENGINES,
             "s3": S3,
             "s3torchconnector": S3TORCHCONNECTOR,
+            "otlp": OTLP,
             "clients": CLIENTS,
             "dev": DEV,
         },

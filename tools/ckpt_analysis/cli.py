@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "goodput": ".commands.goodput",
     "timeline": ".commands.timeline",
     "export": ".commands.export",
+    "follow": ".commands.follow",
     "validate": ".commands.validate",
     "import": ".commands.import_",
     "project": ".commands.project",

@@ -169,15 +169,15 @@ def named(texts: list[str]) -> dict[str, list[Path]]:
     return named
 
 
-def refuse_flags_of_traces(arguments: argparse.Namespace) -> None:
+def refuse_flags_of_traces(arguments: argparse.Namespace, read: str = "a sweep or a replay's JSON") -> None:
     """Refuse flags of single traces in commands that read sweeps or replays, which have one run each and no cache.
 
-    Raises CouldNotRunError.
+    `read`: what the command reads instead. Raises CouldNotRunError.
     """
     given = [("--run-id", arguments.run_id), ("--cache-dir", arguments.cache_dir), ("--no-cache", arguments.no_cache)]
     for flag, value in given:
         if value:
-            raise CouldNotRunError(f"{flag}: applies to single traces, not to a sweep or a replay's JSON; leave it out")
+            raise CouldNotRunError(f"{flag}: applies to single traces, not to {read}; leave it out")
 
 
 def holds_sweep(path: Path) -> bool:

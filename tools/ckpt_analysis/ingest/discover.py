@@ -65,10 +65,10 @@ def list_trace(given: Path) -> Listing:
 
     Raises LogDirectoryError if there is no such directory, it cannot be read, or holds no rank file.
     """
-    listing = _list(given)
+    listing = list_files(given)
     nested = given / DEFAULT_SUBDIRECTORY
     if not _has_ranks(listing) and nested.is_dir():
-        listing = _list(nested)
+        listing = list_files(nested)
     if not _has_ranks(listing):
         if (given / IMPORTED_FILE).is_file():
             raise LogDirectoryError(
@@ -131,7 +131,8 @@ def _has_ranks(listing: Listing) -> bool:
     return any(file.rank is not None for file in listing.files)
 
 
-def _list(directory: Path) -> Listing:
+def list_files(directory: Path) -> Listing:
+    """List `directory` itself, which may hold no rank file yet. Raises LogDirectoryError if it cannot be read."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

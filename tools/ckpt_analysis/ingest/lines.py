@@ -205,22 +205,48 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
 
 
+class RecordStream:
+    """The records of `file` that can be used, from its bytes as they come; without a valid process record, none can.
+
+    `process` is that record once its line is complete. `unusable` counts the complete lines that cannot be used.
+    """
+
+    def __init__(self, file: TraceFile) -> None:
+        self.process: dict[str, Any] | None = None
+        self.unusable = 0
+        self.torn = b""  # what follows the last newline so far
+        self._file = file
+        self._lines = 0
+        self._reader: LineReader | None = None
+
+    def feed(self, data: bytes) -> list[tuple[int, dict[str, Any]]]:
+        """(line number, record) of the lines that end in `data`, the process record first."""
+        *lines, self.torn = (self.torn + data).split(b"\n")
+        found: list[tuple[int, dict[str, Any]]] = []
+        for line in lines:
+            self._lines += 1
+            record = self._read_first(line) if self._lines == 1 else self._read(line)
+            if record is None:
+                self.unusable += 1
+            else:
+                found.append((self._lines, record))
+        return found
+
+    def _read_first(self, line: bytes) -> dict[str, Any] | None:
+        process, _ = process_record(line, self._file)
+        if process is not None and other_version(process) is None:
+            self.process, self._reader = process, LineReader(process)
+        return self.process
+
+    def _read(self, line: bytes) -> dict[str, Any] | None:
+        return None if self._reader is None else self._reader.read(line, self._lines).record
+
+
 def valid_records(file: TraceFile) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     """(line number, record) of the lines of `file` that can be used, its process record first; and how many cannot.
 
     Without a process record of this version, none can. Raises OSError if the file cannot be read.
     """
-    lines = read_regular(file.path).split(b"\n")
-    torn = bool(lines.pop())  # what follows the last newline
-    if not lines:
-        return [], int(torn)
-    process, _ = process_record(lines[0], file)
-    if process is None or other_version(process) is not None:
-        return [], len(lines) + torn
-    reader = LineReader(process)
-    found = [(1, process)]
-    for number, line in enumerate(lines[1:], start=2):
-        record = reader.read(line, number).record
-        if record is not None:
-            found.append((number, record))
-    return found, len(lines) + torn - len(found)
+    stream = RecordStream(file)
+    found = stream.feed(read_regular(file.path))
+    return found, stream.unusable + bool(stream.torn)

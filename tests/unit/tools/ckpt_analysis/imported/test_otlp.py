@@ -19,7 +19,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, RUN_ID, Options, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.otlp import any_value, plain_value
-from tools.ckpt_analysis.render.otlp import GOODPUT, NVIDIA_NAMES
+from tools.ckpt_analysis.render.otlp_spans import GOODPUT, NVIDIA_NAMES
 
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2" / "restart_trace"
 RUNS = {

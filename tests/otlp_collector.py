@@ -1,0 +1,96 @@
+"""A collector of OpenTelemetry spans on loopback: OTLP over HTTP, read by OpenTelemetry's own protobuf classes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+_IDS = ("traceId", "spanId", "parentSpanId")
+
+
+class SpanCollector:
+    """What a collector has got so far: one TracesData in OTLP/JSON for each request."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.refuses = False
+        self.headers: list[dict[str, str]] = []
+        self.endpoint = ""
+
+    def take(self, body: bytes) -> None:
+        from google.protobuf import json_format
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        found = json_format.MessageToDict(ExportTraceServiceRequest.FromString(body))
+        self.requests.append(change_ids(found, lambda text: base64.b64decode(text).hex()))
+
+    def write(self, path: Path) -> Path:
+        """Write all as the file exporter of a collector does."""
+        path.write_text("".join(json.dumps(request) + "\n" for request in self.requests))
+        return path
+
+    def wait_for(self, name: str, number: int = 1) -> list[dict[str, Any]]:
+        """The spans of this name, once there are so many."""
+        while len(found := [span for span in self.spans() if span["name"] == name]) < number:
+            time.sleep(0.05)
+        return found
+
+    def spans(self) -> list[dict[str, Any]]:
+        return [span for request in self.requests for _, span in spans_with_resource(request)]
+
+
+def spans_with_resource(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(resource, span) of all spans of a TracesData."""
+    for entry in data["resourceSpans"]:
+        for scope in entry["scopeSpans"]:
+            for span in scope["spans"]:
+                yield entry["resource"], span
+
+
+def change_ids(value: Any, change: Any) -> Any:
+    """The value with each id of a trace or span changed: OTLP/JSON has ids in hex, protobuf's JSON in base64."""
+    if isinstance(value, list):
+        return [change_ids(item, change) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: change(item) if key in _IDS else change_ids(item, change) for key, item in value.items()}
+
+
+@contextmanager
+def span_collector() -> Iterator[SpanCollector]:
+    """Start a collector at a free port of loopback; its `endpoint` is what --otlp takes."""
+    collector = SpanCollector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            ok = self.path == "/v1/traces" and not collector.refuses
+            if ok:
+                collector.headers.append(dict(self.headers))
+                collector.take(body)
+            self.send_response(200 if ok else 503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,218 @@
+"""`follow`: what a collector has got of a run that went on is what `export` writes of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.otlp_collector import SpanCollector, span_collector, spans_with_resource
+from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.common.otlp import OFFSET_NS, plain_attributes
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry-exporter-otlp-proto-http")
+pytestmark = pytest.mark.slow
+RUNS = {
+    "plain": Options(), "two hosts": Options(hosts=2), "in the background": Options(background_flush=True),
+    "killed in a save": Options(save_killed_on=(2, 5)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def collector() -> Iterator[SpanCollector]:
+    with span_collector() as started:
+        yield started
+
+
+def follow(trace: Path, endpoint: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tools.ckpt_analysis", "follow", str(trace), "--otlp", endpoint, *more]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], status: int = 0) -> str:
+    """What it printed, after it has ended by itself."""
+    _, printed = process.communicate(timeout=300)
+    assert process.returncode == status, printed
+    return printed
+
+
+def by_id(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Span id -> its resource and span, with times on the monotonic clock of the process; no span is there twice."""
+    found: dict[str, Any] = {}
+    for request in requests:
+        for resource, span in spans_with_resource(request):
+            held = plain_attributes(resource["attributes"])
+            offset_ns = held.pop(OFFSET_NS, 0)
+            own = plain_attributes(span.get("attributes", []))
+            events = [
+                (int(event["timeUnixNano"]) - offset_ns, event["name"], plain_attributes(event["attributes"]))
+                for event in span.get("events", [])
+            ]
+            times = [int(span[name]) - offset_ns for name in ("startTimeUnixNano", "endTimeUnixNano")]
+            if "parentSpanId" not in span:
+                times = []  # a cycle has no clock of its own
+            status = {
+                key: value for key, value in span.get("status", {}).items() if value not in (2, "STATUS_CODE_ERROR")
+            }
+            ids = [span["traceId"], span.get("parentSpanId")]
+            assert span["spanId"] not in found
+            found[span["spanId"]] = [held, ids, span["name"], times, own, events, status]
+    return found
+
+
+def exported(trace: Path, path: Path) -> dict[str, Any]:
+    assert main(["export", str(trace), "-o", str(path), "--format", "otlp", "--quiet", "--no-cache"]) == 0
+    return by_id([json.loads(line) for line in path.read_text().splitlines()])
+
+
+class GrowingTrace:
+    """A copy of a trace that gets its lines one after the other, in the order of time of each file."""
+
+    def __init__(self, whole: Path, copy: Path) -> None:
+        self._copy = copy
+        copy.mkdir()
+        self._lines = {path: path.read_bytes().splitlines(keepends=True) for path in sorted(whole.glob("*.jsonl"))}
+        for path in whole.glob("*.json"):
+            shutil.copy(path, copy)
+
+    def grow(self, pattern: str, until: float = 1.0) -> None:
+        """Write the files of this pattern up to a share of their lines, and half a line more."""
+        for path, lines in self._lines.items():
+            if path.match(pattern):
+                number = round(until * len(lines))
+                torn = lines[number][:5] if number < len(lines) else b""
+                (self._copy / path.name).write_bytes(b"".join(lines[:number]) + torn)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_collector_gets_while_the_run_goes_on_what_export_writes(
+    tmp_path: Path, collector: SpanCollector, name: str
+) -> None:
+    whole = write_trace(tmp_path / "whole", RUNS[name])
+    trace = GrowingTrace(whole, tmp_path / "trace")
+    process = follow(tmp_path / "trace", collector.endpoint, "--cycles", "0-")
+    trace.grow("*_cycle_000.jsonl", 0.5)
+    collector.wait_for("megatron.train.iteration")
+    assert not [span for span in collector.spans() if span["name"] == "nvrx.ft.cycle"]
+    trace.grow("*_cycle_000.jsonl")
+    trace.grow("supervisor_*.jsonl")
+    trace.grow("*_cycle_001.jsonl", 0.3)
+    collector.wait_for("nvrx.ft.cycle")  # of the first launch, as the second has begun
+    trace.grow("*_cycle_001.jsonl")
+    process.send_signal(signal.SIGTERM)
+    assert ", 0 not" in ended(process)
+    expected = exported(whole, tmp_path / "spans.jsonl")
+    got = by_id(collector.requests)
+    assert got.keys() == expected.keys()
+    assert got == expected
+    again = tmp_path / "again"
+    path = collector.write(tmp_path / "collected.jsonl")
+    assert main(["import", "--from", "otlp", str(path), "-o", str(again), "--quiet"]) == 0
+    for file in whole.glob("*.jsonl"):
+        assert [json.loads(line) for line in (again / file.name).read_text().splitlines()] == [
+            json.loads(line) for line in file.read_text().splitlines()
+        ]
+
+
+def test_what_a_collector_that_was_away_has_missed_comes_later(tmp_path: Path, collector: SpanCollector) -> None:
+    """There is one warning, and no span twice."""
+    trace = write_trace(tmp_path / "trace")
+    collector.refuses = True
+    process = follow(trace, collector.endpoint, "--cycles", "0-")
+    assert process.stderr is not None
+    warning = process.stderr.readline()
+    assert f"--otlp {collector.endpoint}: the collector takes no spans now; training goes on" in warning
+    collector.refuses = False
+    collector.wait_for("megatron.train.iteration", 100)
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == f"ckpt-analysis: {collector.endpoint}: 527 spans sent, 0 not\n"
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
+
+
+def test_without_a_collector_it_ends_with_the_process_that_it_follows(tmp_path: Path) -> None:
+    """It warns once. What it watches is no child of it, and is killed."""
+    trace = write_trace(tmp_path / "trace")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        process = follow(trace, endpoint, "--while-pid", str(job.pid))
+        assert process.stderr is not None
+        assert "the collector takes no spans now" in process.stderr.readline()
+        job.kill()
+        assert ended(process, 1) == ""
+        job.communicate()
+
+
+def test_by_default_it_follows_the_newest_launch(tmp_path: Path, collector: SpanCollector) -> None:
+    trace = write_trace(tmp_path / "trace")
+    assert ended(follow(trace, collector.endpoint, "--while-pid", str(_ended_process()))) == ""
+    (root,) = [span for span in collector.spans() if span["name"] == "nvrx.ft.cycle"]
+    assert plain_attributes(root["attributes"])["nvrx.cycle"] == 1
+    assert {span["traceId"] for span in collector.spans()} == {root["traceId"]}
+    assert len([span for span in collector.spans() if span["name"] == "restart_trace.supervisor"]) == 1
+
+
+def test_headers_are_those_of_opentelemetrys_environment(
+    tmp_path: Path, collector: SpanCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-scope=team")
+    trace = write_trace(tmp_path / "trace")
+    assert ended(follow(trace, collector.endpoint, "--while-pid", str(_ended_process()))) == ""
+    assert {headers.get("x-scope") for headers in collector.headers} == {"team"}
+
+
+def test_many_events_of_a_process_are_in_spans_that_a_collector_takes(tmp_path: Path, collector: SpanCollector) -> None:
+    trace = write_trace(tmp_path / "trace")
+    path = file_of(trace, 0, 1)
+    samples = [
+        {"type": "sample", "time_ns": 1_000_500_000_000 + i, "values": {"rss_bytes": i, "load": 0.5}}
+        for i in range(600)
+    ]
+    path.write_text(path.read_text() + "".join(json.dumps(sample) + "\n" for sample in samples))
+    expected = exported(trace, tmp_path / "spans.jsonl")
+    assert max(len(events) for *_, events, _ in expected.values()) == 256
+    assert ended(follow(trace, collector.endpoint, "--cycles", "0-", "--while-pid", str(_ended_process()))) == ""
+    assert by_id(collector.requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--otlp", "collector:4317"], "'collector:4317' is no URL of a collector: write it as http://HOST:4318"),
+        (["--otlp", "http://c", "--cycles", "x"], "'x' is no cycle: write 3, or 3-"),
+        (["--otlp", "http://c", "--run-id", "x"], "--run-id: applies to single traces, not to a run that goes on"),
+        (["--otlp", "http://c", "--while-pid", "0"], "0: is no process; give its id"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "tools.ckpt_analysis", "follow", str(tmp_path), *arguments]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 2 and message in process.stderr
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    """None in sys.modules is how Python itself says that a module is not to be had."""
+    code = "import sys; sys.modules['opentelemetry'] = None; from tools.ckpt_analysis.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "follow", str(tmp_path), "--otlp", "http://c"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (
+        process.returncode == 2 and "is not installed: the extra otlp: pip install opentelemetry-sdk" in process.stderr
+    )
+
+
+def _ended_process() -> int:
+    """Pid of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
