@@ -22,7 +22,7 @@ ROOT = Path(__file__).absolute().parents[2]
 _ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
 REFERENCE = "an uninterrupted reference run"
 REPETITION = "iterations that several launches did; there was no reference run"
-_OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "caught_up_s")
+_OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "failure_to_caught_up_s")
 
 
 def report(plan: Plan, injections: list[Injection], reference: Reference | None, *, analysis: bool) -> bool:
@@ -121,7 +121,7 @@ def _entry(
         "accounted": 1 - phases["unattributed"] / restart["restart_s"],
         "lost_steps": restart["lost_steps"],
         "lost_work_s": restart["lost_work_s"],
-        "caught_up_s": restart["failure_to_caught_up_s"],
+        "failure_to_caught_up_s": restart["failure_to_caught_up_s"],
     }
 
 
@@ -164,11 +164,11 @@ def table(content: dict[str, Any]) -> str:
     cycles = content["cycles"]
     tiers = any(cycle["expected_tier"] for cycle in cycles)
     last = ("loaded from" if tiers else "cache", "verified")
-    header = ("cycle", "fault", "injection point", "restart", "lost", "accounted", *last)
+    header = ("cycle", "fault", "injection point", "restart", "lost steps", "accounted", *last)
     rows = []
     for cycle in cycles:
         restart = "-" if cycle["restart_s"] is None else f"{cycle['restart_s']:.2f} s"
-        lost = "-" if cycle["lost_steps"] is None else f"{cycle['lost_steps']} steps"
+        lost = "-" if cycle["lost_steps"] is None else str(cycle["lost_steps"])
         what = (str(cycle["cycle"]), cycle["fault"], cycle["injection_point"])
         verified = "yes" if cycle["verified"] else "NO"
         read = (cycle["tier"] or "-").replace("_", " ") if tiers else cycle["cache"]

@@ -29,7 +29,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         "launch",
-        "A start of a cycle that begins the training; every other start is a restart.",
+        "A start of a cycle that begins the training, `launch_s` its time to the first step; others are restarts.",
         ("launch", "launches", "launching", "start"),
     ),
     Entry(

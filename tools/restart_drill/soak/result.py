@@ -57,7 +57,7 @@ def markdown(results: Sequence[EngineResult], left_out: dict[str, str]) -> str:
 
 
 def _engines(results: Sequence[EngineResult]) -> list[str]:
-    header = ("engine", "saves", "restarts", "verified", "losses compared", "lost", "leaked", "ranks, MiB",
+    header = ("engine", "saves", "restarts", "verified", "losses compared", "checkpoints lost", "leaked", "ranks, MiB",
               "others, MiB", "minutes", "")  # fmt: skip
     rows = []
     for result in results:
