@@ -259,6 +259,7 @@ DEFINITIONS = {entry.term: entry.definition for entry in ENTRIES}
 UNITS = (
     *("s", "h", "hours", "bytes", "GB/s", "I/O", "share", "day", "per", "node", "job", "MTBF"),
     *("max", "min", "median", "mean", "slowest", "fastest", "longest", "shortest", "largest", "smallest", "highest"),
-    *("lowest", "least", "most", "low", "high", "spread", "total", "number", "n", "interval", "ratio", "p"),
-    *("of", "to", "from", "until", "on", "by", "at", "after", "above", "below", "over", "the", "its", "it", "a"),
+    *("lowest", "least", "most", "first", "last", "all", "low", "high", "spread", "total", "number", "n", "interval"),
+    *("ratio", "p", "of", "to", "from", "until", "during", "on", "by", "at", "after", "above", "below", "over", "the"),
+    *("its", "it", "a"),
 )

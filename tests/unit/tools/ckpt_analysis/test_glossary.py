@@ -108,8 +108,11 @@ def test_labels_of_the_page_are_defined(trace: str, names: list[str], tmp_path: 
     buttons = [below.text for head, below in pairwise(page.elements) if head.attributes.get("scope") == "col"]
     heads = {button.replace("\u00a0", " ").strip() for button in buttons}
     labels = {term.text.strip() for term in page.all("dt")}
-    assert len(heads) > 5 and len(labels) > 5
-    assert undefined(heads | labels) == []
+    plots = [plot["data"] for variants in page.plots().values() for plot in variants]
+    legends = {line["name"] for data in plots for line in data if line.get("name") and line.get("showlegend", True)}
+    assert len(heads) > 5 and len(labels) > 5 and legends
+    names_of_runs = {"A a", "B b"}
+    assert undefined(heads | labels | legends - names_of_runs) == []
 
 
 def test_a_word_without_a_definition_is_found() -> None:

@@ -147,8 +147,8 @@ def _over_saves(run: RunData) -> list[Plot]:
     text = [f"{save.tag}, cycle {save.cycle}" for save in saves]
     look = {"text": text, "hovertemplate": "%{text}: %{y:.1f} %<extra>%{fullData.name}</extra>"}
     data = [
-        line("rank that waits most", MARK, x=x, y=high, **look),
-        line("rank that waits least", THIRD_LINE, x=x, y=low, **FILLED, **look),
+        line("rank waiting most", MARK, x=x, y=high, **look),
+        line("rank waiting least", THIRD_LINE, x=x, y=low, **FILLED, **look),
         line("median rank", LINE, x=x, y=middle, **look),
     ]
     arranged = layout(

@@ -28,7 +28,7 @@ from .plots import bar, lanes, phase_bars
 from .run_data import RunData, title_of, wall_of
 
 _BACKGROUND = "in the background"
-_BLOCKING = "training waits"
+_BLOCKING = "blocking"
 _REST_NS = (pl.col("wall_ns") - pl.col("covered_ns")).clip(lower_bound=0)  # of a rank that finished
 
 

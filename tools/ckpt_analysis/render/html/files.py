@@ -25,7 +25,7 @@ _KINDS: list[tuple[str, str, str, str]] = [
     ("optimizer state", r"optim_states", SERIES[0], "circle"),
     ("layer weights", r"(^|/)layer_\d+", SERIES[1], "square"),
     ("model states", r"model_states|mp_rank_", SERIES[2], "diamond"),
-    ("whole rank", r"(^|/)rank_\d+", SERIES[3], "triangle-up"),
+    ("file of a rank", r"(^|/)rank_\d+", SERIES[3], "triangle-up"),
     ("metadata", r"\.json$|\.metadata$|(^|/)latest", SERIES[4], "cross"),
     ("other", r"", NEUTRAL, "x"),
 ]

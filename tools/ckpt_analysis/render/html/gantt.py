@@ -50,7 +50,7 @@ def draw(run: RunData) -> Content:
         mine = spans.filter(pl.col("rank") == rank).with_columns(pl.col("thread").cast(pl.String))
         threads = mine.group_by("thread").agg(pl.col("blocking").any(), pl.col("start_ns").min())
         for thread, blocking, _ in threads.sort("blocking", "start_ns", descending=[True, False]).iter_rows():
-            word = "training waits" if blocking else "background"
+            word = "blocking" if blocking else "background"
             lanes.append(f"{name}: {thread}, {word}")
             rows = _thin(mine.filter(pl.col("thread") == thread), begin)
             merged += int(rows["merged"].sum())

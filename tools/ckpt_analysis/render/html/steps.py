@@ -97,7 +97,7 @@ def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
         during = mine.filter("during")
         data.append(
             line(
-                "during a save",
+                "step during a save",
                 MARK,
                 x=during["step"].to_list(),
                 y=[round(value, 6) for value in during["slowest_s"]],
@@ -123,7 +123,7 @@ def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
     later = steps.filter(~pl.col("first"))
     during, quiet = later.filter("during"), later.filter(~pl.col("during"))
     parts = [
-        ("during a save", during["slowest_s"]),
+        ("step during a save", during["slowest_s"]),
         ("no save under way", quiet["slowest_s"]),
         ("first of a cycle", steps.filter("first")["slowest_s"]),
     ]

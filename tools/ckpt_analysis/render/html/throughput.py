@@ -98,10 +98,7 @@ def _blocked(saves: list[OperationStats]) -> Plot:
 def _total(saves: list[OperationStats]) -> Plot:
     names, io = _names(saves), [save.io_GBps for save in saves]
     blocked = [save.blocked_GBps for save in saves]
-    data = [
-        line("io_GBps: to storage", LINE, x=names, y=io),
-        line("blocked_GBps: as training sees it", SECOND_LINE, x=names, y=blocked, **_SQUARES),
-    ]
+    data = [line("io_GBps", LINE, x=names, y=io), line("blocked_GBps", SECOND_LINE, x=names, y=blocked, **_SQUARES)]
     last = saves[-1]
     description = (
         f"Lines of total throughput over {plural(len(saves), 'save')}. The last: {rate(last.io_GBps)} GB/s to storage, "

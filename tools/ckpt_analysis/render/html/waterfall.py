@@ -119,7 +119,7 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     ranges = [(row.phase, *row.within) for row in rows if row.within]
     data = [
         bar(
-            "all ranks: first begin to last end",
+            "all ranks, first to last",
             "rgba(128,128,128,0.25)",
             x=[last - first for _, first, last in ranges],
             y=[phase for phase, _, _ in ranges],

@@ -283,7 +283,7 @@ def test_steps_during_a_save_are_told_from_the_others(tmp_path: Path) -> None:
     dump(file_of(tmp_path, 0, 0), log.records)
     content = next(figure for figure in FIGURES if figure.name == "steps").make(choose(analysis_of(tmp_path)))
     assert [[cell.text for cell in row[:2]] for row in content.tables[0].rows] == [
-        ["during a save", "2"],
+        ["step during a save", "2"],
         ["no save under way", "2"],
         ["first of a cycle", "1"],
     ]
