@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -31,6 +31,7 @@ GROUPS = ("world", "control", "tensor", "pipeline", "data", "model", "other")
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "save": {
         "wait_previous": (),
+        "make_directory": (),
         "collect": (),
         "tag_validation": (),
         "device_to_host": (),

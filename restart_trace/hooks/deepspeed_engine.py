@@ -147,7 +147,6 @@ class DeepSpeedHooks:
             for name in ("create", "save", "load"):
                 wrap(engine, name, self.library_call)
         wrap(engine, "commit", self.commit)
-        wrap(engine, "makedirs", self.phase("collect"))
 
 
 def hook(session: Session, deepspeed: ModuleType) -> None:

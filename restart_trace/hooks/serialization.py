@@ -1,4 +1,4 @@
-"""Hooks of torch.save and torch.load, which separate serialization from storage.
+"""Hooks of torch.save and torch.load, which separate serialization from storage, and of what else storage is asked.
 
 A call with a file, as a path or open, outside of any other save or load is one itself (Session.file_call).
 
@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from restart_trace.clock import now_ns
@@ -207,6 +208,16 @@ class Serialization:
         with running.phase("flush", "fsync"):
             yield
 
+    @contextmanager
+    def make_directory(self, call: Call) -> Iterator[None]:
+        """Around os.makedirs and Path.mkdir."""
+        running = self._session.running()
+        if running is None or running.opaque or running.kind != "save":
+            yield
+            return
+        with running.phase("make_directory"):
+            yield
+
 
 def path_of(file: Any) -> str | None:
     """The path of what torch.save or torch.load was given: a path or an open file; None for memory and pipes."""
@@ -265,3 +276,5 @@ def hook(session: Session, torch: Any) -> None:
     wrap(module, "load", serialization.load)
     torch.save, torch.load = module.save, module.load
     wrap(os, "fsync", serialization.fsync)
+    wrap(os, "makedirs", serialization.make_directory)
+    wrap(Path, "mkdir", serialization.make_directory)

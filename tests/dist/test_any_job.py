@@ -257,6 +257,13 @@ def test_a_save_on_another_thread_does_not_block(job: Job) -> None:
     assert save["committed_s"] >= until_written_ns / 1e9 - 1e-6  # of floats
 
 
+def test_making_directories_is_a_phase(job: Job) -> None:
+    """Where the library makes the checkpoint's: on a busy metadata server it may take long."""
+    spans = [span for operation in job.operations("save", 0) for span in operation]
+    made = any(span.get("phase") == "make_directory" for span in spans)
+    assert made is (job.name in ("save", "async_save", "transformers", "accelerate", "lightning"))
+
+
 def test_skipped_batches_are_a_phase(job: Job) -> None:
     skipped = [r for r in records(job.directory / "trace") if r.get("phase") == "data_skip"]
     if job.name not in ("path", "file"):

@@ -77,7 +77,7 @@ def check_background_of(spans: list[dict[str, Any]], rank: int) -> None:
     """What of a save during training blocked it, and what did not."""
     blocking = {(s["phase"], s["thread"]) for s in spans if s["blocking"]}
     assert blocking == {
-        (phase, "MainThread") for phase in ("collect", "device_to_host", "serialize")
+        (phase, "MainThread") for phase in ("collect", "make_directory", "device_to_host", "serialize")
     }  # serialize: the hashes of --verify-restored-state
     background = {(s["phase"], s["thread"]) for s in spans if not s["blocking"]}
     expected = {("flush", "slow-writer"), ("barrier", COMMIT_THREAD), ("flush", COMMIT_THREAD)}

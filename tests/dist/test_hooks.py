@@ -206,16 +206,20 @@ def test_the_analysis_reads_it(pair: Pair) -> None:
 
 
 def test_a_hook_that_raises_switches_itself_off_and_says_so_once(clients: Zygote, tmp_path: Path) -> None:
-    """The job goes on as if it was not traced, and the other hooks record on."""
-    traced = run_client(clients, "ordinary", tmp_path / "traced", tmp_path / "trace", BREAK_A_HOOK="1")
+    """The job goes on as if it was not traced. The other hooks record on: a slow metadata server is seen as such."""
+    planted = {"BREAK_A_HOOK": "1", "SLOW_DIRECTORIES": "0.2"}
+    traced = run_client(clients, "ordinary", tmp_path / "traced", tmp_path / "trace", **planted)
     plain = run_client(clients, "ordinary", tmp_path / "plain", None)
     assert traced.ok and losses(traced) == losses(plain)
     assert files(tmp_path / "traced") == files(tmp_path / "plain")
     for rank in range(RANKS):
         said = re.findall(r"^the hook around (\S+) is switched off.*planted$", traced.log(rank), re.MULTILINE)
         assert said == ["torch.serialization.save", "torch.serialization.load"]  # two hooks, each once
-    ended = [r for r in records(tmp_path / "trace") if r["type"] == "operation_end"]
+    trace = records(tmp_path / "trace")
+    ended = [r for r in trace if r["type"] == "operation_end"]
     assert sorted(r["operation"] for r in ended) == sorted(["load", "load", "save", "startup"] * RANKS)
+    made_ns = [r["duration_ns"] for r in trace if r["type"] == "span" and r["phase"] == "make_directory"]
+    assert sum(made_ns) >= 2 * 0.2e9  # `checkpoints` and the checkpoint in it
 
 
 def test_exit_codes_are_the_jobs_own(clients: Zygote, tmp_path: Path) -> None:

@@ -293,7 +293,8 @@ class CheckpointWriter:
         try:
             with op.span("collect", joined=True):
                 files = collect()
-                if self.engine.writes_files and save.on_storage:
+            if self.engine.writes_files and save.on_storage:
+                with op.span("make_directory", joined=True):
                     make_directory(save.temporary)
             if self.engine.keeps_in_memory:
                 self._add_extra(save, extra_files)  # kept in the record of the save

@@ -10,21 +10,29 @@ from ..metrics.phases import PHASE_NAME
 from ..metrics.rank_tables import RankTables
 from ..metrics.rank_totals import WAITING
 
-RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, "least_ranks": 4}
+RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, "least_ranks": 4, "waited": 0.5}
 HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}
 
 
 def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
     """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, median_ns, excess_ns.
 
-    Operations in which many ranks did are left out: there the work is divided that way.
+    Operations in which many ranks did are left out: there the work is divided that way. Of so few ranks that a median
+    says nothing (`least_ranks`), one is slow if all others waited for `waited` of its excess over their lower median.
     """
+    is_slowest = pl.col("own_ns") == pl.col("own_ns").max().over("group")
+    waited_ns = pl.when(~is_slowest).then(pl.col("covered_ns") - pl.col("own_ns"))
+    few = pl.len().over("group") < limits["least_ranks"]
     finished = _uneven(totals, limits).with_columns(
-        pl.col("own_ns").median().over("group").alias("median_ns"),
+        pl.when(few).then(_lower_median("own_ns").over("group")).otherwise(pl.col("own_ns").median().over("group"))
+        .alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("ranks"),
-    )
-    return _slow(finished, "rank", pl.col("ranks") >= limits["least_ranks"], limits)
+        waited_ns.min().over("group").alias("waited_ns"),
+    )  # fmt: skip
+    excess_ns = pl.col("own_ns") - pl.col("median_ns")
+    counts = (pl.col("ranks") >= limits["least_ranks"]) | (pl.col("waited_ns") >= limits["waited"] * excess_ns)
+    return _slow(finished, "rank", counts, limits)
 
 
 def slow_hosts(
@@ -40,7 +48,7 @@ def slow_hosts(
         pl.col("own_ns").median(), pl.col("wall_ns").max(), pl.len().alias("ranks")
     )
     hosts = hosts.with_columns(
-        pl.col("own_ns").quantile(0.5, interpolation="lower").over("group").alias("median_ns"),
+        _lower_median("own_ns").over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("hosts"),
     )
@@ -103,8 +111,13 @@ def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:
     return first.select("rank", PHASE_NAME, "ranks_ns", "median_ns")
 
 
+def _lower_median(column: str) -> pl.Expr:
+    """Of two, the smaller: their mean is neither's."""
+    return pl.col(column).quantile(0.5, interpolation="lower")
+
+
 def _median() -> pl.Expr:
-    return pl.col("busy_ns").median().alias("median_ns")
+    return _lower_median("busy_ns").alias("median_ns")
 
 
 def _largest(table: pl.DataFrame) -> pl.DataFrame:

@@ -44,12 +44,13 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
         rank, operation = row["rank"], row["operation"]
         most = against_median(e.tables, row["group"], [rank])
         moved = _times_the_bytes(e, row["group"], rank)
+        other = _compared(e, row["group"])
         text = (
             f"{_operation(e, row['group'])}: {seconds(row['own_ns'] / 1e9)} s of its own against "
-            f"{seconds(row['median_ns'] / 1e9)} s of the median rank"
+            f"{seconds(row['median_ns'] / 1e9)} s of {other}"
         )
         text += _most_of_it(most)
-        text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
+        text += f"; it moved {moved:.1f} times {other}'s bytes" if moved else ""
         uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
         found.append(
             Observation(
@@ -63,6 +64,11 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
             )
         )
     return found
+
+
+def _compared(e: Evidence, group: int) -> str:
+    """With which rank of a group one is compared."""
+    return f"the {'other' if e.tables.totals.filter(pl.col('group') == group).height == 2 else 'median'} rank"
 
 
 def _most_of_it(found: tuple[str, float, float] | None) -> str:
@@ -165,7 +171,7 @@ def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
     """Ratio of the bytes that the rank moved to those of the median rank; None if unknown."""
     rows = e.frames.operations.filter(pl.col("group") == group).select("rank", "bytes")
     mine: Any = rows.filter(pl.col("rank") == rank)["bytes"][0]
-    median: Any = rows["bytes"].median()
+    median: Any = rows["bytes"].quantile(0.5, interpolation="lower")
     return mine / median if mine and median else None
 
 

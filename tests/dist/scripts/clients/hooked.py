@@ -1,6 +1,7 @@
 """Runs a client in another working directory: hooked.py DIRECTORY TRACE_DIR|- SCRIPT [ARGUMENT ...]; "-": untraced.
 
-With BREAK_A_HOOK in the environment one function of the hooks raises.
+With BREAK_A_HOOK in the environment one function of the hooks raises. With SLOW_DIRECTORIES a new directory takes so
+many seconds more, as on a busy metadata server.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ import atexit
 import os
 import runpy
 import sys
+import time
 from typing import Any
 
 directory, trace_dir, script, *arguments = sys.argv[1:]
 os.chdir(directory)
 sys.argv = [script, *arguments]
+if "SLOW_DIRECTORIES" in os.environ:
+    make = os.mkdir
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(float(os.environ["SLOW_DIRECTORIES"]))
+        make(*args, **kwargs)
+
+    os.mkdir = slow  # os.makedirs calls it
 if trace_dir != "-":
     import restart_trace.hooks
     from restart_trace.hooks.running import Running

@@ -13,6 +13,7 @@ STEP = "training step"
 
 _COLOURS = {
     "wait_previous": "#882255",
+    "make_directory": "#DDAA33",
     "collect": "#88CCEE",
     "device_to_host": "#4477AA",
     "serialize": "#DDCC77",

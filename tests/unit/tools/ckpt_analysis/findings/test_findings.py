@@ -75,7 +75,24 @@ def test_straggling_rank(tmp_path: Path, usual_ms: float, slow_ms: float, wall_m
         assert "timeline" in found[0].advice
 
 
-@pytest.mark.parametrize(("ranks", "slow", "met"), [(4, 1, True), (3, 1, False), (8, 2, False)])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("wait_ms", "met"), [(500, True), (499, False)])
+def test_of_few_ranks_the_one_that_the_others_wait_for_is_the_straggler(
+    tmp_path: Path, ranks: int, wait_ms: float, met: bool
+) -> None:
+    """Not the one that waits, though its save takes as long or longer; half of the excess is 0.5 s."""
+
+    def make(log: RankLog) -> None:
+        slow, waits_most = log.rank == 1, log.rank == 0 and ranks == 3
+        save(log, 2000 if slow else 1000, 1 if slow else 1500 if waits_most else wait_ms)
+
+    found = findings(tmp_path, "straggling_rank", make, ranks=ranks)
+    assert [(f.data["rank"], f.data["median_s"]) for f in found] == [(1, 1.0)] * met
+    compared = "the other rank" if ranks == 2 else "the median rank"
+    assert all(f"2.000 s of its own against 1.000 s of {compared}" in f.evidence for f in found)
+
+
+@pytest.mark.parametrize(("ranks", "slow", "met"), [(4, 1, True), (3, 1, False), (2, 1, False), (8, 2, False)])
 def test_few_or_many_slow_ranks_are_no_stragglers(tmp_path: Path, ranks: int, slow: int, met: bool) -> None:
     def make(log: RankLog) -> None:
         save(log, 2000 if log.rank < slow else 1000)
