@@ -173,6 +173,7 @@ def megatron_restart() -> None:
                 f"restart-sweep = {INSTALLED_TOOLS}.console:sweep",
                 f"ckpt-plan = {INSTALLED_TOOLS}.console:plan",
                 f"ckpt-replay = {INSTALLED_TOOLS}.console:replay",
+                f"hf-convert = {INSTALLED_TOOLS}.console:hf_convert",
                 f"megatron-preprocess-data = {INSTALLED_TOOLS}.console:preprocess_data",
             ]
         },

@@ -38,6 +38,11 @@ def launch() -> int:
     return _run("megatron.launch.cli")
 
 
+def hf_convert() -> int:
+    """`hf-convert`."""
+    return _run(".hf_convert")
+
+
 def preprocess_data() -> int:
     """`megatron-preprocess-data`."""
     return _run(".preprocess_data")

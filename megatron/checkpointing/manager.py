@@ -53,7 +53,7 @@ class Checkpointer:
         self.last_saved_step: int | None = None
         identity = CheckpointIdentity(
             layout=context.place.layout.as_dict(),
-            model=model_identity(context.config, context.padded_vocab_size),
+            model=model_identity(context.config.model, context.padded_vocab_size),
             loaded_from=context.first_start.loaded_from,
             first_start=context.first_start.flags,
             resumed_with=context.first_start.resumed_with,

@@ -146,7 +146,7 @@ def _commit_files(
         step=progress.iteration,
         engine=engine,
         layout=layout.as_dict(),
-        model=model_identity(config, vocab_sizes[1]),
+        model=model_identity(config.model, vocab_sizes[1]),
         training=training_identity(config),
         files=collect_files(saved),
         loaded_from=begins.loaded_from,

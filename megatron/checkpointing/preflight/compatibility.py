@@ -29,7 +29,7 @@ from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import Candidate, read_latest
 from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, describe, read_header
-from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.config import Config, ConfigError, ModelConfig, padded_vocab_size
 from megatron.config.arguments import namespace_from_config
 from megatron.config.flags import flag_name
 from megatron.config.schedule import check_same_schedule, schedule_settings
@@ -53,12 +53,12 @@ _NOT_SAVED = {
 _LARGEST_TP = 128
 
 
-def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
     """What must be equal for the tensors of a checkpoint to fit."""
-    identity = {name: getattr(config.model, name) for name in _SHAPE}
-    if config.model.add_position_embedding:
-        identity["max_position_embeddings"] = config.model.max_position_embeddings
-    return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": config.model.params_dtype}
+    identity = {name: getattr(model, name) for name in _SHAPE}
+    if model.add_position_embedding:
+        identity["max_position_embeddings"] = model.max_position_embeddings
+    return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": model.params_dtype}
 
 
 def training_identity(config: Config) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def check_candidate(
     iteration. A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them
     (`foreign`, where they are known); if they are ours, its manifest is gone: CheckpointDamagedError.
     """
-    mine = model_identity(config, padded_vocab_size)
+    mine = model_identity(config.model, padded_vocab_size)
     if candidate.manifest is not None:
         theirs = candidate.manifest.model
         their_layout = Layout(**candidate.manifest.layout)

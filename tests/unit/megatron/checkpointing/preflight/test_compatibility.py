@@ -61,7 +61,7 @@ def config(
 
 
 def candidate(config: Config, layout: Layout = HERE) -> Candidate:
-    identity = model_identity(config, VOCAB)
+    identity = model_identity(config.model, VOCAB)
     training = training_identity(config)
     manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), identity, FILES, training=training)
     return Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
@@ -350,7 +350,7 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
     for saved, tp, kept in ((504, 4, 504), (512, 1, 512), (504, 16, 512), (504, 1, 504)):
         shutil.rmtree(tmp_path / "global_step3", ignore_errors=True)
         (tmp_path / "global_step3").mkdir()
-        identity = model_identity(here, saved)
+        identity = model_identity(here.model, saved)
         manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, FILES)
         (tmp_path / "global_step3" / "manifest.json").write_text(manifest.to_json())
         assert check_newest(here, Layout(tp, 1, 2), 500) == kept

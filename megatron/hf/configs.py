@@ -1,0 +1,257 @@
+"""config.json of a Hugging Face model, made from our model and read into one.
+
+A model is written only if the architecture there computes the same function of the same weights, and read only if ours
+does: what cannot be said exactly is refused by the name of the flag or of the key.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, ModelConfig
+from megatron.hf.errors import ConversionError
+from megatron.hf.tensors import GPT2, LLAMA
+
+CONFIG = "config.json"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""--params-dtype -> torch's name."""
+_MISTRAL = "MistralForCausalLM"
+_READ = {"llama": (LLAMA, LLAMA), "mistral": (LLAMA, _MISTRAL), "gpt2": (GPT2, GPT2)}
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_EXACT_GELU = "gelu"
+_GPT2_FIXED = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}  # fmt: skip
+
+
+def architecture_of(model: ModelConfig) -> str:
+    """The architecture that computes what `model` does. Raises ConversionError naming each flag that none has."""
+    heads = f"--num-attention-heads {model.num_attention_heads}"
+    if model.use_rotary_position_embeddings:
+        name = LLAMA
+        wrong = {
+            f"--normalization {model.normalization}": model.normalization != "rmsnorm",
+            "no --swiglu": not model.swiglu,
+            f"--rotary-percent {model.rotary_percent}": model.rotary_dim != model.kv_channels,
+            f"{heads}, which does not divide --hidden-size {model.hidden_size}": model.hidden_size
+            % model.num_attention_heads,
+        }
+    else:
+        name = GPT2
+        wrong = {
+            "--no-position-embedding": not model.add_position_embedding,
+            f"--normalization {model.normalization}": model.normalization != "layernorm",
+            "--swiglu": model.swiglu,
+            "--disable-bias-linear": not model.add_bias_linear,
+            f"--num-key-value-heads {model.num_key_value_heads}": model.num_key_value_heads
+            != model.num_attention_heads,
+            f"--kv-channels {model.kv_channels}": model.kv_channels * model.num_attention_heads != model.hidden_size,
+        }
+    flags = [flag for flag, is_wrong in wrong.items() if is_wrong]
+    if flags:
+        why = "rotary" if name == LLAMA else "no rotary"
+        raise ConversionError(
+            f"{', '.join(flags)}: {name}, which this command writes for a model with {why} embeddings, cannot express "
+            "it exactly; export a model that was trained without it"
+        )
+    return name
+
+
+def config_of(model: ModelConfig, architecture: str, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
+    """config.json of `model`. `end_of_text`: the token that ends documents; None if it is not known."""
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": vocab_size,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "bos_token_id": end_of_text if architecture == GPT2 else None,
+        "eos_token_id": end_of_text,
+        "torch_dtype": DTYPES[model.params_dtype],
+        "use_cache": True,
+    }
+    if architecture == GPT2:
+        return config | {
+            "model_type": "gpt2",
+            "n_positions": model.max_position_embeddings,
+            "n_embd": model.hidden_size,
+            "n_layer": model.num_layers,
+            "n_head": model.num_attention_heads,
+            "n_inner": model.ffn_hidden_size,
+            "activation_function": _TANH_GELU[0] if model.bias_gelu_fusion else _EXACT_GELU,
+            "layer_norm_epsilon": model.layernorm_epsilon,
+            "attn_pdrop": model.attention_dropout,
+            "resid_pdrop": model.hidden_dropout,
+            "embd_pdrop": model.hidden_dropout,
+        }
+    theta = float(model.rope_theta)
+    return config | {
+        "model_type": "llama",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "rope_theta": theta,  # of transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},  # of transformers 5
+        "attention_bias": model.add_bias_linear,
+        "mlp_bias": model.add_bias_linear,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+class ConfigFile:
+    """The values of a config.json that is imported."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        """Raises ConversionError if it is of an architecture that ours does not compute."""
+        self.path = path
+        self._values = values
+        kind = values.get("model_type")
+        if kind not in _READ:
+            raise self.refusal("model_type", f"only {', '.join(_READ)} can be imported")
+        self.architecture, wanted = _READ[kind]
+        classes = values.get("architectures")
+        if classes is not None and classes != [wanted]:
+            raise self.refusal("architectures", f"only {wanted} can be imported")
+        if values.get("quantization_config") is not None:
+            raise self.refusal("quantization_config", "import the model before its quantization")
+
+    def refusal(self, key: str, why: str) -> ConversionError:
+        """The error for the value of `key`."""
+        return ConversionError(f"{self.path}: {key} is {self._values.get(key)!r}: {why}")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._integer("vocab_size")
+
+    @property
+    def params_dtype(self) -> str | None:
+        """What the file says of the weights' type; None if it says nothing that there is here."""
+        named = self._values.get("dtype", self._values.get("torch_dtype"))
+        return next((dtype for dtype, name in DTYPES.items() if name == named), None)
+
+    def model(self, params_dtype: str) -> ModelConfig:
+        """The model that computes the same. Raises ConversionError naming the key that ours has no flag for."""
+        values = self._gpt2() if self.architecture == GPT2 else self._llama()
+        positions = values["max_position_embeddings"]
+        try:
+            return ModelConfig(**values, seq_length=positions, params_dtype=params_dtype)
+        except ConfigError as exc:
+            raise ConversionError(f"{self.path}: as flags of this trainer: {exc}") from exc
+
+    def _llama(self) -> dict[str, Any]:
+        self._must_be("hidden_act", "silu")
+        biases = self._flag("attention_bias"), self._flag("mlp_bias")
+        if biases[0] != biases[1]:
+            raise self.refusal("attention_bias", f"mlp_bias is {biases[1]}, and here all linear layers are alike")
+        heads = self._integer("num_attention_heads")
+        hidden, positions = self._integer("hidden_size"), self._integer("max_position_embeddings")
+        # Mistral's window, where attention ends; of no effect if it is as long as a text can be.
+        window = self._values.get("sliding_window")
+        if window is not None and not (type(window) is int and window >= positions):
+            raise self.refusal("sliding_window", "attention has no window here; only null can be imported")
+        return {
+            "num_layers": self._integer("num_hidden_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": self._integer("intermediate_size"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._integer("num_key_value_heads", heads),
+            "kv_channels": self._integer("head_dim", hidden // heads),
+            "max_position_embeddings": positions,
+            "use_rotary_position_embeddings": True,
+            "rope_theta": self._theta(),
+            "normalization": "rmsnorm",
+            "layernorm_epsilon": self._number("rms_norm_eps", 1e-6),
+            "attention_dropout": self._number("attention_dropout", 0.0, 0.0),
+            "hidden_dropout": 0.0,
+            "init_method_std": self._number("initializer_range", 0.02),
+            "swiglu": True,
+            "untie_embeddings_and_output_weights": not self._flag("tie_word_embeddings"),
+            "add_bias_linear": biases[0],
+        }
+
+    def _gpt2(self) -> dict[str, Any]:
+        for key, value in _GPT2_FIXED.items():
+            self._must_be(key, value)
+        activation = self._values.get("activation_function", _TANH_GELU[0])
+        if activation not in (*_TANH_GELU, _EXACT_GELU):
+            raise self.refusal("activation_function", f"only {', '.join(_TANH_GELU)} and {_EXACT_GELU} are here")
+        hidden = self._integer("n_embd")
+        return {
+            "num_layers": self._integer("n_layer"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": self._integer("n_inner", 4 * hidden),
+            "num_attention_heads": self._integer("n_head"),
+            "max_position_embeddings": self._integer("n_positions"),
+            "layernorm_epsilon": self._number("layer_norm_epsilon", 1e-5),
+            "attention_dropout": self._number("attn_pdrop", 0.1, 0.0),
+            "hidden_dropout": self._number("resid_pdrop", 0.1, 0.0),
+            "init_method_std": self._number("initializer_range", 0.02),
+            "bias_gelu_fusion": activation != _EXACT_GELU,
+            "untie_embeddings_and_output_weights": not self._flag("tie_word_embeddings", True),
+        }
+
+    def _theta(self) -> int:
+        """Base of the rotary frequencies, without any scaling."""
+        rope = self._values.get("rope_parameters") or {}
+        for key in ("rope_parameters", "rope_scaling"):
+            given = self._values.get(key) or {}
+            if not isinstance(given, dict) or given.get("rope_type", given.get("type", "default")) != "default":
+                raise self.refusal(key, "rotary frequencies are not scaled here; import a model of rope_type default")
+        for part in (rope.get("partial_rotary_factor"), self._values.get("partial_rotary_factor")):
+            if part not in (None, 1.0):
+                raise self.refusal("partial_rotary_factor", "LLaMA rotates whole heads; only 1.0 can be imported")
+        theta = rope.get("rope_theta", self._values.get("rope_theta", 10000))
+        if type(theta) not in (int, float) or theta != int(theta) or theta < 1:
+            raise self.refusal("rope_theta", "--rotary-position-embeddings-theta is a whole number")
+        return int(theta)
+
+    def _must_be(self, key: str, value: Any) -> None:
+        if self._values.get(key, value) != value:
+            raise self.refusal(key, f"only {value!r} can be imported")
+
+    def _flag(self, key: str, default: bool = False) -> bool:
+        value = self._values.get(key, default)
+        if type(value) is not bool:
+            raise self.refusal(key, "must be true or false")
+        return value
+
+    def _integer(self, key: str, default: int | None = None) -> int:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.refusal(key, "must be a whole number from 1 on")
+        return value
+
+    def _number(self, key: str, default: float, least: float = 1e-300) -> float:
+        value = self._values.get(key, default)
+        if type(value) not in (int, float) or not value >= least:
+            raise self.refusal(key, f"must be a number {'from 0 on' if least == 0 else 'above 0'}")
+        return float(value)
+
+
+def flags_of(model: ModelConfig) -> str:
+    """The flags with which the trainer builds `model`, as a shell takes them."""
+    flags = [
+        "--num-layers", model.num_layers, "--hidden-size", model.hidden_size,
+        "--ffn-hidden-size", model.ffn_hidden_size, "--num-attention-heads", model.num_attention_heads,
+        "--num-key-value-heads", model.num_key_value_heads, "--kv-channels", model.kv_channels,
+        "--seq-length", model.seq_length, "--max-position-embeddings", model.max_position_embeddings,
+        "--normalization", model.normalization, "--layernorm-epsilon", model.layernorm_epsilon,
+        "--attention-dropout", model.attention_dropout, "--hidden-dropout", model.hidden_dropout,
+    ]  # fmt: skip
+    if model.use_rotary_position_embeddings:
+        flags += ["--use-rotary-position-embeddings", "--rotary-position-embeddings-theta", model.rope_theta]
+    flags += ["--swiglu"] if model.swiglu else [] if model.bias_gelu_fusion else ["--no-bias-gelu-fusion"]
+    flags += ["--untie-embeddings-and-output-weights"] if model.untie_embeddings_and_output_weights else []
+    flags += [] if model.add_bias_linear else ["--disable-bias-linear"]
+    flags += [] if model.params_dtype == "fp32" else [f"--{model.params_dtype}"]
+    return shlex.join(map(str, flags))

@@ -1,0 +1,176 @@
+"""Makes a checkpoint of ours of a Hugging Face model directory, one layer at a time.
+
+It is of engine torch and the layout TP1 PP1 DP1, without optimizer and random state: a training begins from it with
+--finetune, on any layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.preflight.compatibility import model_identity
+from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import publish, write_manifest
+from megatron.checkpointing.store.manifest import Manifest
+from megatron.config import ModelConfig, padded_vocab_size
+from megatron.hf.checkpoints import SETTINGS, TORCH_DTYPES
+from megatron.hf.configs import CONFIG, ConfigFile, flags_of
+from megatron.hf.errors import ConversionError
+from megatron.hf.output import new_directory
+from megatron.hf.safetensors_files import TensorInfo, find_tensors, read_json, read_tensor
+from megatron.hf.tensors import GPT2, HEAD, Parameter, parameters
+from megatron.hf.tokenizers import tokenizer_flags
+from megatron.parallel.topology import Layout
+from restart_trace.recorder import untraced_operation
+
+_LAYOUT = Layout(1, 1, 1)
+_ENGINE = "torch"
+# Buffers that older versions of transformers saved beside the weights.
+_BUFFERS = re.compile(r"(.*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq)")
+
+
+def import_model(load: Path, out: Path, params_dtype: str | None, divisible_by: int) -> str:
+    """Write the model in `load` as a checkpoint in the new directory `out`; returns the flags to begin from it.
+
+    `params_dtype`: None for that of the tensors. `divisible_by`: --make-vocab-size-divisible-by.
+    Raises ConversionError naming file or flag, value and fix, or OSError; nothing is there then.
+    """
+    if not load.is_dir():
+        raise ConversionError(f"--load {load}: no such directory; give that of a Hugging Face model, with {CONFIG}")
+    config = ConfigFile(load / CONFIG, read_json(load / CONFIG))
+    tensors = find_tensors(load)
+    dtype = params_dtype or _dtype_of(load, config, tensors)
+    model = config.model(dtype)
+    padded = padded_vocab_size(config.vocab_size, divisible_by, _LAYOUT.tp)
+    everything = parameters(model, config.architecture, padded)
+    source = _Source(load, _named(tensors, config.architecture), config.vocab_size, params_dtype is not None)
+    source.check(everything, TORCH_DTYPES[dtype], tied=not model.untie_embeddings_and_output_weights)
+    flags = f"{flags_of(model)} {tokenizer_flags(load, config.vocab_size)}"
+    if divisible_by != _DIVISIBLE_BY:
+        flags += f" --make-vocab-size-divisible-by {divisible_by}"
+    with new_directory(out) as directory:
+        _write_checkpoint(directory, model, everything, source, padded)
+    return f"--load {out} --finetune {flags}"
+
+
+_DIVISIBLE_BY = ModelConfig.make_vocab_size_divisible_by
+
+
+def _dtype_of(load: Path, config: ConfigFile, tensors: Mapping[str, TensorInfo]) -> str:
+    found = sorted({name for name, dtype in TORCH_DTYPES.items() if dtype in {t.dtype for t in tensors.values()}})
+    if len(found) != 1:
+        raise ConversionError(
+            f"{load}: its tensors are of several types ({', '.join(found)}); choose one with --params-dtype, to which "
+            "the others are rounded"
+        )
+    return found[0]
+
+
+def _named(tensors: Mapping[str, TensorInfo], architecture: str) -> dict[str, TensorInfo]:
+    """The tensors by the names that the whole model has: GPT-2 is also distributed without its head and prefix."""
+    bare = architecture == GPT2 and "wte.weight" in tensors
+    named = {f"transformer.{name}" if bare and name != HEAD else name: it for name, it in tensors.items()}
+    return {name: it for name, it in named.items() if not _BUFFERS.fullmatch(name)}
+
+
+@dataclasses.dataclass
+class _Source:
+    """The tensors of a model directory, by name. `rounds`: they are converted to another type if need be."""
+
+    directory: Path
+    tensors: dict[str, TensorInfo]
+    vocab_size: int
+    rounds: bool
+
+    def check(self, wanted: Sequence[Parameter], dtype: torch.dtype, tied: bool) -> None:
+        """Raises ConversionError naming a tensor that is missing, left over, or of another shape or type."""
+        if tied and HEAD in self.tensors:
+            self._check_tied(wanted[0].names[0])
+        shapes = {name: shape for each in wanted for name, shape in each.shapes(self.vocab_size).items()}
+        for what, names_ in (("lacks", shapes.keys() - self.tensors), ("has also", self.tensors.keys() - shapes)):
+            if names_:
+                more = f" and {len(names_) - 1} more" if len(names_) > 1 else ""
+                raise ConversionError(
+                    f"{self.directory}: {what} {min(names_)}{more}, by its {CONFIG}: both must be of one model; save "
+                    "it again with transformers' save_pretrained"
+                )
+        for name, shape in shapes.items():
+            found = self.tensors[name]
+            if found.shape != shape:
+                raise ConversionError(
+                    f"{found.path}: {name} has the shape {list(found.shape)}, and {list(shape)} by {CONFIG}: both must "
+                    "be of one model"
+                )
+            if found.dtype != dtype and not self.rounds:
+                raise ConversionError(f"{found.path}: {name} is {found.dtype}; give --params-dtype to convert it")
+
+    def _check_tied(self, embedding: str) -> None:
+        """Leave a copy of the embedding as the head out."""
+        head, words = self.tensors.pop(HEAD), self.tensors.get(embedding)
+        if words is not None and not torch.equal(read_tensor(head), read_tensor(words)):
+            raise ConversionError(
+                f"{head.path}: {HEAD} differs from {embedding}, and {CONFIG} says tie_word_embeddings true: set that "
+                "to false if the head is one of its own"
+            )
+
+    def full(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Our parameter, with rows of zeros for tokens that are none."""
+        made = torch.zeros(parameter.part.shape, dtype=dtype)
+        for name, start, stop in parameter.rows(self.vocab_size):
+            tensor = read_tensor(self.tensors[name])
+            rows = made[start:stop]
+            rows.copy_(tensor.T if parameter.transposed else tensor)
+            if tensor.dtype != dtype and not bool(torch.isfinite(rows).all()):
+                raise ConversionError(
+                    f"{self.tensors[name].path}: {name} has values that {dtype} does not hold; give another "
+                    "--params-dtype"
+                )
+        return made
+
+
+def _write_checkpoint(
+    directory: Path, model: ModelConfig, everything: Sequence[Parameter], source: _Source, padded: int
+) -> None:
+    engine, op = create_engine(_ENGINE, EngineOptions()), untraced_operation()
+    tag, dtype = names.tag_of(0), TORCH_DTYPES[model.params_dtype]
+    temporary = directory / names.temporary_directory(tag, names.attempt_of(1))
+    temporary.mkdir()
+    saved: list[SavedFile] = []
+    for number, layer in itertools.groupby(everything, key=lambda each: each.layer):
+        state = {each.key: source.full(each, dtype) for each in layer}
+        saved += engine.save([FileState(names.layer_file(number, 0), state)], temporary, op)
+        del state
+    first = names.model_states_file(_LAYOUT, _LAYOUT.coordinates(0))
+    saved += engine.save([FileState(first, _common(model, source.vocab_size, padded))], temporary, op)
+    manifest = Manifest(
+        tag,
+        0,
+        _ENGINE,
+        _LAYOUT.as_dict(),
+        model_identity(model, padded),
+        {file.name: file for file in saved},
+        training={"no_save_optim": True, "no_save_rng": True},
+    )
+    write_manifest(temporary, manifest, fsync=True)
+    for problem in publish(directory, temporary, manifest, fsync=True):
+        raise OSError(problem)
+
+
+def _common(model: ModelConfig, vocab_size: int, padded: int) -> dict[str, Any]:
+    """What replicas share: which model it is, and no progress."""
+    arguments = {name: getattr(model, name) for name in SETTINGS}
+    return {
+        "args": argparse.Namespace(**arguments, padded_vocab_size=padded, bf16=model.bf16, fp16=model.fp16),
+        "iteration": 0,
+        "universal_checkpoint_info": {"original_vocab_size": vocab_size, "padded_vocab_size": padded},
+    }

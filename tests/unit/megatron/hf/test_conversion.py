@@ -1,0 +1,177 @@
+"""Models go to Hugging Face and back, bit for bit, from every engine and layout, and compute the same there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron.config import ModelConfig
+from megatron.hf.checkpoints import SavedModel, newest_checkpoint
+from megatron.hf.exporting import export
+from megatron.hf.importing import import_model
+from megatron.hf.tensors import parameters
+from megatron.parallel.parameter_slice import slice_of
+from megatron.parallel.topology import Layout
+from tests.unit.megatron.hf.models import GPT2, LLAMA, PADDED, VOCAB, drawn, layers, logits, save
+
+pytestmark = pytest.mark.slow
+SINGLE, SPLIT = Layout(1, 1, 1), Layout(2, 2, 1)
+SHARD = 30_000
+IDS = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+STYLES = {
+    "llama": LLAMA,
+    "llama_tied_biased": LLAMA
+    | {
+        "kv_channels": 16,
+        "num_key_value_heads": 4,
+        "untie_embeddings_and_output_weights": False,
+        "add_bias_linear": True,
+    },
+    "llama_bf16": LLAMA | {"params_dtype": "bf16"},
+    "gpt2": GPT2,
+    "gpt2_untied_exact": GPT2
+    | {"untie_embeddings_and_output_weights": True, "bias_gelu_fusion": False, "ffn_hidden_size": 40},
+}
+# Each engine, and each style, on a split layout once.
+SAVED = [
+    ("llama", "lazy"),
+    ("llama_tied_biased", "torch"),
+    ("llama_bf16", "dcp"),
+    ("gpt2", "torchsnapshot"),
+    ("gpt2_untied_exact", "fastpersist"),
+]
+HF: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    ),
+    "llama_tied_biased": transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=True, max_position_embeddings=64,
+    ),
+    "mistral": transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=64, sliding_window=None, head_dim=12,
+    ),
+    "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=64),
+    "gpt2_untied_exact": transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, activation_function="gelu",
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def their_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize(("style", "engine"), SAVED)
+def test_a_checkpoint_of_any_engine_and_layout_computes_the_same_there(tmp_path: Path, style: str, engine: str) -> None:
+    model = ModelConfig(**STYLES[style])
+    ours = drawn(model)
+    save(tmp_path / "split", model, ours, SPLIT, engine)
+    save(tmp_path / "single", model, ours, SINGLE, "torch")
+    told = export(tmp_path / "split", tmp_path / "from_split", None, SHARD)
+    export(tmp_path / "single", tmp_path / "from_single", None, SHARD)
+    assert files_of(tmp_path / "from_split") == files_of(tmp_path / "from_single")
+    assert "global_step5" in told and f"{len(list((tmp_path / 'from_split').glob('*.safetensors')))} file(s)" in told
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "from_split", dtype="auto")
+    assert next(theirs.parameters()).dtype == next(ours[1].parameters()).dtype
+    expected, found = logits(model, ours, IDS)[..., :VOCAB], their_logits(theirs)
+    rounding = 1e-4 if model.params_dtype == "fp32" else 0.1  # logits of up to some ten
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+    import_model(tmp_path / "from_split", tmp_path / "back", None, 128)
+    export(tmp_path / "back", tmp_path / "again", None, SHARD)
+    names = set(files_of(tmp_path / "from_split")) - {"config.json", "generation_config.json"}  # without a tokenizer
+    assert {name: files_of(tmp_path / "again")[name] for name in names} == {
+        name: files_of(tmp_path / "from_split")[name] for name in names
+    }
+
+
+@pytest.mark.parametrize("style", HF)
+def test_a_model_of_transformers_computes_the_same_here(tmp_path: Path, style: str) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(HF[style])
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="30KB" if style != "gpt2" else "1GB")
+    flags = import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
+    assert flags.startswith(f"--load {tmp_path / 'ours'} --finetune --num-layers ")
+    saved = SavedModel(newest_checkpoint(tmp_path / "ours", None))
+    assert (saved.vocab_size, saved.padded_vocab_size) == (VOCAB, PADDED)
+    modules = layers(saved.model)
+    for number, module in modules.items():
+        keys = [each for each in parameters(saved.model, _architecture(style), PADDED) if each.layer == number]
+        tensors = saved.layer(keys)
+        module.load_state_dict({each.key: tensor for each, tensor in zip(keys, tensors, strict=True)}, strict=True)
+    assert not modules[1].word_embeddings.weight[VOCAB:].any()  # type: ignore[union-attr, operator]
+    found = logits(saved.model, modules, IDS)[..., :VOCAB]
+    torch.testing.assert_close(found, their_logits(theirs), rtol=1e-4, atol=1e-4)
+    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert again.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in theirs.state_dict().items())
+
+
+def _architecture(style: str) -> str:
+    return "GPT2LMHeadModel" if style.startswith("gpt2") else "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("style", ["llama_tied_biased", "llama", "gpt2", "gpt2_untied_exact"])
+def test_the_table_of_tensors_is_that_of_the_model(style: str) -> None:
+    model = ModelConfig(**STYLES[style])
+    live = {
+        (number, key): slice_of(parameter, key)
+        for number, module in layers(model).items()
+        for key, parameter in module.named_parameters()
+    }
+    assert {(each.layer, each.key): each.part for each in parameters(model, _architecture(style), PADDED)} == live
+
+
+def test_a_model_of_another_type_is_rounded_on_request(tmp_path: Path) -> None:
+    theirs = transformers.LlamaForCausalLM(HF["llama"])
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "ours", "bf16", 8)
+    saved = SavedModel(newest_checkpoint(tmp_path / "ours", None))
+    assert (saved.model.params_dtype, saved.padded_vocab_size) == ("bf16", 104)
+    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").state_dict()
+    assert all(torch.equal(back[name], it.to(torch.bfloat16)) for name, it in theirs.state_dict().items())
+
+
+def test_gpt2_is_read_as_it_was_first_distributed(tmp_path: Path) -> None:
+    """Without the prefix of its names and the head, and with the masks of attention."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = transformers.GPT2LMHeadModel(HF["gpt2"])
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "hf" / "model.safetensors")
+    import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
+    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_the_newest_or_the_named_checkpoint_is_exported(tmp_path: Path) -> None:
+    model = ModelConfig(**GPT2)
+    for step in (1, 2):
+        save(tmp_path / "save", model, drawn(model), SINGLE, "torch", step=step)
+    tags = [export(tmp_path / "save", tmp_path / f"{tag}", tag, SHARD) for tag in ("global_step1", None)]
+    assert "global_step1," in tags[0] and "global_step2," in tags[1]
+    index = json.loads((tmp_path / "None" / "model.safetensors.index.json").read_text())
+    sizes = {name: (tmp_path / "None" / name).stat().st_size for name in set(index["weight_map"].values())}
+    assert sum(sizes.values()) > index["metadata"]["total_size"] and len(sizes) > 3
+    assert (tmp_path / "None" / "model.safetensors.index.json").stat().st_mode & 0o444 == 0o444
