@@ -37,13 +37,16 @@ ENTRY_POINTS = ("main", "run_program")
 
 
 def watch(records: str) -> None:
-    """Have this process append to the file `records` a line for each command line that it runs or refuses."""
+    """Add a line for each command line that this process runs or refuses to its file in the directory `records`.
+
+    A file of each process, as a test may limit how large the files of its processes become.
+    """
     parse, refuse, numbers = argparse.ArgumentParser.parse_known_args, argparse.ArgumentParser.error, itertools.count()
     run_by: dict[int, int] = {}  # id of a parser -> number of its last command line
 
     def note(**what: object) -> None:
         # Processes may outlive the directory.
-        with contextlib.suppress(FileNotFoundError), open(records, "a") as file:
+        with contextlib.suppress(FileNotFoundError), open(f"{records}/{os.getpid()}", "a") as file:
             file.write(json.dumps({"process": os.getpid()} | what) + "\n")
 
     def parse_noted(self: Any, args: Any = None, namespace: Any = None) -> Any:
@@ -107,7 +110,7 @@ def always_given(lines: list[str]) -> dict[str, list[str]]:
 
 
 def line_of_site(records: Path) -> str:
-    """For a .pth file of site-packages: each interpreter runs `watch` while the file `records` is there."""
+    """For a .pth file of site-packages: each interpreter runs `watch` while the directory `records` is there."""
     watched = f"runpy.run_path({__file__!r}, run_name='watch')['watch']({str(records)!r})"
     return f"import os, runpy; os.path.exists({str(records)!r}) and {watched}\n"
 
@@ -118,14 +121,15 @@ def main() -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     watcher = Path(sysconfig.get_path("purelib")) / "tool_defaults.pth"
     with tempfile.TemporaryDirectory() as directory:
-        records = Path(directory) / "records.jsonl"
-        records.touch()
+        records = Path(directory)
         watcher.write_text(line_of_site(records))
         try:
             tested = subprocess.run([sys.executable, "-m", "pytest", "-q", *(sys.argv[1:] or TESTS)], cwd=ROOT)
         finally:
             watcher.unlink()
-        for command, options in always_given(records.read_text().splitlines()).items():
+        for command, options in always_given(
+            [line for file in records.iterdir() for line in file.read_text().splitlines()]
+        ).items():
             print(f"{command}: {' '.join(options) or 'each default is used'}")
     return tested.returncode
 

@@ -35,17 +35,17 @@ main()
 @pytest.mark.parametrize("directory", ["there", "gone", "gone meanwhile"])
 def test_a_command_line_is_noted_only_while_the_records_are_there(tmp_path: Path, directory: str) -> None:
     """A file that a killed run has left in site-packages fails no command."""
-    records = tmp_path / "records" / "records.jsonl"
+    records = tmp_path / "records"
     (tmp_path / "tool_defaults.pth").write_text(line_of_site(records))
     if directory != "gone":
-        records.parent.mkdir()
-        records.touch()
+        records.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, tmp_path, directory], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     if directory == "there":
-        (line,) = records.read_text().splitlines()
+        (of_process,) = records.iterdir()
+        (line,) = of_process.read_text().splitlines()
         assert json.loads(line)["command"] == "ckpt-something"
     else:
         assert not records.exists()
