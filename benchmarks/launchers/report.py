@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from benchmarks.launchers.rounds import figures, times
 from benchmarks.launchers.variants import BASELINE, PP, TP, VARIANTS, Setting, restarts_in_place
 
 # restart_s of the demonstration over that of the baseline, at most: of restarts in place, and of the others
@@ -15,7 +15,16 @@ _TARGET_IN_PLACE, _TARGET = 0.03, 0.7
 
 def analyse(samples: Mapping[str, Sequence[float]], setting: Setting, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Medians, spreads and ratios to the baseline, and every sample, in seconds, by round."""
-    variants = figures(VARIANTS, samples)
+    variants: dict[str, dict[str, Any]] = {
+        name: {
+            "what": VARIANTS[name],
+            "median_s": statistics.median(values),
+            "min_s": min(values),
+            "max_s": max(values),
+            "samples_s": list(values),
+        }
+        for name, values in samples.items()
+    }
     base = variants[BASELINE]["median_s"] if BASELINE in variants else None
     for name, variant in variants.items():
         variant["ratio"] = None if base is None else variant["median_s"] / base
@@ -41,9 +50,10 @@ def render(found: Mapping[str, Any]) -> str:
     ]
     for name, variant in found["variants"].items():
         ratio = "-" if variant["ratio"] is None else f"{variant['ratio']:.3f}"
+        times = " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
         verdict = ""
         if variant["ratio"] is not None and variant["target"] is not None:
             verdict = f"  target {variant['target']}: {'met' if variant['ratio'] <= variant['target'] else 'MISSED'}"
-        lines.append(f"  {name:14} {times(variant)} {ratio:>6}{verdict}")
+        lines.append(f"  {name:14} {times} {ratio:>6}{verdict}")
     lines += [f"  {name}: {variant['what']}" for name, variant in found["variants"].items()]
     return "\n".join(lines)
