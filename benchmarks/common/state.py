@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,17 @@ def _fill_moments(engine: Any) -> None:
 
 def _no_loss(*_: Any) -> Any:
     raise RuntimeError("this model is saved and loaded, never trained")
+
+
+def touch_free_memory(num_bytes: int) -> None:
+    """Let the free pages that the sample will use be ones that were in use a moment ago.
+
+    A virtual machine may have given free memory back to its host; getting it back is slow, and how much of it
+    a sample needs is chance.
+    """
+    with mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE)) as memory:
+        for offset in range(0, num_bytes, mmap.PAGESIZE):
+            memory[offset] = 1
 
 
 def config_for(config: Config, directory: Path) -> Config:

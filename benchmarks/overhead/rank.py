@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.state import SavableState, build_state
+from benchmarks.common.state import SavableState, build_state, touch_free_memory
 from benchmarks.overhead.plan import TRACED, VARIANTS, Plan
 from benchmarks.overhead.variants import Variants
 from restart_trace.clock import now_ns
@@ -110,7 +109,7 @@ class Rounds:
             if self._plan.wait_quiet:
                 _wait_until_quiet()
         self._wait()
-        _touch_free_memory(self._plan.bytes_per_rank)
+        touch_free_memory(self._plan.bytes_per_rank)
         self._wait()
 
     def _wait(self) -> None:
@@ -127,17 +126,6 @@ class Rounds:
         if self._control.rank == 0:
             with open(self._plan.output, "a") as stream:
                 stream.write(json.dumps(record) + "\n")
-
-
-def _touch_free_memory(num_bytes: int) -> None:
-    """Let the free pages that the sample will use be ones that were in use a moment ago.
-
-    A virtual machine may have given free memory back to its host; getting it back is slow, and how much of it
-    a sample needs is chance.
-    """
-    with mmap.mmap(-1, num_bytes) as memory:
-        for offset in range(0, num_bytes, mmap.PAGESIZE):
-            memory[offset] = 1
 
 
 def _wait_until_quiet() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+
+Layout = tuple[int, int, int]  # TP, PP, DP
 
 ENGINES = ("torch", "lazy")
 SOURCE = (2, 2, 2)  # TP, PP, DP of the checkpoint
@@ -20,25 +23,17 @@ _HIDDEN_STEP = 128  # heads of 32 channels, over 4 ranks of TP
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the user asks for."""
-
-    bytes: int
-    rounds: int
-    cold: bool
-    onto: tuple[tuple[int, int, int], ...] = TARGETS
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What all ranks of one layout are told: with `rounds` None, to save `source`; else to load it and measure."""
+    """What all ranks of one layout are told: with `rounds` None, to save what others load; else to load and measure."""
 
     hidden_size: int
-    layout: tuple[int, int, int]
+    layout: Layout
     directory: str
-    output: str
     rounds: int | None
-    cold: bool
+
+    @property
+    def output(self) -> Path:
+        return Path(self.directory, "samples_" + "_".join(map(str, self.layout)) + ".jsonl")
 
 
 def hidden_size(num_bytes: int) -> int:

@@ -3,14 +3,13 @@
 To measure, it loads the checkpoint of the other layout once, saves the same state on its own layout, and then loads in
 rounds: every variant once, beginning with another one each time. Only the load is timed. Before each, the weights
 and masters are zeroed and the moments dropped, as a process has none that has just started, and the files are taken
-out of the page cache, or read into it. Rank 0 writes one JSON line per sample to the plan's output.
+out of the page cache. Rank 0 writes one JSON line per sample to the plan's output.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import mmap
 import os
 import sys
 from collections.abc import Mapping
@@ -18,30 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.state import SavableState, build_from
+from benchmarks.common.state import SavableState, build_from, touch_free_memory
 from benchmarks.reshard.plan import BYTES_PER_PARAMETER, ENGINES, PLAIN, VARIANTS, Plan, model_flags, vocab_size
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.clock import now_ns
-from restart_trace.reading import RecordContext
-from restart_trace.recorder import Recorder
 from tools.common import page_cache
-
-
-class _Records:
-    """A sink that keeps what it is given, completed."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self._context = RecordContext()
-
-    def write(self, record: dict[str, Any]) -> bool:
-        self.records.append(self._context.complete(record))
-        return True
-
-    def close(self) -> None:
-        return None
 
 
 class Rank:
@@ -66,19 +48,18 @@ class Rank:
         self._load("direct lazy")
         for engine in ENGINES:
             self._save(self._own(engine), engine)
-        self._tell({"facts": self._facts()})
         variants = list(VARIANTS)
         hashes: dict[str, dict[str, str]] = {}
         for round_number in range(-1, self._plan.rounds or 0):
             first = max(0, round_number) % len(variants)
             for variant in variants[first:] + variants[:first]:
-                sample = self._sample(variant)
+                sample, cache = self._sample(variant)
                 if round_number < 0:
                     hashes[variant] = self._hashes()
                     self._compare(hashes, variant)
                     continue
-                ranks = self._control.gather(sample)
-                self._tell({"round": round_number, "variant": variant, "ranks": ranks})
+                seconds = self._control.gather(sample)
+                self._tell({"variant": variant, "page_cache": cache, "seconds": seconds})
 
     def _own(self, engine: str) -> Path:
         return self._directory / ("own_" + "_".join(map(str, [engine, *self._plan.layout])))
@@ -108,7 +89,7 @@ class Rank:
         way, engine = VARIANTS[variant]
         return self._own(engine) if way == PLAIN else self._directory / f"source_{engine}"
 
-    def _load(self, variant: str, recorder: Recorder | None = None) -> None:
+    def _load(self, variant: str) -> None:
         from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
 
@@ -117,34 +98,26 @@ class Rank:
         reader = create_engine(
             engine, engine_options(config.checkpoint, self._control.rank, config.parallel.distributed_timeout_minutes)
         )
-        traced = {} if recorder is None else {"recorder": recorder}
-        checkpointer = self._state.checkpointer(config=config, checkpoint_engine=reader, **traced)
+        checkpointer = self._state.checkpointer(config=config, checkpoint_engine=reader)
         if checkpointer.load(self._engine) is None:
             raise FileNotFoundError(f"{config.checkpoint.load}: no checkpoint to load")
 
-    def _sample(self, variant: str) -> dict[str, Any]:
-        """One timed load of this rank."""
+    def _sample(self, variant: str) -> tuple[float, str | None]:
+        """Seconds of one load of this rank; on rank 0 also in what state the page cache was."""
         self._forget()
         share = None
         if self._control.rank == 0:
             os.sync()
             files = page_cache.files_below(self._source(variant))
-            share = page_cache.drop(files) if self._plan.cold else page_cache.fill(files)
+            share = page_cache.drop(files)
         self._control.agree(None)
-        _touch_free_memory(self._bytes)
-        sink = _Records()
-        recorder = Recorder(sink, {})
+        touch_free_memory(self._bytes)
         self._control.agree(None)
         start = now_ns()
-        self._load(variant, recorder)
+        self._load(variant)
         end = now_ns()
         self._control.agree(None)
-        return {
-            "wall_s": (end - start) / 1e9,
-            "page_cache": page_cache.state_of(share) if self._control.rank == 0 else None,
-            "phases_s": _phases(sink.records),
-            "bytes_read": sum(r.get("bytes", 0) for r in sink.records if r["type"] == "operation_end"),
-        }
+        return (end - start) / 1e9, page_cache.state_of(share) if self._control.rank == 0 else None
 
     def _forget(self) -> None:
         import torch
@@ -175,37 +148,10 @@ class Rank:
         if failed:
             raise RuntimeError(f"rank {failed[0][0]}: {failed[0][1]}")
 
-    def _facts(self) -> dict[str, Any]:
-        def size(directory: Path) -> int:
-            return sum(path.stat().st_size for path in page_cache.files_below(directory))
-
-        return {
-            "source_bytes": {engine: size(self._directory / f"source_{engine}") for engine in ENGINES},
-            "own_bytes": {engine: size(self._own(engine)) for engine in ENGINES},
-        }
-
     def _tell(self, record: dict[str, Any]) -> None:
         if self._control.rank == 0:
-            with open(self._plan.output, "a") as stream:
+            with self._plan.output.open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
-
-
-def _phases(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by phase and detail, those of I/O threads (added up) apart from the training thread's."""
-    found: dict[str, float] = {}
-    for record in records:
-        if record["type"] == "span":
-            name = "/".join(filter(None, (record["phase"], record.get("detail"))))
-            name += "" if record["thread"] == "MainThread" else " (threads)"
-            found[name] = found.get(name, 0.0) + record["duration_ns"] / 1e9
-    return found
-
-
-def _touch_free_memory(num_bytes: int) -> None:
-    """Let the free pages that the load will use be ones that were in use a moment ago: see benchmarks.overhead."""
-    with mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE)) as memory:
-        for offset in range(0, num_bytes, mmap.PAGESIZE):
-            memory[offset] = 1
 
 
 def main() -> None:

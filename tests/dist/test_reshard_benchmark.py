@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reshard.plan import ENGINES, VARIANTS
+from benchmarks.reshard.plan import VARIANTS
 from tests.dist.harness import ROOT
 
 
@@ -25,13 +25,7 @@ def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["measurements"]
-    assert found["layout"] == [1, 4, 1] and found["rounds"] == 1
-    for engine in ENGINES:
-        assert 20 << 20 < found["source_bytes"][engine] < 30 << 20
-        assert 20 << 20 < found["own_bytes"][engine] < 30 << 20
-    assert set(found["samples"]) == set(VARIANTS)
-    for variant, rounds in found["samples"].items():
-        (ranks,) = rounds
-        assert len(ranks) == 4 and all(rank["wall_s"] > 0 for rank in ranks)
-        assert 0 < found["median_s"][variant] <= max(rank["wall_s"] for rank in ranks)
+    assert found["layout"] == [1, 4, 1]
+    assert set(found["seconds"]) == set(VARIANTS)
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["seconds"].values())
     assert not list(tmp_path.iterdir())
