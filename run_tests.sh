@@ -14,7 +14,7 @@
 # exit status: 0 all of it holds, else that of what does not
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/examples_deepspeed/restart_bench/usage.sh"
-answer_help "" "$@"
+answer_help "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 quick=false
 if [[ ${1:-} == --quick ]]; then

@@ -12,7 +12,7 @@
 # exit status: 0 all passed, else pytest's, or 1 if the environment could not be created
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../examples_deepspeed/restart_bench/usage.sh"
-answer_help "" "$@"
+answer_help "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z ${SKIP_SETUP:-} ]]; then
     export VENV_DIR=${CUDA_VENV_DIR:-$PWD/.venv-cuda}

@@ -12,7 +12,7 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
-answer_help "" "$@"
+answer_help "$@"
 versions=("$@")
 (($#)) || versions=(3.10 3.12 3.13)
 for version in "${versions[@]}"; do

@@ -18,7 +18,7 @@
 # exit status: 0 up to date, 1 it could not be created, 2 wrong arguments
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
-answer_help "" "$@"
+answer_help "$@"
 no_arguments "$@"
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -2,22 +2,14 @@
 
 USAGE_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# Prints the comment at the top of file $1; if $2 is given, from its line "Settings" on.
-print_comment() {
-    sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$1" | if [[ -n ${2:-} ]]; then sed -n '/^Settings/,$p'; else cat; fi
-}
-
-# answer_help FILE "$@": --help prints the comment of the script and, if FILE is not empty, the settings of FILE. Words
-# after -- belong to another command.
+# answer_help "$@": --help prints the comment at the top of the script. Words after -- belong to another command.
 answer_help() {
-    local settings=$1 word
-    shift
+    local word
     for word in "$@"; do
         case $word in
         --) return ;;
         -h | --help)
-            print_comment "$0"
-            [[ -z $settings ]] || { echo && print_comment "$settings" Settings; }
+            sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"
             exit 0
             ;;
         --version)

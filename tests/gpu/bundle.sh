@@ -20,7 +20,7 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
-answer_help "" "$@"
+answer_help "$@"
 MOST_BYTES=$((64 << 20)) # of all that is carried
 : "${PYTHON:=${VENV_DIR:-$ROOT/.venv}/bin/python}"
 # All that requirements.txt needs but torch and what torch brings; tests/unit/test_gpu_tier.py compares it with the

@@ -9,12 +9,14 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from isal import isal_zlib
 
+from megatron.fileio.direct_files import aligned_memory
 from restart_trace.clock import now_ns
 
 from ..common import page_cache
@@ -69,7 +71,7 @@ class _RawFile:
         self._path = path
         whole = ctx.request.storage_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self.size = max(mmap.PAGESIZE, whole)
-        self._view = _memory(_MEMORY)
+        self._view = aligned_memory(_MEMORY)
         pattern = os.urandom(MIB)
         for offset in range(0, _MEMORY, MIB):
             self._view[offset : offset + MIB] = pattern
@@ -169,38 +171,22 @@ class _RawFile:
         """
         offsets = iter(range(0, self.size, block))
         lock = threading.Lock()
-        errors: list[BaseException] = []
 
         def work(number: int) -> None:
             mine = self._view[number * block : (number + 1) * block]
-            try:
-                while True:
-                    with lock:
-                        offset = next(offsets, None)
-                    if offset is None:
-                        return
-                    view = mine[: min(block, self.size - offset)]
-                    if before is not None:
-                        before(view, offset)
-                    done = 0
-                    while done < len(view):
-                        done += move(view[done:], offset + done)
-                    if after is not None:
-                        after(view, offset)
-            except BaseException as exc:
-                errors.append(exc)
+            while True:
+                with lock:
+                    offset = next(offsets, None)
+                if offset is None:
+                    return
+                view = mine[: min(block, self.size - offset)]
+                if before is not None:
+                    before(view, offset)
+                done = 0
+                while done < len(view):
+                    done += move(view[done:], offset + done)
+                if after is not None:
+                    after(view, offset)
 
-        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if errors:
-            raise errors[0]
-
-
-def _memory(size: int) -> memoryview:
-    """Aligned memory, in huge pages: direct I/O from and to scattered small pages is slower."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
