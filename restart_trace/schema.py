@@ -107,7 +107,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     | {
         "v": Field("int", True, "schema version of the file"),
         "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
-        "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
+        "cycle": Field("int", True, "0 for the first start of the run, then one more per restart"),
         "rank": Field("int", True, "global rank; -1 for a supervisor"),
         **_COORDINATES,
         "role": Field("str", True, "rank or supervisor"),

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", metavar="LIST", type=parse_rank_ranges, help="these ranks, such as 0-7,12")
     help_ = "the saves and loads of this checkpoint: global_step10, or 10"
     parser.add_argument("--checkpoint", metavar="TAG", help=help_)
-    parser.add_argument("--cycle", metavar="N", type=int, help="this launch of the run")
+    parser.add_argument("--cycle", metavar="N", type=int, help="this cycle of the run, from 0")
 
 
 def run(arguments: argparse.Namespace) -> int:

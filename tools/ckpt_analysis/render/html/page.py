@@ -137,7 +137,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         *((storage.use.capitalize(), storage_text(storage)) for storage in report.storage[:_MOST_STORAGE]),
         ("Hosts", hosts if facts.hosts else "not recorded"),
         ("Ranks", present + "".join(incomplete[-4:])),
-        ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),
+        ("Cycles", f"{len(report.cycles)}, of them {plural(len(report.restarts), 'restart')}"),
         ("Saves", f"{len(report.complete_saves)} of {len(report.saves)} complete"),
         ("Versions", ", ".join(facts.versions)),
     ]

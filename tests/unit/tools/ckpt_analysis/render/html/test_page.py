@@ -82,7 +82,7 @@ def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> Non
     facts = {dt.text: dd.text for dt, dd in pairwise(page.elements) if (dt.tag, dd.tag) == ("dt", "dd")}
     assert facts["Layout"] == "TP2 PP2 DP2" and facts["Hosts"] == "2: node0, node1"
     assert facts["Engine"] == "TorchCheckpointEngine (asked for: torch)"
-    assert facts["Saves"] == "2 of 2 complete" and facts["Launches"] == "2 cycles, 1 restart"
+    assert facts["Saves"] == "2 of 2 complete" and facts["Cycles"] == "2, of them 1 restart"
     words = " ".join(element.text for element in page.all("p"))
     assert "3 steps had to be trained again" in words
     assert "several_clocks" in [element.text for element in page.all("b")]
