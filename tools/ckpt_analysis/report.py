@@ -123,6 +123,12 @@ class Report:
         )
 
     @property
+    def engine_names(self) -> list[str]:
+        """The engines that ran; those asked for, if that is not recorded."""
+        asked, used = ({names[i] for names in self.facts.engines if names[i]} for i in (0, 1))
+        return sorted(map(str, used or asked))
+
+    @property
     def has_problems(self) -> bool:
         """Whether there is a finding more severe than a note."""
         return any(problem.severity != NOTE for problem in self.problems)

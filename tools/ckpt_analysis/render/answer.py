@@ -84,7 +84,7 @@ def _along(path: StartPath) -> str:
     for part in path.parts:
         phases[part.phase] = phases.get(part.phase, 0.0) + part.seconds
     largest = sorted(((took, name) for name, took in phases.items()), reverse=True)[:_NAMED_PHASES]
-    text = f"Of the {seconds(whole_s)} s along its critical path, {_shares(largest, whole_s)}"
+    text = f"Of the {seconds(whole_s)} s along its critical path, {shares(largest, whole_s)}"
     return f"{text}; {waited_for(path.wait)}." if path.wait else f"{text}."
 
 
@@ -120,22 +120,30 @@ def _lost(start: StartStats) -> list[str]:
     return [f"{text}."]
 
 
+def save_sentence(save: OperationStats) -> str:
+    """How long it blocked training, until when it was durable, and its size; empty if that is not recorded."""
+    if save.wall is None or save.blocked_s is None:
+        return ""
+    digits = digits_for(save.wall.max_s)
+    text = f"The last save ({save.tag}) blocked training for {seconds(save.blocked_s, digits)} s"
+    if save.durable_s is not None:
+        text += f" and was durable {seconds(save.durable_s, digits)} s after it began"
+    elif save.committed_s is not None:
+        text += f" and was committed {seconds(save.committed_s, digits)} s after it began, but not durable"
+    if save.bytes:
+        text += f": {size(save.bytes)} in {plural(save.num_files or 0, 'file')}"
+        text += f", {rate(save.blocked_GBps)} GB/s of blocked time" if save.blocked_GBps else ""
+    return f"{text}."
+
+
 def _save(saves: list[OperationStats]) -> list[str]:
     last = saves[-1]
-    if last.wall is None or last.blocked_s is None:
+    said = save_sentence(last)
+    if last.wall is None or not said:
         return []
-    digits = digits_for(last.wall.max_s)
-    text = f"The last save ({last.tag}) blocked training for {seconds(last.blocked_s, digits)} s"
-    if last.durable_s is not None:
-        text += f" and was durable {seconds(last.durable_s, digits)} s after it began"
-    elif last.committed_s is not None:
-        text += f" and was committed {seconds(last.committed_s, digits)} s after it began, but not durable"
-    if last.bytes:
-        text += f": {size(last.bytes)} in {plural(last.num_files or 0, 'file')}"
-        text += f", {rate(last.blocked_GBps)} GB/s of blocked time" if last.blocked_GBps else ""
-    sentences = [f"{text}."]
+    sentences = [said]
     if last.drain_s is not None:
-        waited = seconds(last.drain_s, digits)
+        waited = seconds(last.drain_s, digits_for(last.wall.max_s))
         sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
     where = _on_critical_rank(last)
     return sentences + ([where] if where else [])
@@ -175,10 +183,10 @@ def _largest(stats: Stats, wall_s: float) -> str:
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:
         return ""
-    return _shares(largest, wall_s)
+    return shares(largest, wall_s)
 
 
-def _shares(largest: Sequence[tuple[float, str]], whole_s: float) -> str:
+def shares(largest: Sequence[tuple[float, str]], whole_s: float) -> str:
     """(seconds, phase) in words, with the shares of `whole_s`."""
     digits = digits_for(whole_s)
     return listed([f"{name} took {seconds(took, digits)} s ({100 * took / whole_s:.0f} %)" for took, name in largest])

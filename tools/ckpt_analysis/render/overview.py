@@ -20,6 +20,7 @@ from ..report import Report
 from .answer import goodput_sentence, no_first_step, waited_for
 from .headline import headline, name_of
 from .targets import COLUMNS as TARGETS
+from .what_if import gain_text
 
 LINES = 40
 _SMALL = 0.01  # of the whole: smaller parts are one row
@@ -52,14 +53,12 @@ def overview(report: Report, style: Style, gains: Mapping[int, Answer]) -> list[
 
 def _run(report: Report, style: Style) -> list[str]:
     facts = report.facts
-    asked, used = ({names[i] for names in facts.engines if names[i]} for i in (0, 1))
-    engines = [str(name) for name in sorted(used or asked, key=str)]
     hosts = report.cycles[-1].hosts
     named = f" ({hosts[0]})" if len(hosts) == 1 else ""
     where = f"{plural(len(hosts), 'host')}{named}" if hosts else "hosts not recorded"
     text = (
         f"Run {report.run_id}: {facts.layout}, {plural(facts.ranks, 'rank')} on {where}, "
-        f"{plural(len(report.cycles), 'cycle')}, {' and '.join(engines) or 'engine not recorded'}"
+        f"{plural(len(report.cycles), 'cycle')}, {' and '.join(report.engine_names) or 'engine not recorded'}"
     )
     lines = _heading(text, style)
     lines += [style.warning(f"  label: {label}") for label in facts.labels]
@@ -209,7 +208,7 @@ def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: S
         cost = f"{seconds(finding.cost_s)} s" if finding.cost_s > 0 else NOT_RECORDED
         begin = f"  {cost:>10}  "
         advice = finding.advice.partition(". ")[0].rstrip(".")
-        texts = [f"{finding.title} ({finding.rule}){_gain(gains.get(index))}", f"{advice}."]
+        texts = [f"{finding.title} ({finding.rule}){gain_text(gains.get(index))}", f"{advice}."]
         wrapped = [line for text in texts for line in textwrap.wrap(text, text_width() - len(begin))]
         if len(lines) + len(wrapped) > room - 2:
             break
@@ -220,15 +219,6 @@ def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: S
         return ["", style.heading(f"Findings ({len(findings)}): --all shows them")]
     lines += [f"  {more} more of less cost"] if more else []
     return ["", style.heading(f"Findings ({len(findings)}), by what they cost"), *lines]
-
-
-def _gain(answer: Answer | None) -> str:
-    """What half of the time in the finding's phase would make of the restart or save."""
-    if answer is None:
-        return ""
-    digits = digits_for(answer.measured_s)
-    what = f"{answer.kind} blocks" if answer.quantity == "blocked_s" else f"{answer.kind} takes"
-    return f"; if half of it: the {what} {seconds(answer.new_s, digits)} s, not {seconds(answer.measured_s, digits)} s"
 
 
 def _next(report: Report) -> list[str]:

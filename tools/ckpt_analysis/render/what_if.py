@@ -6,12 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ...common.escaping import shown
-from ...common.formatting import seconds
+from ...common.formatting import digits_for, seconds
 from ..project.what_if import Answer
 from .document import Block, Document, Heading, Table
 
 _HEADER = ("part", "measured s", "new s")
 _REMARK = "A replay of what was measured, rank by rank; what runs beside a phase is not sped up by its getting shorter."
+
+
+def gain_text(answer: Answer | None) -> str:
+    """What half of the time in the finding's phase would make of the restart or save; goes on after its title."""
+    if answer is None:
+        return ""
+    digits = digits_for(answer.measured_s)
+    what = f"{answer.kind} blocks" if answer.quantity == "blocked_s" else f"{answer.kind} takes"
+    return f"; if half of it: the {what} {seconds(answer.new_s, digits)} s, not {seconds(answer.measured_s, digits)} s"
 
 
 def document(answers: Sequence[Answer], factors: Mapping[str, float]) -> Document:

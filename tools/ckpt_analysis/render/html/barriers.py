@@ -13,7 +13,7 @@ from ....common.tables import Column, numbers, times
 from ...findings.comparisons import explain_delay
 from ...metrics.results import OperationStats
 from .colours import BARRIERS, MARK, NEUTRAL
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, missing, plot, table
 from .plots import FILLED, LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData, spread_over_saves, title_of
 
@@ -24,23 +24,29 @@ _NO_SKEW_S = 0.001  # of skew: below, nobody came late
 
 def draw(run: RunData) -> Content:
     """Barriers of the shown save and load, one by one, and the waiting of every save."""
-    plots: list[Plot] = []
-    tables: list[Table] = []
-    notes: list[str] = []
+    content = Content()
     for stats in (run.save, run.load):
         if stats is None or not run.has_ranks(stats):
             continue
         waits = _waits(run, stats)
         if waits.is_empty():
-            notes.append(f"{title_of(stats)} has no barrier.")
+            content.notes.append(f"{title_of(stats)} has no barrier.")
             continue
         barriers = [_barrier(run, stats, nth, mine) for (nth, *_), mine in waits.group_by("nth", maintain_order=True)]
-        plots.append(_ranks(stats, waits))
-        tables.append(table(f"{title_of(stats)}: {plural(len(barriers), 'barrier')}", _COLUMNS, barriers))
-        notes.append(_sentence(run, stats, barriers))
-    if not plots:
+        one_by_one = table(f"{title_of(stats)}: {plural(len(barriers), 'barrier')}", _COLUMNS, barriers)
+        part = Content([_ranks(stats, waits)], [one_by_one])
+        content.add(part, _sentence(run, stats, barriers), folded=run.is_small(_waited_s(run, stats)))
+    if not content.all_plots:
         return missing("No save or load recorded a barrier, so no rank is known to have waited for another.")
-    return Content(plots + _over_saves(run), tables, notes)
+    if content.plots:
+        content.plots.extend(_over_saves(run))
+    return content
+
+
+def _waited_s(run: RunData, stats: OperationStats) -> float:
+    """How long ranks waited in all saves, or all loads: in each the rank that waited longest."""
+    alike = run.report.saves if stats.kind == "save" else run.report.loads
+    return sum(phase.time.max_s for one in alike for phase in one.phases if phase.name == "barrier")
 
 
 def _waits(run: RunData, stats: OperationStats) -> pl.DataFrame:

@@ -36,21 +36,33 @@ def draw(run: RunData) -> Content:
     """The shown save, load and start: stacked for three ranks, the spread over all ranks, and the numbers."""
     if not run.shown:
         return missing("No save, load or start-up was recorded to its end on any rank.")
-    plots: list[Plot] = []
-    tables: list[Table] = []
-    notes: list[str] = []
+    content = Content()
     for stats in run.shown:
-        if not stats.phases:
-            notes.append(f"{title_of(stats)}: no phases are recorded, only the whole.")
-        elif run.has_ranks(stats):
-            plots += [_stacked(run, stats), _spread(stats)]
-        tables.append(_table(stats))
-    notes += [
+        plots: list[Plot] = []
+        if stats.phases and run.has_ranks(stats):
+            # The restart over all ranks stands at the head of the page.
+            plots = [_spread(stats)] if isinstance(stats, StartStats) else [_stacked(run, stats), _spread(stats)]
+        content.add(Content(plots, [_table(stats)]), _result(run, stats), folded=run.has_small(stats))
+    content.notes.extend(
         f"No {name} was recorded to its end."
         for name, operation in (("save", run.save), ("load", run.load))
         if operation is None
-    ]
-    return Content(plots, tables, notes)
+    )
+    return content
+
+
+def _result(run: RunData, stats: Stats) -> str:
+    """How long it took, and its longest phase."""
+    took_s = wall_of(stats).max_s
+    text = f"{title_of(stats)} took {seconds(took_s, digits_for(took_s))} s"
+    rows = leaves(stats.phases)
+    if not rows:
+        return f"{text}; no phases are recorded, only the whole."
+    name, entry = max(rows, key=lambda row: row[1].time.max_s)
+    longest = seconds(entry.time.max_s, digits_for(took_s))
+    of_all = run.took_s(stats)
+    kind = "start" if isinstance(stats, StartStats) else stats.kind
+    return f"{text}, {longest} s of it in {name}; all {kind}s together {seconds(of_all)} s{run.share_text(of_all)}."
 
 
 def _stacked(run: RunData, stats: Stats) -> Plot:

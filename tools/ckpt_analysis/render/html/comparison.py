@@ -226,6 +226,7 @@ def _arranged(rows: dict[str, MetricRow], unit: str) -> dict[str, Any]:
     categories = {"type": "category", "categoryorder": "array", "categoryarray": list(rows)}
     xaxis = categories | {"range": [-0.5, len(rows) - 0.5]}
     yaxis = {"type": "log", "exponentformat": "none"}
+    unit = {"s": "seconds"}.get(unit, unit)
     return layout(380, x="", y=unit, xaxis=xaxis, yaxis=yaxis, scattermode="group", showlegend=True)
 
 

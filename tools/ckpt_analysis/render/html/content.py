@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Content:
-    """What one figure shows, in this order: notes (sentences with its result), plots, tables.
+    """What one figure shows, in this order: notes (sentences with its result), plots, tables, folds.
 
     `method` are sentences on how the result was found; they are folded.
     """
@@ -57,6 +57,33 @@ class Content:
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     method: list[str] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+    @property
+    def all_plots(self) -> list[Plot]:
+        """Its plots, then those of its folds."""
+        return self.plots + [one for fold in self.folds for one in fold.content.plots]
+
+    def add(self, part: Content, result: str, *, folded: bool) -> None:
+        """Append a part whose `result` is one sentence, and all that is seen of the part where it is `folded`."""
+        if folded:
+            self.folds.append(Fold(result, part))
+            return
+        self.notes.append(result)
+        self.notes.extend(part.notes)
+        self.plots.extend(part.plots)
+        self.tables.extend(part.tables)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What is shown only when the reader opens it: of less than a hundredth of the run's wall time.
+
+    `result` is the line that is always seen. `content` has no folds itself.
+    """
+
+    result: str
+    content: Content
 
 
 @dataclass(frozen=True)
@@ -72,6 +99,12 @@ class Figure:
     make: Callable[[Any], Content]
     caption: str
     terms: tuple[str, ...]
+
+
+def folded(content: Content) -> Content:
+    """The content behind its first note."""
+    result, *notes = content.notes
+    return Content(folds=[Fold(result, replace(content, notes=notes))])
 
 
 def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], description: str) -> Plot:

@@ -11,7 +11,7 @@ from ....common.formatting import NOT_RECORDED, plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
 from .colours import NEUTRAL, SERIES
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import columns, layout
 from .run_data import RunData, title_of
 
@@ -37,7 +37,8 @@ def draw(run: RunData) -> Content:
         if stats is not None:
             files = _files(run, stats, phase, detail)
             if not files.is_empty():
-                return _content(run, stats, files)
+                content = _content(run, stats, files)
+                return folded(content) if run.has_small(stats) else content
     return missing("No file was named by a save or load, so there is nothing to show of files.")
 
 

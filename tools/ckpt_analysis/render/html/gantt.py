@@ -11,7 +11,7 @@ from ....common.formatting import plural
 from ...metrics.phases import PHASE_NAME
 from ...metrics.results import OperationStats
 from .colours import STEP, colour
-from .content import Content, missing, plot
+from .content import Content, folded, missing, plot
 from .plots import bar, layout
 from .run_data import RunData, title_of, wall_of
 
@@ -77,7 +77,8 @@ def draw(run: RunData) -> Content:
     notes = [_overlap(steps, save)]
     if merged:
         notes.append(f"{merged} spans too short to be told apart were drawn as one with their neighbours.")
-    return Content([plot(title_of(save), _traces(bars, begin), arranged, description)], [], notes)
+    content = Content([plot(title_of(save), _traces(bars, begin), arranged, description)], [], notes)
+    return folded(content) if run.has_small(save) else content
 
 
 def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:

@@ -17,10 +17,14 @@ from .content import Content, Plot, Table, Variant, missing, table
 from .plots import MARGIN, axis, matrix
 from .run_data import RunData, title_of
 
+MEETINGS = ("barrier", "rendezvous")  # phases in which a rank waits for the last one
 COLUMNS = 1024  # of the map: what a screen shows. More ranks share columns
 _TICKS = 12
 _MAP = 0.93  # of the plot's height; marks are above
 _WORST = 32  # rows of the table
+_NAMED = 8  # ranks in a sentence
+_VALUES = 12  # ranks: the cells of so many have room for their values
+_NOISE = 0.1  # of the longest time of a row: a smaller spread is not stretched over all colours
 _ORDERS = {"by host": ["host", "rank"], "by TP × PP × DP": ["pp", "dp", "tp", "rank"]}
 
 
@@ -31,16 +35,24 @@ def draw(run: RunData) -> Content:
         return missing("No operation was recorded rank by rank and phase by phase, so ranks cannot be compared.")
     slow = slow_ranks(run.tables.totals.filter(pl.col("group").is_in([stats.group for stats in shown])))
     flagged = [set(slow.filter(pl.col("group") == stats.group)["rank"]) for stats in shown]
-    plots = [_map(run, stats, ranks) for stats, ranks in zip(shown, flagged, strict=True)]
-    notes = []
+    content = Content()
+    for stats, ranks in zip(shown, flagged, strict=True):
+        part = Content([_map(run, stats, ranks)], [_table(run, stats)])
+        content.add(part, _result(stats, ranks), folded=not ranks and run.has_small(stats))
     if (ranks := shown[0].ranks) > COLUMNS:
-        notes.append(
+        content.notes.append(
             f"The {ranks} ranks share {COLUMNS} columns: each cell is the worst of {-(-ranks // COLUMNS)} or fewer "
             "neighbouring ranks, so no slow rank is lost. The tables name the slowest ranks one by one."
         )
-    if not any(flagged):
-        notes.append("No rank of the operations shown works much longer than the others.")
-    return Content(plots, [_table(run, stats) for stats in shown], notes)
+    return content
+
+
+def _result(stats: Stats, flagged: set[int]) -> str:
+    if not flagged:
+        return f"{title_of(stats)}: no rank works much longer than the others."
+    named = ", ".join(map(str, sorted(flagged)[:_NAMED]))
+    more = f" and {len(flagged) - _NAMED} more" if len(flagged) > _NAMED else ""
+    return f"{title_of(stats)}: rank{'s' if len(flagged) > 1 else ''} {named}{more} worked much longer than the others."
 
 
 def _map(run: RunData, stats: Stats, flagged: set[int]) -> Plot:
@@ -87,18 +99,12 @@ def arranged(
     )
     labels = [_label(row, per_column) for row in binned.iter_rows(named=True)]
     ticks = _ticks(binned[group_by].to_list(), labels, group_by)
-    data: list[dict[str, Any]] = [
-        {
-            "type": "heatmap",
-            "x": labels,
-            "y": names,
-            "z": matrix([binned[name].to_list() for name in names]),
-            "colorscale": "Cividis",  # made for colour-blind readers
-            "zmin": 0,
-            "colorbar": {"title": {"text": "seconds"}, "thickness": 12, "outlinewidth": 0},
-            "hovertemplate": "%{y}<br>%{x}<br>%{z:.4f} s<extra></extra>",
-        }
-    ]
+    data = [_row(name, labels, binned[name].to_list()) for name in names]
+    scale = next((row for row in data if not row["reversescale"]), None)
+    if scale is not None:
+        ends = {"tickmode": "array", "tickvals": [scale["zmin"], scale["zmax"]], "ticktext": ["fastest", "slowest"]}
+        bar = {"title": {"text": "in its row"}, "thickness": 12, "outlinewidth": 0}
+        scale |= {"showscale": True, "colorbar": bar | ends}
     marked = [label for label, is_slow in zip(labels, binned["slow"], strict=True) if is_slow]
     if marked:
         data.append(
@@ -125,6 +131,28 @@ def arranged(
         "yaxis2": {"domain": [_MAP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
     }
     return data, layout
+
+
+def _row(name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
+    """One phase, on a scale of its own from the fastest rank to the slowest.
+
+    Waiting is inverted: who waited least came last, and is as bright as who worked longest.
+    """
+    waits = any(part in MEETINGS for part in name.split("/"))
+    least, most = min(values), max(values)
+    span = max(most - least, _NOISE * most, 1e-9)
+    return {
+        "type": "heatmap",
+        "x": labels,
+        "y": [name],
+        "z": matrix([values]),
+        "colorscale": "Cividis",  # made for colour-blind readers
+        "reversescale": waits,
+        "zmin": most - span if waits else least,
+        "zmax": most if waits else least + span,
+        "showscale": False,
+        "hovertemplate": f"%{{y}}<br>%{{x}}<br>%{{z:.4f}} s{' waited' if waits else ''}<extra></extra>",
+    } | ({"texttemplate": "%{z:.3f}", "textfont": {"size": 11}} if len(values) <= _VALUES else {})
 
 
 def _label(row: dict[str, Any], per_column: int) -> str:

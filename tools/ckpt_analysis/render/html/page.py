@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ....common.formatting import plural
@@ -19,9 +21,12 @@ from ...compare.variants import Variant
 from ...compare.verdict import verdict_of
 from ...findings import RULES
 from ...metrics.results import TargetResult
+from ...project.gains import gains
+from ...project.what_if import Answer
 from ...report import Analysis, Report
 from ..answer import answer
 from ..headline import headline
+from ..questions import questions
 from ..storage import storage_text
 from ..sweep import View
 from ..targets import COLUMNS as TARGETS
@@ -31,6 +36,7 @@ from .figures import FIGURES
 from .run_data import choose
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_NAMES = (("run", "name"), ("engine", "engine"))
 _MOST_STORAGE = 4  # shown; ranks may each have a directory of their own
 _MOST_PROBLEMS = 200  # shown; a torn directory of ten thousand files has one each
 
@@ -51,7 +57,8 @@ def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
     """
     run = choose(analysis, checkpoint)
     title = f"Checkpoint and restart report: run {analysis.report.run_id}"
-    return _render(title, [_first_page(analysis.report, "")], [(figure, figure.make(run)) for figure in FIGURES])
+    first = _first_page(analysis.report, "", gains(analysis))
+    return _render(title, [first], [(figure, figure.make(run)) for figure in FIGURES])
 
 
 def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
@@ -78,15 +85,20 @@ def sweep_page(view: View) -> str:
     return _render(f"Sweep {view.sweep.name}", [], figures, labels=view.labels, opening=opening)
 
 
-def _first_page(report: Report, name: str) -> dict[str, Any]:
-    """What the reader must know before the first figure. With a `name` it is folded, unless its data are broken."""
+def _first_page(report: Report, name: str, worth: Mapping[int, Answer] = MappingProxyType({})) -> dict[str, Any]:
+    """What the reader must know before the first figure. With a `name` it is folded, unless its data are broken.
+
+    `worth`: index of a finding -> what it is worth.
+    """
     shown = report.problems[:_MOST_PROBLEMS]
     return {
         "name": name,
         "broken": any(problem.severity == ERROR for problem in report.problems),
         "facts": _facts(report),
         "labels": report.facts.labels,
+        "questions": questions(report, worth),
         "answer": answer(report),
+        "engine": ", ".join(report.engine_names) or "not recorded",
         "numbers": headline(report),
         "targets": _targets(report.targets),
         "state": _state(report.problems),
@@ -103,7 +115,7 @@ def _targets(targets: list[TargetResult]) -> Table | None:
 
 def _numbers(first_pages: list[dict[str, Any]]) -> Table:
     """The four numbers of each run, a row per run."""
-    columns = [Column[dict[str, Any]]("run", lambda page: page["name"])]
+    columns = [Column[dict[str, Any]](name, lambda page, key=key: page[key]) for name, key in _NAMES]
     for index, number in enumerate(first_pages[0]["numbers"]):
         columns.append(Column(number.title, lambda page, index=index: page["numbers"][index].value))
     return table("The runs in four numbers", columns, first_pages)
@@ -166,7 +178,7 @@ def _render(
     environment.filters["anchor"] = _anchor
     environment.filters["marked"] = _marked
     environment.filters["unit"] = _unit
-    plots = {f"plot-{f.name}-{i}": one for f, content in figures for i, one in enumerate(content.plots)}
+    plots = {f"plot-{f.name}-{i}": one for f, content in figures for i, one in enumerate(content.all_plots)}
     sections = {rule.name: figure for rule in RULES for figure, _ in figures if figure.name == rule.figure}
     used = {term for figure, _ in figures for term in figure.terms}
     if labels is None:

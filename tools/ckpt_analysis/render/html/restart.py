@@ -19,6 +19,7 @@ from .run_data import RunData, title_of
 
 _MOST_RANKS = 48  # lanes; of more ranks those on the critical path, and others evenly spread
 _ROW = 16  # pixels of a lane
+_NAMED = 0.01  # of the whole: shorter phases are hardly seen, and the legend leaves them to what the pointer shows
 _SUPERVISOR = "supervisor"
 
 
@@ -42,7 +43,10 @@ def draw(run: RunData) -> Content:
     notes = []
     if len(shown) < len(ranks):
         notes.append(f"{len(shown)} of {plural(len(ranks), 'rank')} are shown: those on the critical path, and others.")
-    return Content([_plot(start, bars, _line(path, names, origin), bool(failure))], [], notes)
+    line = _line(path, names, origin)
+    if failure:  # until the first process begins the path lies outside of the ranks
+        line |= {"x": [0.0, line["x"][0], *line["x"]], "y": [_SUPERVISOR] * 2 + line["y"]}
+    return Content([_plot(start, bars, line, bool(failure))], [], notes)
 
 
 def shown_ranks(ranks: Sequence[int], on_path: set[int]) -> list[int]:
@@ -100,6 +104,7 @@ def _plot(
     for lane, parts in bars.items():
         for phase, begin, end in parts:
             by_phase.setdefault(phase, []).append((lane, begin, end))
+    whole_s = max(end for parts in bars.values() for _, _, end in parts)
     data = [
         bar(
             phase,
@@ -110,12 +115,14 @@ def _plot(
             hover=[f"{phase}, {lane}: {end - begin:.3f} s, until {end:.3f} s" for lane, begin, end in parts],
             marker={"line": {"width": 0}},
             width=0.8,
+            showlegend=max(end - begin for _, begin, end in parts) >= _NAMED * whole_s,
         )
         for phase, parts in sorted(by_phase.items(), key=lambda entry: ORDER.index(entry[0]))
     ]
     done = max(end for parts in bars.values() for phase, _, end in parts if phase == "first_step")
     since = "the failure" if has_failure else "the first process began"
-    arranged = lanes(list(bars), _ROW, 170, x=f"seconds since {since}", barmode="overlay", **first_step_mark(done))
+    arranged = lanes(list(bars), _ROW, 150, x=f"seconds since {since}", barmode="overlay", **first_step_mark(done))
+    arranged["yaxis"] |= {"dtick": 1}
     ranks = len(bars) - has_failure
     description = (
         f"{title_of(start)} over {plural(ranks, 'rank')}: a lane per rank with its phases one after the other, the "

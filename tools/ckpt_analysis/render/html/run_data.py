@@ -7,9 +7,12 @@ from functools import cached_property
 
 import polars as pl
 
+from ....common.formatting import percent
 from ...common.errors import CouldNotRunError
 from ...metrics.results import OperationStats, Spread, StartStats, Stats
 from ...report import Analysis
+
+FOLDED = 0.01  # of the run's wall time: what took less is folded
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,28 @@ class RunData(Analysis):
     save: OperationStats | None
     load: OperationStats | None
     start: StartStats | None
+
+    def is_small(self, took_s: float | None) -> bool:
+        """Whether so many seconds are less than FOLDED of the run's wall time; not of a run whose wall is unknown."""
+        budget = self.report.budget
+        return budget is not None and took_s is not None and took_s < FOLDED * budget.wall_s
+
+    def has_small(self, stats: Stats) -> bool:
+        """Whether all operations of the kind of `stats` together are small."""
+        return self.is_small(self.took_s(stats))
+
+    def took_s(self, stats: Stats) -> float:
+        """What all operations of the kind of `stats` took together: saves, loads, or starts."""
+        report = self.report
+        alike: list[Stats] = [*report.starts]
+        if isinstance(stats, OperationStats):
+            alike = [*(report.saves if stats.kind == "save" else report.loads)]
+        return sum(one.wall.max_s for one in alike if one.wall)
+
+    def share_text(self, took_s: float) -> str:
+        """What share of the run's wall time so many seconds are, after a comma; nothing where that is not known."""
+        wall_s = self.report.budget.wall_s if self.report.budget else 0.0
+        return f", {percent(took_s / wall_s)} of the run's wall time" if wall_s > 0 else ""
 
     @property
     def shown(self) -> list[Stats]:

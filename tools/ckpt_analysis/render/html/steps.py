@@ -9,7 +9,7 @@ import polars as pl
 from ....common.formatting import NOT_RECORDED, plural
 from ....common.tables import Column, numbers, times
 from .colours import MARK
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import BAND, LINE, layout, line, vertical
 from .run_data import RunData, worst_of_neighbours
 
@@ -24,10 +24,11 @@ def draw(run: RunData) -> Content:
         if run.report.steps:
             return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
         return missing("No training step was recorded.")
-    notes, by_cause = _interference(steps)
+    notes, by_cause, cost_s = _interference(steps)
     if steps.group_by("cycle").len().filter(pl.col("len") > _MOST_POINTS).height:
         notes.append("Of neighbouring steps the slowest is drawn: the run has more steps than the plot has points.")
-    return Content([_plot(run, steps)], [by_cause], notes)
+    content = Content([_plot(run, steps)], [by_cause], notes)
+    return folded(content) if run.is_small(cost_s) else content
 
 
 def _steps(run: RunData) -> pl.DataFrame:
@@ -118,8 +119,8 @@ def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
     return plot("Step time; a vertical band is a save", data, arranged, description)
 
 
-def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
-    """Steps during a save against the others, without the first step of each cycle."""
+def _interference(steps: pl.DataFrame) -> tuple[list[str], Table, float | None]:
+    """Steps during a save against the others, without the first step of each cycle; and what these cost, if known."""
     later = steps.filter(~pl.col("first"))
     during, quiet = later.filter("during"), later.filter(~pl.col("during"))
     parts = [
@@ -128,18 +129,21 @@ def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
         ("first of a cycle", steps.filter("first")["slowest_s"]),
     ]
     by_cause = table("Training steps by what went on beside them", _COLUMNS, parts)
+    cost_s: float | None = None
     if during.is_empty():
+        cost_s = 0.0
         note = "No training step ran during a save: saves blocked training until they were complete."
     elif quiet.is_empty():
         note = "Every step ran during a save, so there is none to compare with."
     else:
         slow, median = (float(str(part["slowest_s"].median())) for part in (during, quiet))
+        cost_s = max(slow - median, 0.0) * during.height
         ratio = f"{slow / median:.2f} times" if median else NOT_RECORDED
         note = (
             f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {median:.4f} s "
             f"of the {quiet.height} others: what background saving costs beside blocked time."
         )
-    return [note], by_cause
+    return [note], by_cause, cost_s
 
 
 def _float(value: object) -> float | None:

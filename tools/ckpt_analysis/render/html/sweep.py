@@ -156,11 +156,13 @@ def _bars(
         if points:
             y, x = zip(*points, strict=True)
             hover = [f"{engine}, {name}: {found:.4g} {unit}" for name, found in points]
-            data.append(bar(engine, SERIES[index % len(SERIES)], x=x, y=y, hover=hover))
+            # Bars of a group are drawn from below: the first engine comes last, in the legend first.
+            data.insert(0, bar(engine, SERIES[index % len(SERIES)], x=x, y=y, hover=hover))
     if not data:
         return None
     names = list(dict.fromkeys(one.group.title for one in lines if value(one) is not None))
     drawn = lanes(names, 14 * len(data) + 14, 90, x=unit, barmode="group")
+    drawn["legend"] |= {"traceorder": "reversed"}
     return plot(title, data, drawn, _said(title, lines))
 
 
@@ -181,13 +183,6 @@ def _gigabytes(view: View, one: Line) -> float | None:
 
 
 FIGURES: tuple[Figure, ...] = (
-    Figure(
-        "sweep-files", "Files", "Files and sizes by layout", _files,
-        "At full size: what ckpt-plan works out for the layout and the engine, all ranks. Written: the median save of "
-        "the cells. A replay writes its ranks' files alone, its bytes limited; a scaled preset writes all files with "
-        "narrow tensors; a cell with a fault also writes a file of hashes for each rank.",
-        ("operation",),
-    ),
     Figure(
         "sweep-saves", "Saves", "Time to save, by strategy and model", _saves,
         "Medians over the repeats, each repeat's own median; n is the number of repeats. The first save of a process "
@@ -211,6 +206,13 @@ FIGURES: tuple[Figure, ...] = (
         "Bytes of a save over the time until it is durable, both medians, in all and for each host and rank; beside "
         "it what the storage itself does with direct and buffered files.",
         ("durable", "I/O throughput"),
+    ),
+    Figure(
+        "sweep-files", "Files", "Files and sizes by layout", _files,
+        "At full size: what ckpt-plan works out for the layout and the engine, all ranks. Written: the median save of "
+        "the cells. A replay writes its ranks' files alone, its bytes limited; a scaled preset writes all files with "
+        "narrow tensors; a cell with a fault also writes a file of hashes for each rank.",
+        ("operation",),
     ),
     Figure(
         "sweep-frequency", "Frequency", "Blocked share by checkpoint frequency", _frequency,

@@ -11,7 +11,7 @@ from ....common.formatting import plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
 from .colours import MARK
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import FILLED, LINE, SECOND_LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData, spread_over_saves, title_of, worst_of_neighbours
 
@@ -25,6 +25,23 @@ _SQUARES = {"marker": {"symbol": "square", "size": 7}}
 
 def draw(run: RunData) -> Content:
     """Total throughput of every save, the spread over ranks, and ranks and hosts of the shown save."""
+    content = _content(run)
+    shown = [stats for stats in (run.save, run.load) if stats is not None]
+    took_s = sum(map(run.took_s, shown))
+    if not content.tables or not shown:
+        return content
+    content.notes.insert(0, f"{_kinds(run)} took {seconds(took_s)} s together{run.share_text(took_s)}.")
+    return folded(content) if run.is_small(took_s) else content
+
+
+def _kinds(run: RunData) -> str:
+    """What was counted, as the subject of a sentence."""
+    report = run.report
+    counted = [plural(len(alike), kind) for kind, alike in (("save", report.saves), ("load", report.loads)) if alike]
+    return " and ".join(counted)
+
+
+def _content(run: RunData) -> Content:
     report = run.report
     measured = [s for s in report.saves if s.io_GBps is not None or s.blocked_GBps is not None]
     loads = [load for load in report.loads if load.io_GBps is not None]

@@ -7,14 +7,14 @@ from typing import Any
 
 import polars as pl
 
-from ....common.formatting import NOT_RECORDED, plural
+from ....common.formatting import NOT_RECORDED, plural, seconds
 from ....common.tables import Column, numbers, times
 from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
 from .colours import colour
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import bar, first_step_mark, lanes, phase_bars
 from .run_data import RunData, title_of
 
@@ -65,7 +65,12 @@ def draw(run: RunData) -> Content:
     parts = parts_of(run.start)
     rows = _failure_rows(failure.times, own[0], origin, parts) if failure else []
     rows += _phase_rows(own, windows, origin, parts)
-    notes = [_ranks_on_path(path)]
+    longest = max(rows, key=lambda row: row.took)
+    whole_s = run.report.path.length_s if run.report.path else sum(row.took for row in rows)
+    notes = [
+        f"{title_of(run.start)} took {seconds(whole_s)} s, {seconds(longest.took)} s of it in {longest.phase}.",
+        _ranks_on_path(path),
+    ]
     if run.start.is_restart and failure is None:
         notes.append(
             "No supervisor recorded the failure, so time counts from the start of the critical rank's process. "
@@ -81,7 +86,8 @@ def draw(run: RunData) -> Content:
     tables = [by_start, _path_table(path, origin)]
     if failure and failure.times.hosts:
         tables.insert(1, table("What happened on each host", _HOST_COLUMNS, failure.times.hosts))
-    return Content(plots, tables, notes)
+    content = Content(plots, tables, notes)
+    return folded(content) if run.is_small(whole_s) else content
 
 
 def _failure_rows(times: FailureTimes, first: Segment, origin: int, parts: dict[str, float]) -> list[_Row]:

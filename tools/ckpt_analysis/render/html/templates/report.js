@@ -48,16 +48,20 @@
   }
 
   function drawAll() {
-    return Promise.all(Object.keys(plots).map(draw));
+    return Promise.all(Object.keys(plots).filter((name) => !isFolded(name)).map(draw));
   }
 
-  // One plot after the other, so that the page can be read and scrolled meanwhile.
+  function isFolded(name) {
+    return document.getElementById(name).closest("details:not([open])") !== null;
+  }
+
+  // One plot after the other, so that the page can be read and scrolled meanwhile. What is folded has no size yet.
   function drawNext(names) {
     if (!names.length) {
       root.dataset.drawn = "all";
       return;
     }
-    draw(names[0]).then(() => setTimeout(() => drawNext(names.slice(1)), 0));
+    (isFolded(names[0]) ? Promise.resolve() : draw(names[0])).then(() => setTimeout(() => drawNext(names.slice(1)), 0));
   }
 
   function toggleLabel() {
@@ -152,6 +156,24 @@
     printing = false;
     drawAll();
   });
+  for (const part of document.querySelectorAll("details")) {
+    part.addEventListener("toggle", () => {
+      if (part.open) for (const one of part.querySelectorAll(".plot")) draw(one.id);
+    });
+  }
+  // What is linked to may lie in a fold, or be a section of folds alone: these open.
+  function reveal() {
+    const target = location.hash && document.getElementById(location.hash.slice(1));
+    if (!target) return;
+    for (let part = target.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
+    if (!target.matches("section")) return;
+    const shown = target.querySelectorAll(".plot");
+    if (Array.from(shown).every((one) => isFolded(one.id))) {
+      for (const part of target.querySelectorAll("details.small")) part.open = true;
+    }
+  }
+  window.addEventListener("hashchange", reveal);
   toggleLabel();
+  reveal();
   drawNext(Object.keys(plots));
 })();

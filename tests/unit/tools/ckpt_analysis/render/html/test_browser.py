@@ -102,6 +102,13 @@ def fresh(browser: Any, report: Path) -> Iterator[Watched]:
 
 
 def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report: Path) -> None:
+    """What is folded is drawn once it is opened."""
+    folded = opened.page.locator("details.small:not([open]) .plot")
+    assert folded.count() > 3 and folded.locator(".main-svg").count() == 0
+    opened.page.evaluate("for (const part of document.querySelectorAll('details.small')) part.open = true")
+    opened.page.wait_for_function(
+        "Array.from(document.querySelectorAll('.plot')).every(plot => plot.querySelector('.main-svg .infolayer'))"
+    )
     for figure in FIGURES:
         if figure.name == "probes":  # not recorded in this trace: a sentence
             continue
@@ -116,11 +123,11 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
 
 
 def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None:
-    for width, colours in ((1400, "light"), (800, "dark")):
+    for width, colours in itertools.product((1400, 800), COLOURS):
         fresh.page.emulate_media(color_scheme=colours)
         fresh.page.set_viewport_size({"width": width, "height": 900})
         fresh.page.evaluate("window.scrollTo(0, 0)")
-        for part in ("#summary .numbers", "#summary #restart .plot"):
+        for part in ("#summary .numbers", "#summary #restart .plot", "#summary .answer"):
             box = fresh.page.locator(part).bounding_box()
             assert box and box["y"] > 0 and box["y"] + box["height"] < 900, (part, width)
         assert not fresh.page.locator("#summary .facts").is_visible()
@@ -128,6 +135,16 @@ def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None
         fresh.page.locator("#barriers").scroll_into_view_if_needed()
         contents = fresh.page.locator("nav").bounding_box()
         assert contents and contents["y"] == 0 and contents["height"] < 60, width
+
+
+def test_a_link_opens_what_is_folded(fresh: Watched) -> None:
+    steps = fresh.page.locator("#steps details.small")
+    assert steps.get_attribute("open") is None
+    fresh.page.locator("nav a[href='#steps']").click()
+    fresh.page.wait_for_function("document.querySelector('#steps .plot .main-svg') !== null")
+    assert steps.get_attribute("open") is not None
+    fresh.page.locator("nav a[href='#ranks']").click()  # which shows something already
+    assert fresh.page.locator("#ranks details.small[open]").count() == 0
 
 
 def test_zoom_is_undone_by_a_button(opened: Watched) -> None:
@@ -253,6 +270,6 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
         numbers = page.locator("#numbers").bounding_box()
         verdict = page.locator("main > .answer").bounding_box()
         assert verdict and numbers and 0 < verdict["y"] < numbers["y"] and numbers["y"] + numbers["height"] < 900
-        assert page.locator("#numbers thead th").count() == 5 and page.locator("#numbers tbody tr").count() == 2
+        assert page.locator("#numbers thead th").count() == 6 and page.locator("#numbers tbody tr").count() == 2
     watched.assert_quiet(path)
     page.close()

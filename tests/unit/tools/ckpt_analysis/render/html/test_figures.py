@@ -76,7 +76,7 @@ def test_no_two_barriers_have_the_same_colour(trace: Path) -> None:
     ]
     run = replace(run, frames=replace(run.frames, spans=pl.concat([spans, *more])))
     content = next(figure for figure in FIGURES if figure.name == "barriers").make(run)
-    for drawn in content.plots[:2]:
+    for drawn in (content.plots[0], content.all_plots[-1]):  # of the save; of the load, which is folded
         painted = {bars["name"]: bars["marker"]["color"] for bars in drawn.variants[0].data}
         assert len(painted) > len(colours.BARRIERS) and len(set(painted.values())) == len(painted)
         (rest,) = [name for name in painted if name.endswith("other barriers")]
@@ -167,8 +167,13 @@ def test_the_restart_is_drawn_over_all_ranks(trace: Path) -> None:
     ends = {lane: max(end for _, end in mine) for lane, mine in bars.items()}
     assert ends["rank 2, node0"] == pytest.approx(run.start.restart_s) == max(ends.values())
     line = variant.data[-1]
-    assert line["name"] == "critical path" and set(line["y"]) == {"rank 2, node0"}
-    assert line["x"][0] == pytest.approx(ends["supervisor"]) and line["x"][-1] == pytest.approx(run.start.restart_s)
+    assert line["name"] == "critical path" and line["y"] == ["supervisor"] * 2 + ["rank 2, node0"] * (
+        len(line["y"]) - 2
+    )
+    assert line["x"][:3] == pytest.approx([0.0, ends["supervisor"], ends["supervisor"]])
+    assert line["x"][-1] == pytest.approx(run.start.restart_s)
+    named = {phase["name"] for phase in variant.data[:-1] if phase["showlegend"]}
+    assert {"detect", "stop", "relaunch", "launcher", "imports"} < named and "communicators" not in named
 
 
 def test_of_many_ranks_those_on_the_path_are_drawn_and_others() -> None:
@@ -238,6 +243,7 @@ def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
     )  # fmt: skip
     data, layout = heatmap.arranged(table, ["flush/write"], {slow}, "host")
     (row,) = decoded(data[0]["z"])
+    assert "texttemplate" not in data[0]  # cells without room for a value
     assert len(row) == len(data[0]["x"]) <= heatmap.COLUMNS
     assert max(row) == 9.0 and row.count(9.0) == 1
     marked = data[0]["x"][row.index(9.0)]
@@ -248,11 +254,20 @@ def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
 def test_rank_map_shows_every_rank_of_a_small_run(page: Page) -> None:
     by_host, by_layout = page.plots()["plot-ranks-0"]
     assert (by_host["label"], by_layout["label"]) == ("by host", "by TP × PP × DP")
-    rows = dict(zip(by_host["data"][0]["y"], decoded(by_host["data"][0]["z"]), strict=True))
+    maps = {row["y"][0]: row for row in by_host["data"] if row["type"] == "heatmap"}
+    rows = {name: decoded(row["z"])[0] for name, row in maps.items()}
     assert rows["flush/fsync"] == pytest.approx([0.24 if rank == 5 else 0.04 for rank in range(RANKS)])
     order = [int(re.match(r"rank (\d+)", label).group(1)) for label in by_layout["data"][0]["x"]]  # type: ignore[union-attr]
     assert order == [0, 1, 2, 3, 4, 5, 6, 7]  # the factory's pp is rank // 4, its dp rank // 2 % 2
-    assert by_host["data"][1]["x"] == ["rank 5 (node1, tp 1 pp 1 dp 0)"]
+    assert by_host["data"][-1]["x"] == ["rank 5 (node1, tp 1 pp 1 dp 0)"]
+    for row in maps.values():  # each on a scale of its own, with its values, and one legend for all
+        low, high = min(decoded(row["z"])[0]), max(decoded(row["z"])[0])
+        assert (row["zmin"], row["zmax"])[row["reversescale"]] == pytest.approx((low, high)[row["reversescale"]])
+        assert row["zmax"] - row["zmin"] >= 0.1 * high - 1e-9  # noise is not stretched over all colours
+        assert row["texttemplate"] == "%{z:.3f}"
+    assert [row["showscale"] for row in maps.values()].count(True) == 1
+    # Who works longest is bright, and so is who waits least: the others waited for it.
+    assert {name for name, row in maps.items() if row["reversescale"]} == {"barrier"}
 
 
 def test_barriers_name_who_was_waited_for(trace: Path) -> None:
@@ -292,7 +307,23 @@ def test_steps_during_a_save_are_told_from_the_others(tmp_path: Path) -> None:
 
 def test_blocking_saves_overlap_no_step(trace: Path) -> None:
     content = next(figure for figure in FIGURES if figure.name == "steps").make(choose(analysis_of(trace)))
-    assert content.notes[0].startswith("No training step ran during a save")
+    (fold,) = content.folds  # saves made no step longer: nothing of the wall time
+    assert fold.result.startswith("No training step ran during a save") and len(fold.content.plots) == 1
+    assert content.plots == content.tables == content.notes == []
+
+
+def test_what_took_less_than_a_hundredth_of_the_wall_time_is_folded(trace: Path) -> None:
+    """The load takes 0.5 % of this run, its saves 3 %, its starts most of it."""
+    run = choose(analysis_of(trace))
+    assert run.load is not None and run.save is not None and run.has_small(run.load) and not run.has_small(run.save)
+    for name in ("breakdown", "ranks", "barriers"):
+        content = next(figure for figure in FIGURES if figure.name == name).make(run)
+        (fold,) = content.folds
+        assert fold.result.startswith("Load global_step5, cycle 1") and fold.content.plots and fold.content.tables
+        assert content.all_plots[: len(content.plots)] == content.plots
+        assert content.all_plots[len(content.plots) :] == fold.content.plots
+    report = replace(run.report, budget=None)  # then nothing is known to be small
+    assert not any(figure.make(replace(run, report=report)).folds for figure in FIGURES)
 
 
 def test_throughput_over_a_save_is_drawn(tmp_path: Path) -> None:

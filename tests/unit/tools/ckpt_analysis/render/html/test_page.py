@@ -91,7 +91,7 @@ def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> Non
 
 def test_numbers_and_picture_stand_before_the_answer_and_folded_facts(page: Page) -> None:
     classes = [element.attributes.get("class") for element in page.elements]
-    order = [classes.index(name) for name in ("numbers", "plot", "answer", "facts", "findings")]
+    order = [classes.index(name) for name in ("numbers", "plot", "answer questions", "facts", "findings")]
     assert order == sorted(order)
     shown = [e.text for e in page.elements[classes.index("numbers") :] if e.tag in ("dt", "dd")][: 4 * 3]
     titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
