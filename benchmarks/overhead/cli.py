@@ -67,11 +67,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="leave the other out (default: both)"
     )
-    parser.add_argument(
-        "--wait-quiet",
-        action="store_true",
-        help="before each sample wait, a minute at most, until no other process uses the processors",
-    )
     parser.add_argument("--cold", action="store_true", help="drop the page cache before each load; needs root")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)
@@ -110,7 +105,6 @@ def _measured(arguments: argparse.Namespace) -> str:
         bytes_per_rank=arguments.bytes_per_rank,
         rounds=arguments.repeat,
         cold=arguments.cold,
-        wait_quiet=arguments.wait_quiet,
         operations=tuple(arguments.only),
     )
     needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)

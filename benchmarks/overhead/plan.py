@@ -16,7 +16,6 @@ class Request:
     bytes_per_rank: int
     rounds: int
     cold: bool
-    wait_quiet: bool
     operations: tuple[str, ...]
 
 

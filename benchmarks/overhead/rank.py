@@ -22,10 +22,6 @@ from benchmarks.overhead.plan import TRACED, VARIANTS, Plan
 from benchmarks.overhead.variants import Variants
 from restart_trace.clock import now_ns
 
-_QUIET_S = 0.4
-_QUIET_SHARE = 0.08
-_QUIET_DEADLINE_S = 60.0
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -106,8 +102,6 @@ class Rounds:
             os.sync()
             if drop_cache:
                 Path("/proc/sys/vm/drop_caches").write_text("1\n")
-            if self._plan.wait_quiet:
-                _wait_until_quiet()
         self._wait()
         touch_free_memory(self._plan.bytes_per_rank)
         self._wait()
@@ -126,17 +120,6 @@ class Rounds:
         if self._control.rank == 0:
             with open(self._plan.output, "a") as stream:
                 stream.write(json.dumps(record) + "\n")
-
-
-def _wait_until_quiet() -> None:
-    """Return when the processors were idle for a moment, or after a minute."""
-    deadline = time.monotonic() + _QUIET_DEADLINE_S
-    while time.monotonic() < deadline:
-        before = _busy_seconds()
-        time.sleep(_QUIET_S)
-        used = _difference(before, _busy_seconds())
-        if used is None or used < _QUIET_SHARE * _QUIET_S * (os.cpu_count() or 1):
-            return
 
 
 def _busy_seconds() -> float | None:

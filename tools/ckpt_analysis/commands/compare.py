@@ -24,6 +24,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..compare.results import Comparison
+    from ..compare.variants import Variant
 
 HELP = "compare runs: engines, layouts, model sizes or versions, with what exceeds the noise"
 EXAMPLES = """\
@@ -59,10 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs. Returns the exit status."""
     from ...common.escaping import visible
-    from ...common.tables import Style
     from ..compare.comparison import compare_variants
     from ..compare.conditions import failures, parse_condition
-    from ..render.comparison import to_csv, to_json, to_markdown, to_table
 
     if any(holds_sweep(path) for paths in named(arguments.logdirs).values() for path in paths):
         return _sweeps(arguments)
@@ -70,6 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
     variants = read_variants(arguments.logdirs, arguments)
     comparison = compare_variants(variants, keep_first=arguments.keep_first)
     failed = failures(comparison, conditions)
+    show(arguments, comparison, variants)
+    for sentence in failed:
+        print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
+    return CHECK_FAILED if failed else OK
+
+
+def show(arguments: argparse.Namespace, comparison: Comparison, variants: list[Variant]) -> None:
+    """Print the comparison, and write the page that -o asks for."""
+    from ...common.tables import Style
+    from ..render.comparison import to_csv, to_json, to_markdown, to_table
+
     write_formatted(
         arguments,
         table=lambda: to_table(comparison, Style(sys.stdout), show_all=arguments.all),
@@ -81,9 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
         from ..render.html.page import comparison_page
 
         write_page(comparison_page(comparison, variants), arguments)
-    for sentence in failed:
-        print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
-    return CHECK_FAILED if failed else OK
 
 
 def _sweeps(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import CouldNotRunError
+from . import compare
 from .common import (
     add_format,
     add_output,
@@ -18,7 +19,6 @@ from .common import (
     read_variants,
     write_formatted,
     write_page,
-    write_stdout,
 )
 
 if TYPE_CHECKING:
@@ -86,17 +86,10 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
 
 def _compared(arguments: argparse.Namespace) -> list[Report]:
     """The comparison of several runs, as `compare` prints it, and the page with its figure."""
-    from ...common.tables import Style
     from ..compare.comparison import compare_variants
-    from ..render.comparison import to_table
 
     variants = read_variants(arguments.logdirs, arguments)
-    comparison = compare_variants(variants)
-    write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
-    if arguments.output is not None:
-        from ..render.html.page import comparison_page
-
-        write_page(comparison_page(comparison, variants), arguments)
+    compare.show(arguments, compare_variants(variants), variants)
     return [report for variant in variants for report in variant.reports]
 
 
