@@ -42,7 +42,8 @@ FIRST = (
     "dist/test_ckpt_replay.py", "cluster/test_bad_hosts.py", "dist/test_stop_signals.py", "dist/test_launch.py",
     "cluster/test_sweep.py", "dist/test_compilation.py", "cluster/test_waits.py", "dist/test_redistribute.py",
     "dist/test_restart_sweep.py", "dist/test_parallel_equivalence.py", "dist/test_bit_exact.py",
-    "dist/test_memory_shrink.py",
+    "dist/test_memory_shrink.py", "unit/test_scripts.py", "unit/tools/ckpt_analysis/render/html/test_browser.py",
+    "unit/tools/test_preprocess_data.py",
 )  # fmt: skip
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
