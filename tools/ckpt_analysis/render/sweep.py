@@ -155,7 +155,7 @@ def _agreement(view: View, line: Line) -> str:
 
 
 _WHERE: tuple[Column[Line], ...] = (
-    Column("what", lambda line: line.group.title),
+    Column("configuration", lambda line: line.group.title),
     Column("engine", lambda line: line.engine),
 )
 
@@ -163,9 +163,9 @@ _WHERE: tuple[Column[Line], ...] = (
 def files_columns(view: View) -> tuple[Column[Line], ...]:
     return (
         *_WHERE,
-        numbers("ranks at full size", lambda line: _cell(line).ranks),
-        numbers("files at full size", lambda line: _planned(view, line, "num_files")),
-        numbers("bytes at full size", lambda line: _planned(view, line, "total_bytes"), size),
+        numbers("ranks planned", lambda line: _cell(line).ranks),
+        numbers("files planned", lambda line: _planned(view, line, "num_files")),
+        numbers("bytes planned", lambda line: _planned(view, line, "total_bytes"), size),
         numbers("files written", lambda line: line.median("save_files"), partial(number, spec=".0f")),
         numbers("bytes written", lambda line: line.median("save_bytes"), size),
         Column("files", lambda line: _agreement(view, line)),
@@ -192,16 +192,16 @@ SAVES: tuple[Column[Line], ...] = (
     *(_median_column("durable s", DURABLE), _range(DURABLE)),
 )
 RESTARTS: tuple[Column[Line], ...] = (
-    *_WHERE, _median_column("cold load s", COLD_LOAD), _median_column("warm load s", WARM_LOAD),
-    _median_column("load s", LOAD), _median_column("first step s", FIRST_STEP), _median_column("restart s", RESTART),
-    _median_column("lost work s", "lost_work_s"),
+    *_WHERE, _median_column("load cold s", COLD_LOAD), _median_column("load warm s", WARM_LOAD),
+    _median_column("load s", LOAD), _median_column("time to first step s", FIRST_STEP),
+    _median_column("restart s", RESTART), _median_column("lost work s", "lost_work_s"),
 )  # fmt: skip
 SPEED_UPS: tuple[Column[SpedUp], ...] = (
-    Column("what", lambda one: one.line.group.title),
+    Column("configuration", lambda one: one.line.group.title),
     Column("engine", lambda one: one.line.engine),
-    Column("against", lambda one: one.baseline),
+    Column("first engine", lambda one: one.baseline),
     Column("metric", lambda one: one.metric),
-    numbers("times as fast", lambda one: one.times, lambda value: f"{value:.2f}"),
+    numbers("speed-up", lambda one: one.times, lambda value: f"{value:.2f}"),
     Column("95 % interval", lambda one: one.interval),
     Column("verdict", lambda one: one.verdict, None, lambda one: _mark(one)),
 )
@@ -229,7 +229,7 @@ FREQUENCY: tuple[Column[Line], ...] = (
 ITERATIONS: tuple[Column[Line], ...] = (*_WHERE, _median_column("iteration s", STEP), _range(STEP))
 FAILED: tuple[Column[CellResult], ...] = (
     Column("cell", lambda one: one.cell.name),
-    Column("reason", lambda one: "has not ended" if one.result is None else str(one.result["reason"])),
+    Column("error", lambda one: "has not ended" if one.result is None else str(one.result["reason"])),
 )
 
 
@@ -239,7 +239,7 @@ class Ceiling(NamedTuple):
 
 
 CEILING: tuple[Column[Ceiling], ...] = (
-    Column("the storage itself", lambda one: one.name),
+    Column("storage", lambda one: one.name),
     numbers("median GB/s", lambda one: median(one.values), rate),
     numbers("least", lambda one: min(one.values), rate),
     numbers("most", lambda one: max(one.values), rate),

@@ -15,10 +15,13 @@ import pytest
 from restart_trace.schema import PHASES, RECORD_FIELDS
 from tests.golden.glossary_page import page as glossary_page
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT
+from tests.unit.tools.ckpt_analysis.compare.test_replays import replay
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.glossary import ENTRIES, UNITS
+from tools.ckpt_analysis.render import sweep
+from tools.common.tables import Column, titles
 
 _DATA = {"versions", "data", "layout", "factors", "differing", "facts"}  # keys below them are names in the data
 
@@ -38,7 +41,7 @@ def of_the_format() -> set[str]:
 
 def documented_keys() -> set[str]:
     """Names in the tables of the documents that define keys."""
-    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "comparing"))
+    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "comparing", "restart_sweep"))
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
@@ -97,6 +100,24 @@ def test_keys_and_heads_are_defined(trace: str, number: int, capsys: pytest.Capt
     assert main([*command, "--format", "markdown"]) == 0
     heads = heads_of(capsys.readouterr().out)
     assert undefined(head for head in heads if trace not in head) == []  # a column may have the name of a run
+
+
+@pytest.mark.slow
+def test_keys_and_heads_of_replays_are_defined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replays = [replay(tmp_path / "disk.json"), replay(tmp_path / "shm.json", "/dev/shm")]
+    assert main(["compare", "--all", *replays, "--format", "json"]) == 0
+    assert undefined(keys_of(json.loads(capsys.readouterr().out))) == []
+    assert main(["compare", "--all", *replays, "--format", "markdown"]) == 0
+    heads = heads_of(capsys.readouterr().out)
+    assert undefined(head for head in heads if not head.startswith("/")) == []  # a column may have a directory
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [sweep.SAVES, sweep.RESTARTS, sweep.SPEED_UPS, sweep.THROUGHPUT, sweep.FREQUENCY, sweep.ITERATIONS, sweep.CEILING],
+)
+def test_heads_of_sweeps_are_defined(columns: tuple[Column[Any], ...]) -> None:
+    assert undefined(titles(columns)) == []
 
 
 @pytest.mark.slow
