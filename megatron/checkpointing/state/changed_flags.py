@@ -235,10 +235,16 @@ def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: 
 def check_training(common: Mapping[str, Any], config: Config, place: object) -> None:
     """Raises CheckpointMismatchError if the run that saved `place` had another optimizer, or its schedule is missing.
 
-    `common`: the mp_rank state.
+    So it does if no run saved it, and its progress is to be restored. `common`: the mp_rank state.
     """
+    options = config.checkpoint
+    if "global_steps" not in common and not (options.finetune or options.reset_iteration):
+        raise CheckpointMismatchError(
+            f"{place}: holds a model that hf-convert has imported, and no progress of a training: give --finetune to "
+            "begin a training from it"
+        )
     check_optimizer(common["args"], namespace_from_config(config), place)
-    check_schedule_is_there(common, config.checkpoint)
+    check_schedule_is_there(common, options)
 
 
 def warn_of_changes(saved: argparse.Namespace, config: Config) -> None:

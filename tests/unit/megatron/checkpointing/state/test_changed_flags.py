@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.state.changed_flags import DECISIONS, changes, check_optimizer, input_contents
+from megatron.checkpointing.state.changed_flags import (
+    DECISIONS,
+    changes,
+    check_optimizer,
+    check_training,
+    input_contents,
+)
 from megatron.config import DataConfig
 from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
 from megatron.config.flags import spec_of
@@ -44,6 +51,14 @@ def test_every_setting_has_a_decision() -> None:
     """A new flag needs one: what does another value of it mean for a resume?"""
     assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/state/changed_flags.py"
     assert not DECISIONS.keys() - FIELDS.keys(), "decisions on settings that there are none of any more"
+
+
+def test_an_imported_model_has_no_progress_to_resume() -> None:
+    common = {"args": argparse.Namespace()}
+    for flags, refused in (("--no-load-optim --no-load-lr-state", True), ("--finetune", False)):
+        config = config_from_args(parse_args(f"{FLAGS}{DATA}{RESUME} {flags}".split()), {})
+        with pytest.raises(CheckpointMismatchError, match="/c: .* give --finetune") if refused else nullcontext():
+            check_training(common, config, "/c")
 
 
 def test_the_documentation_has_every_decision() -> None:

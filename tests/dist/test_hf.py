@@ -1,0 +1,51 @@
+"""What trainings of several ranks saved is exported, and trainings begin from what was imported."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.hf.exporting import export
+from megatron.hf.importing import import_model
+from megatron.parallel.topology import Layout
+from tests.dist.harness import LLAMA_STYLE, Zygote, losses
+from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
+
+pytestmark = pytest.mark.slow
+# Rows that pad the vocabulary, which are zero in what is imported, take part in the softmax: here there are none.
+SIZES = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", *NO_DROPOUT,
+    "--make-vocab-size-divisible-by", "1",
+]  # fmt: skip
+# In bf16 a weight is not its master; GPT-2's embedding is tied.
+STYLES = {"llama": [*SIZES, *LLAMA_STYLE, "--num-key-value-heads", "2", "--bf16"], "gpt2": SIZES}
+TRAINING = [
+    "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-3", "--lr-decay-iters", "9", "--log-interval",
+    "1",
+]  # fmt: skip
+SAVED = 2
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_trainings_are_exported_and_begin_from_imports(
+    zygote: Zygote, dataset: list[str], tmp_path: Path, style: str
+) -> None:
+    launcher = Launcher(zygote, dataset, tmp_path)
+    flags = [*STYLES[style], *TRAINING, "--train-iters", str(SAVED), "--checkpoint-engine", "lazy"]
+    saves = [tmp_path / "split", tmp_path / "single"]
+    launcher.train(Layout(2, 2, 1), *flags, *buffered_saving(saves[0], SAVED)[:-1])
+    launcher.train(Layout(1, 1, 1), *flags, *buffered_saving(saves[1], SAVED)[:-1], "--load", saves[0])
+    exported = [tmp_path / "split_hf", tmp_path / "single_hf"]
+    for save, out in zip(saves, exported, strict=True):
+        export(save, out, None, 5_000)
+    files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in exported]
+    assert files[0] == files[1] and {"tokenizer.model", "config.json", "generation_config.json"} <= files[0].keys()
+    printed = shlex.split(import_model(exported[0], tmp_path / "imported", None, 1))
+    begun = {"imported": printed, "saved": [*STYLES[style], "--load", str(saves[0]), "--finetune"]}
+    for name, words in begun.items():
+        trace = ["--restart-trace-dir", str(tmp_path / name / "trace")]
+        launcher.train(Layout(2, 1, 1), *TRAINING, "--train-iters", "2", *words, *trace)
+    of_run = {name: losses(tmp_path / name / "trace", 0, 0) for name in begun}
+    assert of_run["imported"] == of_run["saved"] and len(of_run["saved"]) == 2
