@@ -15,10 +15,12 @@ from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import Job, Preset
 from tests.cluster.probe import has_time_namespaces, why_no_cluster
 from tests.dist.harness import ROOT, Starvation, wait_for
+from tests.dist.hold import held_environment
 from tools.restart_drill.launch import recorded_ranks
 
 pytestmark = pytest.mark.slow
 HEARTBEAT_TIMEOUT = "5"  # seconds: more than the default, so that no node counts as lost that is merely slow
+SAVE_INTERVAL = 2
 DEADLINE_S, NAMED_WITHIN_S = 8, 2.0  # of a rank that does not answer; after it all others have named that one
 FAULTS = ["node-loss", "link-cut", "link-slow"]
 POINTS = ["mid-step", "mid-save-write", "mid-load", "mid-startup"]
@@ -40,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def job(cluster: Cluster, preset: Preset) -> Job:
     """One training for all drills, each of which has its own --out."""
     job = preset.job("drills", cluster.compute_nodes[:2], LAUNCHER="fork", MAX_RESTARTS="1", ITERS="24")
-    settings = {"HEARTBEAT_TIMEOUT": HEARTBEAT_TIMEOUT, "SAVE_INTERVAL": "2"}
+    settings = {"HEARTBEAT_TIMEOUT": HEARTBEAT_TIMEOUT, "SAVE_INTERVAL": str(SAVE_INTERVAL)}
     job.settings |= settings | {"EXTRA_ARGS": "--keep-last 3 --split 100,0,0"}
     return job
 
@@ -114,11 +116,15 @@ def test_a_stopped_rank_is_named_on_every_node_in_time(
 
 
 def test_without_a_spare_the_job_shrinks(cluster: Cluster, job: Job) -> None:
-    """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard."""
+    """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard.
+
+    The ranks wait for the fault after two saves and one iteration more, which is trained again.
+    """
     kept, lost = cluster.compute_nodes[:2]
+    held = held_environment(cycles=1, after=2 * SAVE_INTERVAL + 1) | {"EXPORT": "MY_SETTING HELD_CYCLES HELD_AFTER"}
     out, _ = drilled(
         cluster, job, "shrinks", (kept, lost), "--supervisor", "launch", "--fault", "node-loss", "--at", "mid-step",
-        "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
+        "--no-reference", "--until-caught-up", ALLOW_SHRINK="1", **held,
     )  # fmt: skip
     (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"

@@ -12,8 +12,12 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.jobs import Preset
 from tests.dist.harness import ROOT
+from tests.dist.hold import held_environment
 
 pytestmark = pytest.mark.slow
+# Iterations that the ranks train until they wait for the fault: two saves, and then some that are trained again. The
+# first save is committed by the time that the second one begins.
+HELD_AFTER = 8
 SWEEP = """
 name: nodes
 repeats: 1
@@ -24,7 +28,7 @@ runs:
     models: [tiny]
     layouts: [tp2_pp2_dp1]
     engines: [lazy]
-    faults: [node-loss@iteration:5, node-loss@mid-step]
+    faults: [node-loss@iteration:7, node-loss@mid-step]
     nodes_command: $NODES_COMMAND
     save_interval: 3
     flags: --split 100,0,0
@@ -41,6 +45,7 @@ def test_a_node_is_lost_in_each_cell(cluster: Cluster, preset: Preset) -> None:
     out = job.directory / "out"
     command = [sys.executable, "-m", "tools.restart_sweep", "--out", out, "--dir", job.directory, asked]
     settings = data | {"HOSTFILE": str(hosts), "NODES_COMMAND": shlex.join(cluster.control.program)}
+    settings |= held_environment(cycles=1, after=HELD_AFTER) | {"EXPORT": "HELD_CYCLES HELD_AFTER"}
     done = cluster.login.run(*command, env=settings, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     cells = sorted((out / "cells").iterdir())
@@ -50,4 +55,4 @@ def test_a_node_is_lost_in_each_cell(cluster: Cluster, preset: Preset) -> None:
         assert told["verified"] and told["fault"] == "node-loss", told
     with (out / "report" / "measurements.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "restart_s"]
-    assert {row["fault"] for row in rows} == {"node-loss@iteration:5", "node-loss@mid-step"}
+    assert {row["fault"] for row in rows} == {"node-loss@iteration:7", "node-loss@mid-step"}
