@@ -37,8 +37,8 @@ def make_truth(times: Times, cycles: list[Cycle], failure: dict[str, int]) -> di
     truth = {
         "run_id": RUN_ID,
         "ranks": {"expected": shape.ranks, "present": len(visible[1])},
-        "saves": [_save(times, save, visible[c.number]) for c in cycles for save in c.saves],
-        "loads": [_load(times, cycles[1], visible[1])],
+        "saves": [_known(_save(times, save, visible[c.number]), shape) for c in cycles for save in c.saves],
+        "loads": [_known(_load(times, cycles[1], visible[1]), shape)],
         "launches": [_start(times, cycles[0], visible[0])],
         "restarts": [_restart(times, cycles, failure, visible)],
         "problems": problems_of(shape, cycles[1].saves[-1].tag, visible[1]),
@@ -53,6 +53,14 @@ def make_truth(times: Times, cycles: list[Cycle], failure: dict[str, int]) -> di
 def _visible(shape: Shape, cycle: int) -> list[int]:
     hidden = {shape.planted_rank("missing-rank"), shape.planted_rank("mixed-versions")} if cycle else set()
     return [rank for rank in range(shape.ranks) if rank not in hidden]
+
+
+def _known(operation: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """An operation without the figures that are over all ranks, if a rank of its cycle left no log."""
+    if len(_visible(shape, operation["cycle"])) == shape.ranks:
+        return operation
+    of_all = ("bytes", "num_files", "durable_s", "blocked_GBps", "io_GBps")
+    return operation | dict.fromkeys(operation.keys() & of_all)
 
 
 def _spread(values: PerRank, ranks: list[int]) -> dict[str, Any]:

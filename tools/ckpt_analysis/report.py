@@ -34,6 +34,7 @@ from .model.run_info import (
     describe_storage,
     is_ours,
     layout_text,
+    missing_cycles,
     oversubscribed_hosts,
 )
 
@@ -165,9 +166,10 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
     times = rank_times(frames, trace.measured)
     of_starts = start_times(frames, {info.cycle: info.expected for info in cycles})
-    saves = measure(frames, "save", times["save"], per_rank=per_rank)
-    loads = measure(frames, "load", times["load"], per_rank=per_rank)
-    seen = steps_seen(trace.ranks, frames)
+    lacking = {info.cycle for info in cycles if info.missing}
+    saves = measure(frames, "save", times["save"], per_rank=per_rank, lacking=lacking)
+    loads = measure(frames, "load", times["load"], per_rank=per_rank, lacking=lacking)
+    seen = steps_seen(trace.ranks, frames, missing_cycles(cycles, trace.claimed_cycles))
     starts = measure_starts(frames, of_starts, seen, per_rank=per_rank)
     promised = COVERAGE_PROMISED if is_ours(trace.ranks) else None
     problems += check_operations(frames, seen.blind) + check_events(frames) + check_steps(seen)

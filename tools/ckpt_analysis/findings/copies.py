@@ -60,7 +60,7 @@ def read_from_storage(e: Evidence, limits: Thresholds) -> list[Observation]:
     found = []
     for load in e.loads:
         read = [tier for tier in load.tiers if tier.tier == STORAGE]
-        if load.cycle not in resumed or load.outcome != "ok" or not load.bytes or not read:
+        if load.cycle not in resumed or load.outcome != "ok" or load.bytes == 0 or not read:
             continue
         took = max((tier.seconds or 0.0 for tier in read), default=0.0)
         hosts = ", ".join(tier.host for tier in read[:8])

@@ -62,7 +62,7 @@ def _starts(numbered: list[tuple[int, ImportedCycle]]) -> list[StartStats]:
         StartStats(
             cycle=number,
             ranks=cycle.ranks,
-            finished_ranks=0,
+            finished_ranks=None,
             is_restart=bool(cycle.attempt or cycle.number),
             steps_observed=False,
             down_s=_down_s(previous, cycle) if previous else None,

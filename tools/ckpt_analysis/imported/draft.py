@@ -52,6 +52,7 @@ class Draft:
     setup: dict[str, Range] = field(default_factory=dict)
     timers: dict[str, list[float]] = field(default_factory=dict)  # seconds
     unused_timers: dict[str, int] = field(default_factory=dict)
+    ranks_timer: tuple[str, Range | None] | None = None  # one that is printed rank by rank, as far as it was read
     versions: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     parameters: set[int] = field(default_factory=set)
@@ -133,6 +134,10 @@ class Draft:
             )
         of_ranks[rank] = seconds
         return of_ranks
+
+    def leave_out(self, timer: str) -> None:
+        """Count a line of a timer that is not used."""
+        self.unused_timers[timer] = self.unused_timers.get(timer, 0) + 1
 
     def add_iteration(self, step: str, **known: float | None) -> None:
         """What a line says of a step beside what earlier lines said."""

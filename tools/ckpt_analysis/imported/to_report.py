@@ -85,7 +85,7 @@ def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
         engine=run.engine,
         outcome=outcome,
         ranks=run.launched.world_size,
-        finished_ranks=run.launched.world_size if outcome == "ok" else 0,
+        finished_ranks=run.launched.world_size if outcome == "ok" else None,
         wall=_spread(save.call),
         bytes=save.bytes,
         num_files=save.num_files,

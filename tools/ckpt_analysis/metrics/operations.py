@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,10 +67,13 @@ def rank_times(frames: Frames, measured: Sequence[tuple[int, SpanTimes]] | None 
     return times
 
 
-def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool) -> list[OperationStats]:
+def measure(
+    frames: Frames, operation: str, times: RankTimes, *, per_rank: bool, lacking: Collection[int] = ()
+) -> list[OperationStats]:
     """Statistics of every `operation` ("save" or "load"), in the order in which they began.
 
-    `times` is what `rank_times` has for it.
+    `times` is what `rank_times` has for it; `lacking` are the cycles of which some rank left no trace: what all ranks
+    moved is not known there.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
     critical = critical_ranks(frames, operation, times.seconds, times.totals)
@@ -81,6 +84,9 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     results = []
     for row in _facts(operations).iter_rows(named=True):
         group, durable = row.pop("group"), row.pop("durable")
+        if row["cycle"] in lacking:
+            row |= {"bytes": None, "num_files": None}
+            durable = False
         recorded = group in blocked and over_ranks[group]["phases"]  # without a span nothing says that it did not block
         blocked_s = blocked[group].max_s if recorded else None
         committed_s = committed.get(group) if row["outcome"] != "failed" else None
@@ -93,7 +99,7 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
                 drain_s=drained.get(group),
                 committed_s=committed_s,
                 durable_s=committed_s if durable else None,
-                io_GBps=_io_GBps(operation, over_ranks[group]["phases"]),
+                io_GBps=None if row["cycle"] in lacking else _io_GBps(operation, over_ranks[group]["phases"]),
                 blocked_GBps=throughput_GBps(row["bytes"], blocked_s),
             )
         )
@@ -104,15 +110,15 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
     """What the records of all ranks of a group say; the columns are fields of OperationStats.
 
     An operation failed if it failed on one rank, and else is unfinished if it is so on one. It was durable if
-    some rank says so and none denies it.
+    all ranks finished it, some rank says so and none denies it.
     """
     failed = pl.col("outcome") == "failed"
     finished = pl.col("end_ns").is_not_null()
     ended = pl.when(finished.all()).then(pl.lit("ok")).otherwise(pl.lit("unfinished"))
     outcome = pl.when(failed.any()).then(pl.lit("failed")).otherwise(ended)
 
-    def total(name: str) -> pl.Expr:  # null, not 0, where no rank counted any
-        return pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name)
+    def total(name: str) -> pl.Expr:  # null where no rank counted any, or one has not said yet what it did
+        return pl.when((pl.col(name).count() > 0) & finished.all()).then(pl.col(name).sum()).alias(name)
 
     return (
         operations.group_by("group")
@@ -128,7 +134,7 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
             finished.sum().alias("finished_ranks"),
             total("bytes"),
             total("num_files"),
-            (pl.col("durable").any() & pl.col("durable").all()).fill_null(False).alias("durable"),
+            (finished.all() & pl.col("durable").any() & pl.col("durable").all()).fill_null(False).alias("durable"),
         )
         .sort("group")
     )

@@ -80,7 +80,7 @@ class Stats:
 
     cycle: int
     ranks: int
-    finished_ranks: int
+    finished_ranks: int | None  # None: not recorded, as in a log
     wall: Spread | None = None  # over the ranks that finished; of a start: to the end of its first step
     coverage_min: float | None = None
     coverage_rank: int | None = None
@@ -162,8 +162,8 @@ class StartStats(Stats):
     reached_step: int | None = None
     lost_steps: int | None = None
     lost_work_s: float | None = None
-    repeated_steps: int = 0  # trained in an earlier cycle too, with both losses recorded
-    equal_losses: int = 0  # of these, the ones whose loss was the same to the last digit
+    repeated_steps: int | None = None  # trained in an earlier cycle too, with both losses recorded
+    equal_losses: int | None = None  # of these, the ones whose loss was the same to the last digit
     down_s: float | None = None  # None, too, if the cycle before had ended well
     restart_s: float | None = None
     failure_to_caught_up_s: float | None = None

@@ -96,17 +96,20 @@ def _circumstances(
     # Weights that torch.load reads at a start need not be of this run.
     is_restart = cycle > 0 or not loaded.filter(~pl.col("inferred")).is_empty()
     resumed = _resumed_step(frames, loaded, cycle) if steps.numbered else None
-    reached = reached_step(frames.iterations, cycle) if steps.numbered else None
+    with_steps: Any = frames.iterations.filter(pl.col("cycle") < cycle)["cycle"].max()
+    known = steps.are_known(range(0 if with_steps is None else with_steps + 1, cycle))
+    reached = reached_step(frames.iterations, cycle) if known else None
     lost_steps = lost_s = None
     if is_restart and resumed is not None and reached is not None:
         lost_steps = max(0, reached - resumed)
         lost_s = lost_work_s(frames.iterations, cycle, resumed, reached)
     caught_up = frames.spans_of(pl.col("cycle") == cycle, pl.col("phase") == "caught_up")
     times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
-    repeated = repeated_losses(frames.iterations, cycle)
+    repeated = repeated_losses(frames.iterations, cycle) if steps.are_known(range(cycle + 1)) else None
     failure = failure_of(frames.events, cycle - 1)
     newest = max((earlier for earlier in start_times.last_records if earlier < cycle), default=-1)
-    was_down_ns = None if newest in start_times.clean_ends else start_times.last_records.get(newest)
+    unknown = newest in start_times.clean_ends or any(newest < missing < cycle for missing in steps.missing)
+    was_down_ns = None if unknown else start_times.last_records.get(newest)
     return {
         "cycle": cycle,
         "ranks": startups.height,
@@ -117,8 +120,8 @@ def _circumstances(
         "reached_step": reached,
         "lost_steps": lost_steps,
         "lost_work_s": lost_s,
-        "repeated_steps": repeated.height,
-        "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
+        "repeated_steps": None if repeated is None else repeated.height,
+        "equal_losses": None if repeated is None else repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
         "down_s": _seconds(was_down_ns, startups["start_ns"].min()),
         "restart_s": _seconds(failure and failure.began_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,27 @@ class StepsSeen:
     """`blind`: cycles in which no step was observed, though there may have been some.
 
     `numbered`: the steps are numbered alike in all cycles, so that those of one can be found in another.
-    `begins_known`: the end of the first step is recorded of every cycle that has steps.
+    `begins_known`: the end of the first step is recorded of every cycle that has steps. `missing`: cycles that the run
+    had, and of which no rank left a trace.
     """
 
     blind: frozenset[int]
     numbered: bool
     begins_known: bool
+    missing: frozenset[int]
 
     @property
     def make_a_budget(self) -> bool:
         """Whether it is known of every step of the run if it counts."""
-        return not self.blind and self.numbered and self.begins_known
+        return not self.blind and self.numbered and self.begins_known and not self.missing
+
+    def are_known(self, cycles: range) -> bool:
+        """Whether all steps of these cycles are, by numbers that are the same in all."""
+        return self.numbered and not any(cycle in cycles for cycle in self.missing | self.blind)
 
 
-def steps_seen(processes: Sequence[dict[str, Any]], frames: Frames) -> StepsSeen:
-    """What the records tell of steps; `processes`: the process records of the ranks.
+def steps_seen(processes: Sequence[dict[str, Any]], frames: Frames, missing: Iterable[int]) -> StepsSeen:
+    """What the records tell of steps; `processes`: the process records of the ranks, `missing` as in StepsSeen.
 
     Our trainer records every step, so a cycle of it without one made none, unless its start has ended. Hooks see the
     steps of what they know.
@@ -51,6 +57,7 @@ def steps_seen(processes: Sequence[dict[str, Any]], frames: Frames) -> StepsSeen
         blind=frozenset((hooked | ended) - with_steps),
         numbered=not counted or len(cycles) == 1,
         begins_known=with_steps <= timed,
+        missing=frozenset(missing),
     )
 
 

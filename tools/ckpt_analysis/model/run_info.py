@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,8 @@ def _cycle_problems(
     if missing:
         message = (
             f"cycle {cycle}: {len(missing)} of {expected} ranks left no usable trace "
-            f"({number_list(missing)}); every number of this cycle is over the others"
+            f"({number_list(missing)}); every number of this cycle is over the others, "
+            "and what all ranks moved is not known"
         )
         problems.append(Problem("missing_ranks", message, {"cycle": cycle, "ranks": missing}))
     for name in ("world_size", "layout", "engine_asked", "durability"):
@@ -100,13 +102,17 @@ def _cycle_problems(
     return problems
 
 
+def missing_cycles(cycles: Sequence[CycleInfo], claimed: Sequence[int]) -> list[int]:
+    """Cycles that the run had, and of which no rank left a usable trace."""
+    seen = {info.cycle for info in cycles}
+    return sorted((set(range(max(seen) + 1)) | set(claimed)) - seen)
+
+
 def _between_cycles(cycles: list[CycleInfo], claimed: list[int]) -> list[Problem]:
     problems: list[Problem] = []
-    seen = [info.cycle for info in cycles]
-    for cycle in sorted(set(range(max(seen) + 1)) | set(claimed)):
-        if cycle not in seen:
-            message = f"cycle {cycle}: no rank left a usable trace, though the run had this cycle"
-            problems.append(Problem("missing_cycle", message, {"cycle": cycle}))
+    for cycle in missing_cycles(cycles, claimed):
+        message = f"cycle {cycle}: no rank left a usable trace, though the run had this cycle"
+        problems.append(Problem("missing_cycle", message, {"cycle": cycle}))
     for before, after in zip(cycles, cycles[1:], strict=False):
         if before.layout != after.layout:
             message = (

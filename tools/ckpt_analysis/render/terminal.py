@@ -271,7 +271,7 @@ def _waited_for(stats: Stats) -> list[str]:
 
 def _coverage(stats: Stats) -> str:
     if stats.coverage_min is None:
-        return "not recorded" if stats.finished_ranks else "not known: no rank finished"
+        return "not known: no rank finished" if stats.finished_ranks == 0 else "not recorded"
     return f"{percent(stats.coverage_min)} at least (rank {count(stats.coverage_rank)})"
 
 

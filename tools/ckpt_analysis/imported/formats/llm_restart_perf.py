@@ -10,6 +10,8 @@ def _file_call(run: Draft, engine: str, file: str, seconds: str) -> None:
     run.engine = run.engine or engine
     if run.saves:
         run.saves[-1].calls_s[file] = float(seconds)
+    else:
+        run.leave_out("CkptTime")
 
 
 @reads(rf"Waited for all snapshots to complete in {NUMBER}s", rf"Wait time in checkpointing engine {NUMBER} for \d")
@@ -17,6 +19,8 @@ def _waited(run: Draft, seconds: str) -> None:
     if run.saves:
         waits = run.saves[-1].drains_s if run.has_trained else run.saves[-1].waits_s
         waits.append(float(seconds))
+    else:
+        run.leave_out("wait of the checkpointing engine")
 
 
 @reads(rf"<TIMER:([\w-]+)[,:]{NUMBER}>")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from ...model.imported_run import ImportedLoad, Printed, Range
 from ..draft import NUMBER, PREFIX, Draft, reads
@@ -69,19 +70,47 @@ def _argument(run: Draft, name: str, value: str) -> None:
 
 # Not from within a word: a long one would be scanned from each of its letters.
 @reads(
-    rf"(?<![\w/-])([\w/-]+) \.{{2,}}: \({NUMBER}, {NUMBER}\)",
+    rf"(?<![\w/-])([\w/-]+) \.*: \({NUMBER}, {NUMBER}\)",  # a long name has no dots
     rf"{PREFIX}    ([\w/-]+) \.{{2,}}: (){NUMBER}$",  # the slowest rank alone
 )
 def _timer(run: Draft, name: str, low: str, high: str) -> None:
-    took = Range(max_s=float(high) / 1e3, min_s=float(low) / 1e3 if low else None)
+    _took(run, name, Range(max_s=float(high) / 1e3, min_s=float(low) / 1e3 if low else None))
+
+
+def _took(run: Draft, name: str, took: Range) -> None:
     if name in ("save-checkpoint", "save-checkpoint-non-persistent") and run.saves and not run.saves[-1].call:
         run.saves[-1].call = took
     elif name == "load-checkpoint":
         run.loads.append(ImportedLoad(run.loaded_step, run.loaded_step is not None, took))
-    elif name in _SETUP_TIMERS:
-        run.setup.setdefault(name, took)
+    elif name in _SETUP_TIMERS and name not in run.setup:
+        run.setup[name] = took
     else:
-        run.unused_timers[name] = run.unused_timers.get(name, 0) + 1
+        run.leave_out(name)
+
+
+# Megatron-LM's --timing-log-option all: the name, then a line for each rank.
+@reads(rf"{PREFIX}  ([\w/-]+):$")
+def _timer_of_all_ranks(run: Draft, name: str) -> None:
+    run.ranks_timer = (name, None)
+
+
+@reads(rf"{PREFIX}     rank +\d+: {NUMBER}$")
+def _timer_of_one_rank(run: Draft, ms: str) -> None:
+    if run.ranks_timer is None:
+        return
+    (name, before), seconds = run.ranks_timer, float(ms) / 1e3
+    if before is None:
+        took = Range(seconds, seconds)
+        _took(run, name, took)
+    else:
+        took = Range(max(before.max_s, seconds), min(before.min_s or 0.0, seconds))
+        if run.saves and run.saves[-1].call is before:
+            run.saves[-1].call = took
+        elif run.loads and run.loads[-1].call is before:
+            run.loads[-1] = replace(run.loads[-1], call=took)
+        elif run.setup.get(name) is before:
+            run.setup[name] = took
+    run.ranks_timer = (name, took)
 
 
 # Megatron-LM 2.x, BigScience, and DeepSpeed's wall_clock_breakdown: what one rank measured.
@@ -132,3 +161,5 @@ def _training_done(run: Draft) -> None:
 def _printed(run: Draft, gigabytes: str, GBps: str, latency_s: str) -> None:
     if run.saves:
         run.saves[-1].printed = Printed(float(gigabytes), float(GBps), float(latency_s))
+    else:
+        run.leave_out("Checkpoint Save")

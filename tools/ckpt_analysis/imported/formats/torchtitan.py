@@ -17,7 +17,7 @@ _SAVE, _LOAD, _STEP, _EVALUATION = "checkpoint_save", "checkpoint_load", "step",
 
 
 # What follows the name always matches, so that a long line is searched once.
-@reads(rf'^(\{{.*"log_type_name": ?"(?:{_SAVE}|{_LOAD}|{_STEP}|{_EVALUATION})_end".*)$')
+@reads(r'^(\{.*"log_type_name": ?"\w+_end".*)$')
 def _span_end(run: Draft, line: str) -> None:
     """The end of a span; one that is damaged, or lacks a number, says nothing."""
     try:
@@ -30,7 +30,9 @@ def _span_end(run: Draft, line: str) -> None:
     if rank is None or seconds is None:
         return
     name = event["log_type_name"].removesuffix("_end")
-    if name == _LOAD:
+    if name not in (_SAVE, _LOAD, _STEP, _EVALUATION):
+        run.leave_out(name)
+    elif name == _LOAD:
         run.add_rank_seconds((_LOAD, None), rank, seconds)
     elif step is not None:
         of_ranks = run.add_rank_seconds((name, step), rank, seconds)

@@ -89,6 +89,7 @@ def test_of_few_ranks_the_one_that_the_others_wait_for_is_the_straggler(
     found = findings(tmp_path, "straggling_rank", make, ranks=ranks)
     assert [(f.data["rank"], f.data["median_s"]) for f in found] == [(1, 1.0)] * met
     compared = "the other rank" if ranks == 2 else "the median rank"
+    assert all(f"it moved 1.0 times {compared}'s bytes" in f.evidence for f in found)
     assert all(f"2.000 s of its own against 1.000 s of {compared}" in f.evidence for f in found)
 
 

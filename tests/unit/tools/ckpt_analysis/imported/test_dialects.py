@@ -12,7 +12,7 @@ from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.errors import CouldNotRunError
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
-from tools.ckpt_analysis.model.imported_run import ImportedRun
+from tools.ckpt_analysis.model.imported_run import ImportedRun, Range
 from tools.ckpt_analysis.render.json_output import to_dict
 
 # The launch line and what follows "to DIR" or precedes it, as the versions print them.
@@ -156,6 +156,47 @@ def test_timers_that_one_rank_prints_in_one_line(tmp_path: Path) -> None:
     )
     assert run.unused_timers == {"backward-compute": 2, "forward-compute": 2, "optimizer": 2, "save-checkpoint": 1}
     assert "forward-compute (2), optimizer (2), save-checkpoint (1)" in str(report["problems"])
+
+
+ALL_RANKS = """\
+times across ranks (ms):
+  {name}:
+     rank  0: 1500.25
+     rank  1: 1000.50
+     rank 10: 2000.75
+  forward-compute:
+     rank  0: 9000.00
+     rank  1: 9.00
+     rank 10: 9.00
+"""
+
+
+def test_timers_of_all_ranks(tmp_path: Path) -> None:
+    """As Megatron-LM prints them with --timing-log-option all (megatron/core/timers.py, _get_all_ranks_time_string)."""
+    setup = "model-and-optimizer-setup"
+    blocks = (ALL_RANKS.format(name=name) for name in ("load-checkpoint", setup, "save-checkpoint", "save-checkpoint"))
+    loaded, built, saved, again = blocks
+    log = log_of(LAUNCHES["core v0.9"], ENDS["plain"], timers=False).replace("load-checkpoint .", "other .")
+    run = imported(loaded + built + log + saved + again, tmp_path)
+    took = Range(2.00075, 1.0005)
+    assert ([load.call for load in run.loads], run.setup[setup], run.saves[-1].call) == ([took], took, took)
+    assert run.unused_timers == {"forward-compute": 4, "other": 1, "save-checkpoint": 1}
+
+
+def test_times_that_belong_to_nothing_are_named(tmp_path: Path) -> None:
+    """Before any save, a second set-up, and a name that is so long that no dots follow it."""
+    long = "a-timer-with-a-name-that-is-longer-than-the-column-of-names"
+    lines = [
+        "[Torch] CkptTime a.pt 0.5", "Waited for all snapshots to complete in 0.5s",
+        "Checkpoint Save GB: 1.0, GB/Sec: 2.0, Latency(second): 0.5", f"    {long} : (1.00, 2.00)",
+        *["time (ms) | model-and-optimizer-setup: 3.0"] * 2,
+    ]  # fmt: skip
+    run = imported("\n".join([*lines, log_of(LAUNCHES["core v0.9"], ENDS["plain"])]), tmp_path)
+    assert run.unused_timers == {
+        "Checkpoint Save": 1, "CkptTime": 1, long: 1, "model-and-optimizer-setup": 1,
+        "wait of the checkpointing engine": 1,
+    }  # fmt: skip
+    assert all(f"{name} (1)" in str(to_dict(to_report(run, tmp_path))["problems"]) for name in run.unused_timers)
 
 
 def test_dated_lines_of_deepspeed_are_times(tmp_path: Path) -> None:

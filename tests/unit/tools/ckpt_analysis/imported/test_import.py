@@ -77,7 +77,12 @@ def test_waits_for_files_block_training_too(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_short_has_no_duration(tmp_path: Path) -> None:
     save = report_of(LogOptions(finish=False), tmp_path)["saves"][-1]
-    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == ("unfinished", None, None, 0)
+    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == (
+        "unfinished",
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_first_step_and_what_led_to_it(tmp_path: Path) -> None:

@@ -88,11 +88,25 @@ def test_what_the_files_do_not_tell_is_null(tmp_path: Path) -> None:
     written(tmp_path, 1, 110, 200)
     report = to_dict(to_report(read_cycles(tmp_path, 16, None), tmp_path))
     assert report["saves"] == report["loads"] == [] and report["budget"] is None
-    counted = {"cycle", "ranks", "finished_ranks", "repeated_steps", "equal_losses", "phases", "per_rank"}
+    counted = {"cycle", "ranks", "phases", "per_rank"}
     (launch,), (restart,) = report["launches"], report["restarts"]
     assert {name for name, value in launch.items() if value is not None} == counted
     assert {name for name, value in restart.items() if value is not None} == counted | {"down_s"}
-    assert (restart["finished_ranks"], restart["repeated_steps"], restart["phases"]) == (0, 0, {})
+    assert restart["phases"] == {}
+
+
+@pytest.mark.parametrize("without", [set(), {0}, {1}, {2}, {0, 1}, {0, 2}, {1, 2}], ids=str)
+@pytest.mark.parametrize("unended", [set(), {0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}], ids=str)
+def test_a_down_time_needs_the_file_and_the_end_of_the_cycle_before(
+    tmp_path: Path, without: set[int], unended: set[int]
+) -> None:
+    for number in {0, 1, 2, 3} - without:
+        written(tmp_path, number, 100 * number, None if number in unended else 100 * number + 60 + number)
+    found = downs(read_cycles(tmp_path, 2, None), tmp_path)
+    known = {number for number in (1, 2, 3) if number - 1 not in without | unended}
+    assert {cycle: down_s for cycle, _, down_s in found if down_s is not None} == {
+        number: 100 - 60 - (number - 1) for number in known - without
+    }
 
 
 def test_an_end_that_was_missed_gives_no_time(tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ def test_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
     assert run.iterations[0].step_s == pytest.approx(2.0)
 
 
+def test_spans_of_other_names_are_named(tmp_path: Path) -> None:
+    others = event(0, "fwd_bwd_end", 500, step=5) + event(0, "fwd_bwd_end", 500, step=6) + event(0, "gc_end", 5)
+    run, whole = imported(tmp_path, log_of(0) + others), imported(tmp_path, log_of(0))
+    assert run.unused_timers == {"fwd_bwd": 2, "gc": 1}
+    assert (run.saves, run.loads, run.iterations) == (whole.saves, whole.loads, whole.iterations)
+
+
 def test_files_of_two_launches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CouldNotRunError, match="rank 0 ends checkpoint_load a second time, .* several launches"):
         imported(tmp_path, log_of(0) + log_of(0, loaded=8))

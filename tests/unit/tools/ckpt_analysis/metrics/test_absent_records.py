@@ -17,47 +17,86 @@ from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 Record = dict[str, Any]
 
 
-def _ends_of(operation: str, records: list[Record]) -> list[Record]:
+RANK = 3  # of those kinds that concern one rank
+COMPILED = "data_build"  # a phase of a start, whose spans the traces of this file call `compile`
+
+
+def _of(operation: str, records: list[Record], record_type: str | None = None) -> list[Record]:
+    """Records of the operations of this kind."""
     ops = {r["op"] for r in records if r.get("type") == "operation_begin" and r["operation"] == operation}
-    return [r for r in records if r.get("type") == "operation_end" and r["op"] in ops]
+    return [r for r in records if r.get("op") in ops and record_type in (None, r.get("type"))]
 
 
-# Records that may be absent -> those of a file.
-ABSENT: dict[str, Callable[[list[Record]], list[Record]]] = {
-    "steps": lambda records: [r for r in records if type_of(r) == "iteration"],
-    "first steps": lambda records: [r for r in records if r.get("phase") == "first_step"],
-    "ends of starts": lambda records: _ends_of("startup", records),
-    "ends of saves": lambda records: _ends_of("save", records),
-    "ends of loads": lambda records: _ends_of("load", records),
-    "failures": lambda records: [r for r in records if r.get("operation") == "failure"],
+def _in(part: str, name: str, records: list[Record]) -> list[Record]:
+    """All records of a file with `part` in its name."""
+    return records if part in name else []
+
+
+# Records that may be absent -> those of a file, by its name.
+ABSENT: dict[str, Callable[[str, list[Record]], list[Record]]] = {
+    "steps": lambda name, records: [r for r in records if type_of(r) == "iteration"],
+    "first steps": lambda name, records: [r for r in records if r.get("phase") == "first_step"],
+    "compile spans": lambda name, records: [r for r in records if r.get("phase") == "compile"],
+    "ends of starts": lambda name, records: _of("startup", records, "operation_end"),
+    "ends of saves": lambda name, records: _of("save", records, "operation_end"),
+    "an end of each save": lambda name, records: _of("save", _in(f"rank_{RANK:05}", name, records), "operation_end"),
+    "ends of loads": lambda name, records: _of("load", records, "operation_end"),
+    "an end of a load": lambda name, records: _of("load", _in(f"rank_{RANK:05}", name, records), "operation_end"),
+    "commits": lambda name, records: [r for r in records if r.get("phase") == "commit"],
+    "failures": lambda name, records: [r for r in records if r.get("operation") == "failure"],
+    "the supervisor": lambda name, records: _in("supervisor", name, records),
+    "a rank": lambda name, records: _in(f"rank_{RANK:05}", name, records),
+    "the first cycle": lambda name, records: _in("cycle_000", name, records),
 }
+_MOVED = ["bytes", "num_files"]
+_EARLIER_STEPS = [f"restarts.{name}" for name in ("reached_step", "lost_steps", "lost_work_s", "equal_losses")]
+_OF_FAILURES = ["restarts.restart_s", "restarts.failure", "restarts.failure_to_caught_up_s"]
 # The figures that depend on them, as paths in the JSON report.
 DEPENDENT = {
-    "steps": ["budget", "restarts.reached_step", "restarts.lost_steps", "restarts.lost_work_s"],
+    "steps": ["budget", "restarts.repeated_steps", *_EARLIER_STEPS],
     "first steps": [
         "budget", "restarts.time_to_first_step_s", "restarts.restart_s", "restarts.coverage_min",
         "launches.time_to_first_step_s",
     ],
-    "ends of saves": ["saves.wall", "saves.bytes", "saves.num_files", "saves.durable_s", "saves.blocked_GBps"],
-    "ends of loads": ["loads.wall", "loads.bytes", "loads.load_s"],
-    "failures": ["restarts.restart_s", "restarts.failure", "restarts.failure_to_caught_up_s"],
+    "compile spans": ["restarts.phases.compile", "launches.phases.compile"],
+    "ends of saves": ["saves.wall", *(f"saves.{name}" for name in (*_MOVED, "durable_s", "blocked_GBps"))],
+    "an end of each save": [f"saves.{name}" for name in (*_MOVED, "durable_s", "blocked_GBps")],
+    "ends of loads": ["loads.wall", "loads.load_s", *(f"loads.{name}" for name in _MOVED)],
+    "an end of a load": [f"loads.{name}" for name in _MOVED],
+    "commits": ["saves.committed_s", "saves.durable_s"],
+    "failures": _OF_FAILURES,
+    "the supervisor": _OF_FAILURES,
+    "a rank": [
+        *(f"saves.{name}" for name in (*_MOVED, "durable_s", "blocked_GBps", "io_GBps")),
+        *(f"loads.{name}" for name in (*_MOVED, "io_GBps")),
+    ],
+    "the first cycle": [
+        "budget", "restarts.repeated_steps", "restarts.down_s", *_EARLIER_STEPS, "launches.time_to_first_step_s",
+        "launches.phases.compile",
+    ],
 }  # fmt: skip
 
 
 def values(report: Any, path: str) -> list[Any]:
-    """All values at a path, which may pass lists."""
+    """All values at a path, which may pass lists; None for what is not there."""
     name, _, rest = path.partition(".")
-    found = report[name]
+    found = report.get(name)
     parts = found if isinstance(found, list) else [found]
     return [value for part in parts for value in values(part, rest)] if rest else parts
 
 
 def strip(directory: Path, absent: tuple[str, ...]) -> None:
+    """Take records out of a trace; a file without records goes, too."""
     for path in directory.glob("*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        out = [id(record) for name in absent for record in ABSENT[name](records)]
+        for record in records:
+            if record.get("phase") == COMPILED:
+                record["phase"] = "compile"
+        out = {id(record) for name in absent for record in ABSENT[name](path.name, records)}
         kept = [record for record in records if id(record) not in out]
         path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in kept))
+        if not kept:
+            path.unlink()
 
 
 # But for a start of our own trainer of which nothing tells that it ended: see the last but one test.

@@ -246,11 +246,12 @@ def test_background_threads_count_a_moment_once(tmp_path: Path) -> None:
 
 
 def test_engine_that_writes_nothing(tmp_path: Path) -> None:
-    log = rank_log(Options(), 0, 0)
-    op = log.begin("save", "NullCheckpointEngine", tag="global_step9", step=9)
-    op.span("collect", None, 10)
-    op.end(bytes=0, num_files=0, durable=False)
-    dump(file_of(tmp_path, 0, 0), log.records)
+    for rank in range(RANKS):
+        log = rank_log(Options(), rank, 0)
+        op = log.begin("save", "NullCheckpointEngine", tag="global_step9", step=9)
+        op.span("collect", None, 10)
+        op.end(bytes=0, num_files=0, durable=False)
+        dump(file_of(tmp_path, rank, 0), log.records)
     save = result(tmp_path)["saves"][-1]
     assert (save["bytes"], save["num_files"], save["io_GBps"], save["blocked_GBps"]) == (0, 0, None, None)
     assert save["durable_s"] is None and save["committed_s"] is None and save["outcome"] == "ok"
