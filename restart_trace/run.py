@@ -1,6 +1,6 @@
 """Traces a job without changes to its code.
 
-    restart-trace run [--trace-dir DIR] -- torchrun --nproc-per-node 8 train.py ...
+    restart-trace run [--trace-dir DIR] [--otlp ENDPOINT] -- torchrun --nproc-per-node 8 train.py ...
     torchrun --nproc-per-node 8 -m restart_trace.run [--trace-dir DIR] train.py ...
 
 The first form takes any command: every Python process that it starts installs the hooks, and the ranks of the job
@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from restart_trace.command_line import CommandParser
-from restart_trace.cycles import make_directory
+from restart_trace.cycles import make_directory, newest_cycle
+from restart_trace.follower import refusal, start_follower
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
 
 _STATUS = "exit status: as the command; 126 or 127 if it cannot be started, 2 for wrong arguments\n"
@@ -28,6 +29,8 @@ _EPILOG = f"""\
 examples:
   restart-trace run -- torchrun --nproc-per-node 8 train.py ...
   restart-trace run --trace-dir /shared/trace -- srun python train.py ...
+  restart-trace run --otlp http://collector:4318 -- torchrun --nproc-per-node 8 train.py ...
+      sends OpenTelemetry spans while the job runs
   ckpt-analysis restart-trace
       afterwards, in the directory in which the job was started
 
@@ -37,7 +40,7 @@ examples:
   torchrun --nproc-per-node 8 -m restart_trace.run --trace-dir /shared/trace train.py ...
 
 {_STATUS}"""
-_OPTIONS = ("--trace-dir", *(f"--{kind}-function" for kind in FUNCTION_VARIABLES))
+_OPTIONS = ("--trace-dir", "--otlp", *(f"--{kind}-function" for kind in FUNCTION_VARIABLES))
 _SCRIPT_BYTES = 1 << 16
 _SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b")
 # An assignment without the variable's former value, and outside of comments
@@ -60,12 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _refuse_without_run(parser, words)
     _add_options(run)
+    run.add_argument(
+        "--otlp", metavar="ENDPOINT",
+        help="send the spans to this OpenTelemetry collector while the job runs (OTLP over HTTP, such as "
+        "http://collector:4318); needs the extra otlp",
+    )  # fmt: skip
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
     parsed = parser.parse_args(arguments)
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
         run.error("no command is given: restart-trace run -- torchrun ... train.py ...")
+    if parsed.otlp is not None and (reason := refusal(parsed.otlp)):
+        run.error(f"--otlp {parsed.otlp}: {reason}")
     _prepare_directory(run, parsed)
+    if parsed.otlp is not None:
+        _follow(run, _trace_directory(parsed), parsed.otlp)
     return _replace_process(command, parsed)
 
 
@@ -111,6 +123,28 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
     except OSError as error:
         print(f"restart-trace: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _follow(parser: argparse.ArgumentParser, directory: Path, endpoint: str) -> None:
+    """Start the process that sends the spans of the cycles to come. Exits with status 2 if that fails.
+
+    It is no child of this process, in whose place the command will be: that may wait until it has no children.
+    """
+    try:
+        newest = newest_cycle(directory)
+    except OSError as error:
+        parser.error(f"--trace-dir {directory}: {error.filename}: {error.strerror}")
+    first, pid = 0 if newest is None else newest[0] + 1, os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            start_follower(directory, endpoint, f"{first}-", pid)
+            status = 0
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1] != 0:
+        parser.error(f"--otlp {endpoint}: {sys.executable} cannot be started; drop it")
 
 
 def _scripts_without_pythonpath(command: Sequence[str]) -> Iterator[tuple[str, int]]:

@@ -13,6 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.common.otlp import OFFSET_NS, plain_attributes
+
 _IDS = ("traceId", "spanId", "parentSpanId")
 
 
@@ -62,6 +65,36 @@ def change_ids(value: Any, change: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: change(item) if key in _IDS else change_ids(item, change) for key, item in value.items()}
+
+
+def by_id(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Span id -> its resource and span, with times on the monotonic clock of the process; no span is there twice."""
+    found: dict[str, Any] = {}
+    for request in requests:
+        for resource, span in spans_with_resource(request):
+            held = plain_attributes(resource["attributes"])
+            offset_ns = held.pop(OFFSET_NS, 0)
+            own = plain_attributes(span.get("attributes", []))
+            events = [
+                (int(event["timeUnixNano"]) - offset_ns, event["name"], plain_attributes(event["attributes"]))
+                for event in span.get("events", [])
+            ]
+            times = [int(span[name]) - offset_ns for name in ("startTimeUnixNano", "endTimeUnixNano")]
+            if "parentSpanId" not in span:
+                times = []  # a cycle has no clock of its own
+            status = {
+                key: value for key, value in span.get("status", {}).items() if value not in (2, "STATUS_CODE_ERROR")
+            }
+            ids = [span["traceId"], span.get("parentSpanId")]
+            assert span["spanId"] not in found
+            found[span["spanId"]] = [held, ids, span["name"], times, own, events, status]
+    return found
+
+
+def exported(trace: Path, path: Path) -> dict[str, Any]:
+    """`by_id` of what `ckpt-analysis export` writes of the trace to `path`."""
+    assert main(["export", str(trace), "-o", str(path), "--format", "otlp", "--quiet", "--no-cache"]) == 0
+    return by_id([json.loads(line) for line in path.read_text().splitlines()])
 
 
 @contextmanager

@@ -66,6 +66,10 @@ class Config:
                     "--restart-trace-dir DIR, or --restart-trace off"
                 )
             self._fill("trace", restart_trace_dir=lambda: os.path.join(save, "restart_trace"))
+        if self.trace.otlp is not None and self.trace.restart_trace_dir is None:
+            self.trace.refuse(
+                "otlp", "sends the restart trace, and none is written; give --save or --restart-trace-dir"
+            )
         self._check_divisible()
         if self.training.log_optimizer_states_to_tensorboard and self.optimizer.optimizer != "adam":
             why = "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it"

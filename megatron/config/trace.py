@@ -36,6 +36,11 @@ class TraceConfig(FlagGroup):
         names=("--restart-trace-nvtx",),
         parse=on_off,
     )
+    otlp: str | None = flag(
+        None,
+        "send the spans to this OpenTelemetry collector while the training runs: OTLP over HTTP, such as "
+        "http://collector:4318 (default: to none)",
+    )
 
     def __post_init__(self) -> None:
         self.check_values()
@@ -46,3 +51,5 @@ class TraceConfig(FlagGroup):
         if self.trace_probes_interval is not None and not (self.restart_trace and self.trace_probes):
             off = "--restart-trace-probes" if self.restart_trace else "--restart-trace"
             self.refuse("trace_probes_interval", f"does nothing with {off} off; drop one of them")
+        if self.otlp is not None and not self.restart_trace:
+            self.refuse("otlp", "does nothing with --restart-trace off; drop one of them")

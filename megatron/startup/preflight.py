@@ -218,6 +218,17 @@ def check_tensorboard(config: Config) -> None:
         raise ConfigError(f"{asked}: tensorboard is not installed: pip install tensorboard, or drop it")
 
 
+def check_otlp(config: Config) -> None:
+    """Raises ConfigError if spans are to be sent (--otlp), and cannot be."""
+    endpoint = config.trace.otlp
+    if endpoint is None:
+        return
+    from restart_trace.follower import refusal
+
+    if reason := refusal(endpoint):
+        raise ConfigError(f"--otlp {endpoint}: {reason}")
+
+
 def check_inputs(config: Config) -> tuple[int, int]:
     """Check datasets, tokenizer files, the --load directory, and that what is asked for can be written.
 
@@ -232,6 +243,7 @@ def check_inputs(config: Config) -> tuple[int, int]:
     tokenizer = check_data(config.data)
     check_load(config.checkpoint, warn=first)
     check_tensorboard(config)
+    check_otlp(config)
     for flag, directory in (
         ("--save", config.checkpoint.save),
         ("--restart-trace-dir", config.trace.restart_trace_dir),

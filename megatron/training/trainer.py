@@ -26,6 +26,8 @@ from restart_trace.startup import Startup, preload_of
 from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
+    import subprocess
+
     from megatron.checkpointing.engines.memory.early_copy import EarlyCopy
     from megatron.checkpointing.manager import Checkpointer
     from megatron.checkpointing.preflight.first_start import FirstStart
@@ -115,6 +117,7 @@ def pretrain(
         beginning.check_still_owner()
         beginning.recorder.process_ended("a save failed" if trainer.saves.failed else None)
         beginning.recorder.close()
+        beginning.end_following()
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         beginning.recorder.close()
         exit_with(error, rank)
@@ -146,6 +149,7 @@ class Start:
         self.recorder: Recorder = untraced_recorder()
         self.startup = Startup(self.recorder, None, config.parallel.rank, 0, entered_ns)
         self.ownership: Ownership | ObjectOwnership | None = None
+        self._follower: subprocess.Popen[bytes] | None = None
         self.prefetch: Prefetch | None = None
         self.early_copy: EarlyCopy | None = None
 
@@ -158,13 +162,24 @@ class Start:
         from megatron.startup.preflight import goes_back_to, is_later_start
 
         self.ownership = claim_save_directory(self._config)
-        self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
+        self.recorder, self.startup, cycle = _open_trace(self._config, self._entered_ns, released_ns)
+        self._follower = _start_follower(self._config, cycle)
         self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
             self.later_start = is_later_start(self._config)
             self.back_to = goes_back_to(self._config, self.later_start)
         self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
+
+    def end_following(self) -> None:
+        """After the end of the training: wait until its last spans are sent (--otlp), a few seconds at most.
+
+        After a failure nothing waits, since that would delay the restart: the process ends by itself.
+        """
+        if self._follower is not None:
+            from restart_trace.follower import end_follower
+
+            end_follower(self._follower)
 
     @property
     def config(self) -> Config:
@@ -342,7 +357,8 @@ def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarte
     return None
 
 
-def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup]:
+def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup, int]:
+    """(recorder, start-up, cycle)."""
     parallel, layout = config.parallel, Layout(*config.parallel.sizes)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
@@ -371,7 +387,17 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
     startup = Startup(
         recorder, trace_dir, parallel.rank, cycle, entered_ns, preload, released_ns=released_ns, contiguous=True
     )
-    return recorder, startup
+    return recorder, startup, cycle
+
+
+def _start_follower(config: Config, cycle: int) -> subprocess.Popen[bytes] | None:
+    """Start the process that sends the spans of this cycle (--otlp): on rank 0, for the files of all ranks."""
+    endpoint, directory = config.trace.otlp, config.trace.restart_trace_dir
+    if endpoint is None or directory is None or config.parallel.rank != 0:
+        return None
+    from restart_trace.follower import start_follower
+
+    return start_follower(Path(directory), endpoint, str(cycle), os.getpid())
 
 
 def _sample_continuously(config: Config, recorder: Recorder) -> None:

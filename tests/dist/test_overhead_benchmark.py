@@ -46,3 +46,14 @@ def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
+
+
+def test_the_cost_of_sending_spans_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry-exporter-otlp-proto-http")
+    command = [sys.executable, "-m", "benchmarks.otlp", "--rounds", "2", "--steps", "5", "--dir", str(tmp_path)]
+    done = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: len(values) for name, values in found["samples"].items()} == {"without": 2, "with": 2, "again": 2}
+    assert found["verdict"] == "undecided: fewer than 10 rounds (--repeat)" and found["requests"] > 0
+    assert not list(tmp_path.iterdir())

@@ -213,6 +213,7 @@ ELSEWHERE = {
     "--load": "every start here",
     "--restart-trace-dir": "every start here",
     "--universal-checkpoint": "tests/dist/test_universal_checkpoint.py",
+    "--otlp": "tests/dist/test_otlp.py",
     "--storage-cache": "tests/dist/test_object_storage.py",
     "--storage-deadline": "tests/dist/test_object_storage.py",
     "--torch-compile": "tests/dist/test_compilation.py",

@@ -154,7 +154,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard "
             "log_world_size_to_tensorboard log_params_norm log_num_zeros_in_grad "
             "log_optimizer_states_to_tensorboard restart_trace restart_trace_dir trace_probes "
-            "trace_probes_interval trace_nvtx profile profile_steps profile_ranks",
+            "trace_probes_interval trace_nvtx otlp profile profile_steps profile_ranks",
         "the samples and their order stay": "data_impl data_cache_path num_workers",
         "it changes how and when this launch saves":
             "save save_interval keep_last no_save_optim no_save_rng checkpoint_engine checkpoint_durability "

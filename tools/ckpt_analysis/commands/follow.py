@@ -17,9 +17,9 @@ from .common import add_logdir, progress_of, refuse_flags_of_traces
 
 HELP = "send a run to an OpenTelemetry collector while it goes on"
 EXAMPLES = """\
-  %(prog)s runs/x/trace --otlp http://collector:4318      the newest launch and those after it, until Ctrl-C
+  %(prog)s runs/x/trace --otlp http://collector:4318      the newest cycle and those after it, until Ctrl-C
   %(prog)s runs/x/trace --otlp http://collector:4318 --cycles 0-
-                                                         all launches
+                                                         all cycles
 """
 
 

@@ -251,6 +251,8 @@ REFUSALS = [
     ("--checkpoint-durability maybe", 1, "--checkpoint-durability maybe: choose one of fsync, none"),
     ("--restart-trace off --restart-trace-dir /t", 1, "does nothing with --restart-trace off"),
     ("--restart-trace off --trace-probes-interval 1", 1, "-interval 1.0: does nothing with --restart-trace off; drop"),
+    ("--restart-trace off --otlp http://c", 1, "--otlp http://c: does nothing with --restart-trace off; drop one"),
+    ("--otlp http://c:4318", 1, "--otlp http://c:4318: sends the restart trace, and none is written; give --save or"),
     ("--restart-trace-probes off --trace-probes-interval 1", 1, "does nothing with --restart-trace-probes off; drop"),
     ("--trace-probes-interval nan", 1, "--restart-trace-probes-interval nan: must be in [0.01, 3600)"),
     ("--trace-probes-interval inf", 1, "--restart-trace-probes-interval inf: must be in [0.01, 3600)"),

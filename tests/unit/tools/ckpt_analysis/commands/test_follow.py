@@ -10,15 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.otlp_collector import SpanCollector, span_collector, spans_with_resource
+from tests.otlp_collector import SpanCollector, by_id, exported, span_collector
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import main
-from tools.ckpt_analysis.common.otlp import OFFSET_NS, plain_attributes
+from tools.ckpt_analysis.common.otlp import plain_attributes
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry-exporter-otlp-proto-http")
 pytestmark = pytest.mark.slow
@@ -44,35 +43,6 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> str:
     _, printed = process.communicate(timeout=300)
     assert process.returncode == status, printed
     return printed
-
-
-def by_id(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Span id -> its resource and span, with times on the monotonic clock of the process; no span is there twice."""
-    found: dict[str, Any] = {}
-    for request in requests:
-        for resource, span in spans_with_resource(request):
-            held = plain_attributes(resource["attributes"])
-            offset_ns = held.pop(OFFSET_NS, 0)
-            own = plain_attributes(span.get("attributes", []))
-            events = [
-                (int(event["timeUnixNano"]) - offset_ns, event["name"], plain_attributes(event["attributes"]))
-                for event in span.get("events", [])
-            ]
-            times = [int(span[name]) - offset_ns for name in ("startTimeUnixNano", "endTimeUnixNano")]
-            if "parentSpanId" not in span:
-                times = []  # a cycle has no clock of its own
-            status = {
-                key: value for key, value in span.get("status", {}).items() if value not in (2, "STATUS_CODE_ERROR")
-            }
-            ids = [span["traceId"], span.get("parentSpanId")]
-            assert span["spanId"] not in found
-            found[span["spanId"]] = [held, ids, span["name"], times, own, events, status]
-    return found
-
-
-def exported(trace: Path, path: Path) -> dict[str, Any]:
-    assert main(["export", str(trace), "-o", str(path), "--format", "otlp", "--quiet", "--no-cache"]) == 0
-    return by_id([json.loads(line) for line in path.read_text().splitlines()])
 
 
 class GrowingTrace:

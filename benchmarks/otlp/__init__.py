@@ -1,0 +1,1 @@
+"""What --otlp costs a training step."""
