@@ -31,6 +31,7 @@ from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.render.prometheus import PREFIX, families
 
+DASHBOARD = ROOT / "docs" / "grafana" / "restart_trace.json"
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -270,3 +271,42 @@ def test_a_prometheus_server_collects_them(tmp_path: Path) -> None:
         assert float(mean["value"][1]) == pytest.approx(sum(blocked) / len(blocked))
         (wall,) = asked(server, 'sum(restart_trace_wall_seconds{part!="idle"})')
         assert float(wall["value"][1]) == pytest.approx(report["budget"]["wall_s"])
+
+
+def queries(dashboard: dict[str, Any]) -> dict[str, str]:
+    """The queries of all panels, by panel and number."""
+    return {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the package prometheus")
+def test_every_query_of_the_dashboard_finds_the_run(tmp_path: Path) -> None:
+    """Its variable is the label of the runs; each query has an answer for this run, and none for another."""
+    trace = write_trace(tmp_path / "trace")
+    (tmp_path / "served").mkdir()
+    exported(trace, tmp_path / "served" / "run.prom")
+    dashboard = json.loads(DASHBOARD.read_text())
+    (variable,) = [one["query"]["query"] for one in dashboard["templating"]["list"] if one["name"] == "run_id"]
+    metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable).groups()  # type: ignore[union-attr]
+    with served(tmp_path / "served") as target, prometheus(tmp_path, target) as server:
+        assert [found["metric"][label] for found in asked(server, metric)] == [RUN_ID]
+        for name, query in queries(dashboard).items():
+            assert '{run_id="$run_id"' in query, name
+            for found in asked(server, query.replace("$run_id", RUN_ID)):
+                assert found["metric"]["run_id"] == RUN_ID, name
+            absent = f"absent({query.replace('$run_id', 'another')})"
+            assert asked(server, absent)[0]["value"][1] == "1", name
+
+
+def test_the_dashboard_names_labels_that_its_queries_have(tmp_path: Path) -> None:
+    values = parsed(exported(write_trace(tmp_path / "trace"), tmp_path / "run.prom"))
+    known = {label for _, labels in values for label, _ in labels}
+    dashboard = json.loads(DASHBOARD.read_text())
+    legends = [target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert set(re.findall(r"{{(\w+)}}", " ".join(legends))) <= known
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids) and all(panel["description"] for panel in dashboard["panels"])
