@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +19,16 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.config import ModelConfig
+from megatron.hf.checkpoints import SavedModel, newest_checkpoint
 from megatron.hf.configs import architecture_of
 from megatron.hf.errors import ConversionError
 from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
 from megatron.hf.output import new_directory
+from megatron.hf.tensors import parameters
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, wait_for
-from tests.unit.megatron.hf.models import GPT2, LLAMA, drawn, save
+from tests.unit.megatron.hf.models import GPT2, LLAMA, PADDED, drawn, save
 from tools import hf_convert
 
 SINGLE = Layout(1, 1, 1)
@@ -177,6 +180,18 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused(ours: Path, tmp_path: P
     with pytest.raises(CheckpointDamagedError, match=r"layer_03.*; give another checkpoint with --load-tag"):
         export(tmp_path / "save", tmp_path / "out", None, 1 << 30)
     assert [path.name for path in tmp_path.iterdir()] == ["save"]
+
+
+@pytest.mark.parametrize("engine", ["torch", "lazy"])
+def test_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path, engine: str) -> None:
+    """As --keep-last does."""
+    model = ModelConfig(**LLAMA)
+    directory = save(tmp_path / "save", model, drawn(model), SINGLE, engine)
+    saved = SavedModel(newest_checkpoint(tmp_path / "save", None))
+    shutil.rmtree(directory)
+    layer = [each for each in parameters(model, architecture_of(model), PADDED) if each.layer == 2]
+    with pytest.raises(CheckpointDamagedError, match=f"{directory}/.*: file is missing; give another checkpoint with"):
+        saved.layer(layer)
 
 
 def test_nothing_is_overwritten(ours: Path, tmp_path: Path) -> None:
