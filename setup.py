@@ -56,6 +56,7 @@ TRAIN = [
 
 TENSORBOARD = ["tensorboard>=2.15"]
 OTLP = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]  # --otlp, ckpt-analysis follow
+FIGURES = ["matplotlib>=3.8"]  # ckpt-analysis --figures
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
 S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
@@ -68,6 +69,7 @@ DEV = [
     *TRAIN,
     *TENSORBOARD,
     *OTLP,
+    *FIGURES,
     *CLIENTS,
     *S3TORCHCONNECTOR,
     "moto>=5.1",  # an S3 server
@@ -131,7 +133,7 @@ def restart_trace() -> None:
         ],
         package_dir={"": ".", INSTALLED_TOOLS: "tools"},
         package_data=TRACE_DATA,
-        extras_require={"otlp": OTLP},
+        extras_require={"otlp": OTLP, "figures": FIGURES},
         cmdclass={"build_py": WithoutTheTrainer},
         entry_points={"console_scripts": TRACE_COMMANDS},
     )
@@ -162,6 +164,7 @@ def megatron_restart() -> None:
             "s3": S3,
             "s3torchconnector": S3TORCHCONNECTOR,
             "otlp": OTLP,
+            "figures": FIGURES,
             "clients": CLIENTS,
             "dev": DEV,
         },

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...common import cli
 from ...common.cli import CHECK_FAILED, OK
+from ...common.formatting import plural
 from .. import open_trace
 from ..common.errors import CouldNotRunError
 from ..common.progress import Progress
@@ -21,6 +22,7 @@ from ..common.progress import Progress
 if TYPE_CHECKING:
     from ..compare.variants import Variant
     from ..render.document import Document
+    from ..render.html.content import Content, Figure
     from ..report import Analysis, Report
     from ..trace_analysis import TraceAnalysis
 
@@ -63,6 +65,28 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "network. Without it nothing is written"
     )
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=help_)
+
+
+def add_figures(parser: argparse.ArgumentParser) -> None:
+    help_ = "write each figure of the HTML report to DIR as SVG and PDF, for papers; needs matplotlib (extra `figures`)"
+    parser.add_argument("--figures", metavar="DIR", type=Path, help=help_)
+
+
+def check_figures(arguments: argparse.Namespace) -> None:
+    """Raises CouldNotRunError if --figures is given and cannot be met, before anything is read."""
+    from ..render.paper.files import require_matplotlib
+
+    if arguments.figures is not None:
+        require_matplotlib(arguments.figures)
+
+
+def write_figures(contents: Iterable[tuple[Figure, Content]], arguments: argparse.Namespace) -> None:
+    """Write the plots of the figures to the directory of --figures. Raises CouldNotRunError if that fails."""
+    from ..render.paper import files
+
+    plots = files.plots_of((figure.name, content.all_plots) for figure, content in contents)
+    files.write_figures(plots, arguments.figures)
+    progress_of(arguments).remark(f"{arguments.figures}: {plural(len(plots), 'figure')} as SVG and as PDF")
 
 
 def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:

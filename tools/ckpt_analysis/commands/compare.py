@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 from ...common.cli import CHECK_FAILED, OK
 from ..common.errors import CouldNotRunError
 from .common import (
+    add_figures,
     add_format,
     add_output,
+    check_figures,
     holds_sweep,
     named,
     read_variants,
     refuse_flags_of_traces,
+    write_figures,
     write_formatted,
     write_page,
     write_stdout,
@@ -49,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
     add_output(parser)
+    add_figures(parser)
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="show all metrics, including details of phases and timers")
     help_ = "exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable"
@@ -63,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..compare.comparison import compare_variants
     from ..compare.conditions import failures, parse_condition
 
+    check_figures(arguments)
     if any(holds_sweep(path) for paths in named(arguments.logdirs).values() for path in paths):
         return _sweeps(arguments)
     conditions = [parse_condition(text) for text in arguments.fail_if]
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace, comparison: Comparison, variants: list[Variant]) -> None:
-    """Print the comparison, and write the page that -o asks for."""
+    """Print the comparison, and write the page and the figures that are asked for."""
     from ...common.tables import Style
     from ..render.comparison import to_csv, to_json, to_markdown, to_table
 
@@ -91,6 +96,10 @@ def show(arguments: argparse.Namespace, comparison: Comparison, variants: list[V
         from ..render.html.page import comparison_page
 
         write_page(comparison_page(comparison, variants), arguments)
+    if arguments.figures is not None:
+        from ..render.html.page import comparison_contents
+
+        write_figures(comparison_contents(comparison), arguments)
 
 
 def _sweeps(arguments: argparse.Namespace) -> int:
@@ -102,9 +111,11 @@ def _sweeps(arguments: argparse.Namespace) -> int:
     from ..sweeps.several import compared
 
     refuse_flags_of_traces(arguments)
-    if arguments.output is not None or arguments.format == "csv" or arguments.keep_first:
+    only_of_runs = (arguments.output, arguments.figures, arguments.keep_first or None)
+    if arguments.format == "csv" or any(one is not None for one in only_of_runs):
         raise CouldNotRunError(
-            "-o, --format csv and --keep-first are for runs; `ckpt-analysis sweep -o` makes page and tables of a sweep"
+            "-o, --figures, --format csv and --keep-first are for runs; `ckpt-analysis sweep` makes page, figures and "
+            "tables of a sweep"
         )
     conditions = [parse_condition(text) for text in arguments.fail_if]
     found, alone = compared(named(arguments.logdirs))

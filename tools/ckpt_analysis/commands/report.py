@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 from ..common.errors import CouldNotRunError
 from . import compare
 from .common import (
+    add_figures,
     add_format,
     add_output,
     add_strict,
     add_target,
+    check_figures,
     exit_status,
     read_analysis,
     read_variants,
+    write_figures,
     write_formatted,
     write_page,
 )
@@ -29,6 +32,7 @@ EXAMPLES = """\
   %(prog)s $trace                             where the restart went, four numbers, and what would help
   %(prog)s SAVE_DIR                           a directory of --save: its restart_trace/ is analysed
   %(prog)s $trace -o report                   and report/ckpt_report.html: figures, tables, findings
+  %(prog)s $trace --figures paper             the same figures as SVG and PDF files
   %(prog)s runs/torch runs/lazy -o cmp.html   two runs side by side, in the terminal and as a page
   %(prog)s --all $trace                       everything, phase by phase and rank by rank
   %(prog)s --format json $trace > out.json    the same numbers for programs
@@ -45,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
     add_output(parser)
+    add_figures(parser)
     help_ = "save that the HTML report shows in detail (default: the newest that all ranks finished)"
     parser.add_argument("--checkpoint", metavar="TAG", help=help_)
     add_format(parser, "table", "json")
@@ -60,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Analyse the directories, print the report and write the page. Returns the exit status."""
     several = len(arguments.logdirs) > 1
     _check(arguments, several)
+    check_figures(arguments)
     reports = _compared(arguments) if several else _of_one(arguments)
     return exit_status(arguments, *reports)
 
@@ -81,6 +87,10 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
         from ..render.html.page import run_page
 
         write_page(run_page(analysis, arguments.checkpoint), arguments)
+    if arguments.figures is not None:
+        from ..render.html.page import run_contents
+
+        write_figures(run_contents(analysis, arguments.checkpoint), arguments)
     return [analysis.report]
 
 
@@ -100,9 +110,10 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
             raise CouldNotRunError(f"{flag} {given}: applies to one run; give one LOGDIR with it")
     if several and arguments.target:
         raise CouldNotRunError(f"--target {arguments.target[0]}: applies to one run; run it for each LOGDIR")
-    if arguments.checkpoint is not None and arguments.output is None:
+    if arguments.checkpoint is not None and arguments.output is None and arguments.figures is None:
         raise CouldNotRunError(
-            f"--checkpoint {arguments.checkpoint}: chooses what the HTML report shows; add -o PATH or remove it"
+            f"--checkpoint {arguments.checkpoint}: chooses what the HTML report and the figures show; add -o PATH or "
+            "--figures DIR, or remove it"
         )
     if several and arguments.format == "json":
         raise CouldNotRunError(

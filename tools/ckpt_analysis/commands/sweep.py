@@ -8,7 +8,17 @@ from pathlib import Path
 
 from ...common.cli import CHECK_FAILED, OK
 from ..common.errors import CouldNotRunError
-from .common import FILE_NAME, output_file, progress_of, refuse_flags_of_traces, write_page, write_stdout
+from .common import (
+    FILE_NAME,
+    add_figures,
+    check_figures,
+    output_file,
+    progress_of,
+    refuse_flags_of_traces,
+    write_figures,
+    write_page,
+    write_stdout,
+)
 
 HELP = "show the results of a sweep: engines by model and layout, and all measurements as a table"
 EXAMPLES = """\
@@ -24,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", metavar="SWEEP", type=Path, help="--out of a sweep, or a bundle of one")
     help_ = f"write {FILE_NAME}, {' and '.join(TABLES)} here"
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
+    add_figures(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..sweeps.read import read_sweep
 
     refuse_flags_of_traces(arguments)
+    check_figures(arguments)
     if arguments.output is not None and arguments.output.suffix.lower() in (".html", ".htm"):
         raise CouldNotRunError(f"-o {arguments.output}: must be a directory, for the page and two tables")
     with opened(arguments.sweep) as directory:
@@ -44,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         write_stdout(to_table(view, Style(sys.stdout)))
         if arguments.output is not None:
             _write(view, arguments)
+        if arguments.figures is not None:
+            from ..render.html.page import sweep_contents
+
+            write_figures(sweep_contents(view), arguments)
     return CHECK_FAILED if view.failures else OK
 
 

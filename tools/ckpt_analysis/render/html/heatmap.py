@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import polars as pl
@@ -24,7 +25,7 @@ _MAP = 0.93  # of the plot's height; marks are above
 _WORST = 32  # rows of the table
 _NAMED = 8  # ranks in a sentence
 _VALUES = 12  # ranks: the cells of so many have room for their values
-_NOISE = 0.1  # of the longest time of a row: a smaller spread is not stretched over all colours
+_NOISE = 0.1  # of the longest time of a row: a smaller excess is not stretched over all colours
 _ORDERS = {"by host": ["host", "rank"], "by TP × PP × DP": ["pp", "dp", "tp", "rank"]}
 
 
@@ -102,7 +103,7 @@ def arranged(
     data = [_row(name, labels, binned[name].to_list()) for name in names]
     scale = next((row for row in data if not row["reversescale"]), None)
     if scale is not None:
-        ends = {"tickmode": "array", "tickvals": [scale["zmin"], scale["zmax"]], "ticktext": ["fastest", "slowest"]}
+        ends = {"tickmode": "array", "tickvals": [scale["zmin"], scale["zmax"]], "ticktext": ["median", "slowest"]}
         bar = {"title": {"text": "in its row"}, "thickness": 12, "outlinewidth": 0}
         scale |= {"showscale": True, "colorbar": bar | ends}
     marked = [label for label, is_slow in zip(labels, binned["slow"], strict=True) if is_slow]
@@ -134,13 +135,13 @@ def arranged(
 
 
 def _row(name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
-    """One phase, on a scale of its own from the fastest rank to the slowest.
+    """One phase, on a scale of its own from the median rank to the slowest.
 
     Waiting is inverted: who waited least came last, and is as bright as who worked longest.
     """
     waits = any(part in MEETINGS for part in name.split("/"))
-    least, most = min(values), max(values)
-    span = max(most - least, _NOISE * most, 1e-9)
+    middle, most = median(values), max(values)
+    span = max(middle - min(values) if waits else most - middle, _NOISE * most, 1e-9)
     return {
         "type": "heatmap",
         "x": labels,
@@ -148,8 +149,8 @@ def _row(name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
         "z": matrix([values]),
         "colorscale": "Cividis",  # made for colour-blind readers
         "reversescale": waits,
-        "zmin": most - span if waits else least,
-        "zmax": most if waits else least + span,
+        "zmin": middle - span if waits else middle,
+        "zmax": middle if waits else middle + span,
         "showscale": False,
         "hovertemplate": f"%{{y}}<br>%{{x}}<br>%{{z:.4f}} s{' waited' if waits else ''}<extra></extra>",
     } | ({"texttemplate": "%{z:.3f}", "textfont": {"size": 11}} if len(values) <= _VALUES else {})

@@ -55,10 +55,25 @@ def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
 
     Raises CouldNotRunError if there is no such save, or plotly is not installed.
     """
-    run = choose(analysis, checkpoint)
     title = f"Checkpoint and restart report: run {analysis.report.run_id}"
     first = _first_page(analysis.report, "", gains(analysis))
-    return _render(title, [first], [(figure, figure.make(run)) for figure in FIGURES])
+    return _render(title, [first], run_contents(analysis, checkpoint))
+
+
+def run_contents(analysis: Analysis, checkpoint: str | None = None) -> list[tuple[Figure, Content]]:
+    """The figures of one run. Raises CouldNotRunError if there is no such save as `checkpoint`."""
+    run = choose(analysis, checkpoint)
+    return [(figure, figure.make(run)) for figure in FIGURES]
+
+
+def comparison_contents(compared: Comparison) -> list[tuple[Figure, Content]]:
+    """The figure of several runs."""
+    return [(comparison.FIGURE, comparison.FIGURE.make(compared))]
+
+
+def sweep_contents(view: View) -> list[tuple[Figure, Content]]:
+    """The figures of a sweep."""
+    return [(figure, figure.make(view)) for figure in sweep.FIGURES]
 
 
 def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
@@ -71,18 +86,15 @@ def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
         for index, report in enumerate(variant.reports, start=1):
             repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
             first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
-    content = comparison.FIGURE.make(compared)
     title = f"Comparison of {len(first_pages)} runs"
-    return _render(
-        title, first_pages, [(comparison.FIGURE, content)], verdict=verdict_of(compared), numbers=_numbers(first_pages)
-    )
+    contents, numbers = comparison_contents(compared), _numbers(first_pages)
+    return _render(title, first_pages, contents, verdict=verdict_of(compared), numbers=numbers)
 
 
 def sweep_page(view: View) -> str:
     """The HTML page of a sweep: its tables and figures over all cells. Raises CouldNotRunError without plotly."""
-    figures = [(figure, figure.make(view)) for figure in sweep.FIGURES]
     opening = Opening(view.sweep.about, view.verdicts(), sweep.facts(view))
-    return _render(f"Sweep {view.sweep.name}", [], figures, labels=view.labels, opening=opening)
+    return _render(f"Sweep {view.sweep.name}", [], sweep_contents(view), labels=view.labels, opening=opening)
 
 
 def _first_page(report: Report, name: str, worth: Mapping[int, Answer] = MappingProxyType({})) -> dict[str, Any]:
