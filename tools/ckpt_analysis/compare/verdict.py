@@ -30,6 +30,11 @@ _OTHER_CONDITIONS = (
 
 
 def verdict_of(comparison: Comparison) -> str:
+    """All of `verdicts_of`."""
+    return " ".join(verdicts_of(comparison))
+
+
+def verdicts_of(comparison: Comparison) -> list[str]:
     """One sentence over the times that matter; a second one if the runs do not differ in their engine alone.
 
     Engines on several storages are compared on each by itself: a sentence per storage.
@@ -39,11 +44,11 @@ def verdict_of(comparison: Comparison) -> str:
         for storage in grid.storages:
             mine = {engine: grid.index[engine, storage] for engine in grid.engines if (engine, storage) in grid.index}
             on_each.append(f"{storage}: {_sentence(comparison, mine)}")
-        return " ".join(on_each)
+        return on_each
     names = names_in_sentences(comparison.variants)
     sentence = _sentence(comparison, {name: index for index, name in enumerate(names)})
     others = [name for name in _OTHER_CONDITIONS if name in comparison.differing]
-    return f"{sentence} Not the same in all: {', '.join(others)}." if others else sentence
+    return [sentence, *([f"Not the same in all: {', '.join(others)}."] if others else [])]
 
 
 def _sentence(comparison: Comparison, named: dict[str, int]) -> str:

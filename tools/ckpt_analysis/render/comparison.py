@@ -24,7 +24,7 @@ from ...common.tables import (
 from ..compare.grid import Grid, grid_of, rows_of
 from ..compare.results import DIFFERS, EQUAL, WITHIN_NOISE, Comparison, MetricRow, VariantFacts
 from ..compare.results import Cell as MetricCell
-from ..compare.verdict import verdict_of
+from ..compare.verdict import verdict_of, verdicts_of
 
 GRID_TITLE = "Engines by storage: medians in seconds (n)"
 _COLUMN = 30  # characters of a fact in a column
@@ -112,10 +112,16 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
     comparison = shown(comparison)
     width = text_width()
     runs = sum(len(variant.directories) for variant in comparison.variants)
-    lines = [*textwrap.wrap(verdict_of(comparison), width), ""]
-    lines += [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
-    lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     grid = grid_of(comparison)
+    verdicts = verdicts_of(comparison) if grid else [verdict_of(comparison)]
+    lines = [
+        line for verdict in verdicts for line in textwrap.wrap(verdict, width, subsequent_indent="  " * bool(grid))
+    ]
+    lines += ["", style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
+    if grid and not show_all:
+        lines += textwrap.wrap(f"of {_common(comparison.variants[0])}", width)
+    else:
+        lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     if grid:
         header, rows = by_storage(comparison, grid)
         lines += ["", style.heading(GRID_TITLE), *text_table(header, rows, style)]
@@ -125,7 +131,7 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
     if differing := _differing_results(results, show_all):
         lines += ["", *fitted_table(_COLUMNS, differing, style, optional=_OPTIONAL)]
     lines.append("")
-    for note in [*_left_out(comparison, results, show_all), *comparison.notes, METHOD]:
+    for note in [*_left_out(comparison, results, show_all), *comparison.notes, *([METHOD] if results else [])]:
         lines += textwrap.wrap(note, width)
     return "\n".join(lines) + "\n"
 
@@ -190,6 +196,12 @@ def _differing(comparison: Comparison, style: Style) -> list[str]:
             having = ", ".join(label for label, value in zip(labels, values, strict=True) if value == text)
             lines.append(f"  {name} of {having}: {text}")
     return lines
+
+
+def _common(variant: VariantFacts) -> str:
+    """What all variants of a grid have in common."""
+    facts = [variant.facts.get(name) for name in ("model", "layout", "label")]
+    return ", ".join(fact for fact in facts if fact)
 
 
 def _describe(variant: VariantFacts) -> str:

@@ -77,7 +77,7 @@ def draw(comparison: Comparison) -> Content:
     plots = [
         _by_storage(comparison, grid) if grid else _values("Times: less is better", _TIMES, comparison),
         _values("Throughput: more is better", _SPEEDS, comparison),
-        _speed_ups(comparison),
+        None if grid else _speed_ups(comparison),
         _shares(comparison),
     ]
     tables = [_runs(comparison), *_grid(comparison), *_differences(comparison)]
