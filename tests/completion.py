@@ -33,6 +33,7 @@ COMMANDS = {
     "restart-sweep": "tools.restart_sweep.cli",
     "ckpt-plan": "tools.ckpt_plan.cli",
     "ckpt-replay": "tools.ckpt_replay.cli",
+    "hf-convert": "tools.hf_convert",
     "megatron-preprocess-data": "tools.preprocess_data",
 }
 

@@ -56,7 +56,7 @@ _set_new_action() {
   current_action_is_positional=$2
 }
 
-_shtab_ckpt_analysis_subparsers=(report summary compare goodput timeline export validate import project sweep bundle)
+_shtab_ckpt_analysis_subparsers=(report summary compare goodput timeline export follow validate import project sweep bundle)
 
 _shtab_ckpt_analysis_report_option_strings=(-h --help -o --output --checkpoint --format --all --per-rank --strict --target --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_summary_option_strings=(-h --help --format --all --per-rank --strict --target --quiet --run-id --cache-dir --no-cache)
@@ -64,6 +64,7 @@ _shtab_ckpt_analysis_compare_option_strings=(-h --help -o --output --format --al
 _shtab_ckpt_analysis_goodput_option_strings=(-h --help --format --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_timeline_option_strings=(-h --help -o --output --ranks --checkpoint --cycle --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_export_option_strings=(-h --help -o --output --format --table --quiet --run-id --cache-dir --no-cache)
+_shtab_ckpt_analysis_follow_option_strings=(-h --help --otlp --cycles --while-pid --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_validate_option_strings=(-h --help --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_import_option_strings=(-h --help -o --output --from --world-size --force --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_project_option_strings=(-h --help --nodes --mtbf-hours --interval-steps --failures-per-day --tier --step-seconds --blocked-seconds --durable-seconds --restart-seconds --checkpoint-bytes --ranks --tp --hosts --cores --checkpoint-files --plan --engine --write-GBps --read-GBps --what-if --placement --replicas --lost-nodes --format --quiet --run-id --cache-dir --no-cache)
@@ -104,6 +105,12 @@ _shtab_ckpt_analysis_export__o_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_export___output_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_export___run_id_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_export___cache_dir_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow___otlp_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow___cycles_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow___while_pid_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow___run_id_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis_follow___cache_dir_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_validate_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_validate___run_id_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_validate___cache_dir_COMPGEN=_shtab_compgen_files
@@ -158,7 +165,7 @@ _shtab_ckpt_analysis_import___from_choices=(log otlp nvrx)
 _shtab_ckpt_analysis_project___tier_choices=(storage local_memory peer)
 _shtab_ckpt_analysis_project___placement_choices=(group ring mixed)
 _shtab_ckpt_analysis_project___format_choices=(table json csv markdown)
-_shtab_ckpt_analysis_pos_0_choices=(report summary compare goodput timeline export validate import project sweep bundle)
+_shtab_ckpt_analysis_pos_0_choices=(report summary compare goodput timeline export follow validate import project sweep bundle)
 
 _shtab_ckpt_analysis_report_pos_0_nargs=+
 _shtab_ckpt_analysis_report__h_nargs=0
@@ -194,6 +201,10 @@ _shtab_ckpt_analysis_export__h_nargs=0
 _shtab_ckpt_analysis_export___help_nargs=0
 _shtab_ckpt_analysis_export___quiet_nargs=0
 _shtab_ckpt_analysis_export___no_cache_nargs=0
+_shtab_ckpt_analysis_follow__h_nargs=0
+_shtab_ckpt_analysis_follow___help_nargs=0
+_shtab_ckpt_analysis_follow___quiet_nargs=0
+_shtab_ckpt_analysis_follow___no_cache_nargs=0
 _shtab_ckpt_analysis_validate__h_nargs=0
 _shtab_ckpt_analysis_validate___help_nargs=0
 _shtab_ckpt_analysis_validate___quiet_nargs=0
@@ -1099,6 +1110,132 @@ _shtab_ckpt_replay() {
 }
 
 complete -o bashdefault -o default -F _shtab_ckpt_replay ckpt-replay
+_shtab_hf_convert_subparsers=(export import)
+
+_shtab_hf_convert_export_option_strings=(-h --help --version --load --load-tag --out --max-shard-size)
+_shtab_hf_convert_import_option_strings=(-h --help --version --load --out --params-dtype --make-vocab-size-divisible-by)
+_shtab_hf_convert_option_strings=(-h --help --version)
+
+_shtab_hf_convert_export___load_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_export___load_tag_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_export___out_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_export___max_shard_size_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_import___load_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_import___out_COMPGEN=_shtab_compgen_files
+_shtab_hf_convert_import___make_vocab_size_divisible_by_COMPGEN=_shtab_compgen_files
+
+_shtab_hf_convert_import___params_dtype_choices=(bf16 fp16 fp32)
+_shtab_hf_convert_pos_0_choices=(export import)
+
+_shtab_hf_convert_export__h_nargs=0
+_shtab_hf_convert_export___help_nargs=0
+_shtab_hf_convert_export___version_nargs=0
+_shtab_hf_convert_import__h_nargs=0
+_shtab_hf_convert_import___help_nargs=0
+_shtab_hf_convert_import___version_nargs=0
+_shtab_hf_convert_pos_0_nargs=A...
+_shtab_hf_convert__h_nargs=0
+_shtab_hf_convert___help_nargs=0
+_shtab_hf_convert___version_nargs=0
+
+# Notes:
+# `COMPREPLY`: what will be rendered after completion is triggered
+# `completing_word`: currently typed word to generate completions for
+# `${!var}`: evaluates the content of `var` and expand its content as a variable
+#     hello="world"
+#     x="hello"
+#     ${!x} -> ${hello} -> "world"
+_shtab_hf_convert() {
+  local completing_word="${COMP_WORDS[COMP_CWORD]}"
+  local previous_word="${COMP_WORDS[COMP_CWORD-1]}"
+  local completed_positional_actions
+  local current_action
+  local current_action_args_start_index
+  local current_action_choices
+  local current_action_compgen
+  local current_action_is_positional
+  local current_action_nargs
+  local current_option_strings
+  local sub_parsers
+  COMPREPLY=()
+
+  local prefix=_shtab_hf_convert
+  local word_index=0
+  local pos_only=0 # "--" delimiter not encountered yet
+  _set_parser_defaults
+  word_index=1
+
+  # determine what arguments are appropriate for the current state
+  # of the arg parser
+  while [ $word_index -ne $COMP_CWORD ]; do
+    local this_word="${COMP_WORDS[$word_index]}"
+
+    if [[ $pos_only = 1 || " $this_word " != " -- " ]]; then
+      if [[ -n $sub_parsers && " ${sub_parsers[@]} " == *" $this_word "* ]]; then
+        # valid subcommand: add it to the prefix & reset the current action
+        prefix="${prefix}_$(_shtab_replace_nonword $this_word)"
+        _set_parser_defaults
+      fi
+
+      if [[ " ${current_option_strings[@]} " == *" $this_word "* ]]; then
+        # a new action should be acquired (due to recognised option string or
+        # no more input expected from current action);
+        # the next positional action can fill in here
+        _set_new_action $this_word false
+      fi
+
+      if [[ "$current_action_nargs" != "*" ]] && \
+         [[ "$current_action_nargs" != "+" ]] && \
+         [[ "$current_action_nargs" != "?" ]] && \
+         [[ "$current_action_nargs" != *"..." ]] && \
+         (( $word_index + 1 - $current_action_args_start_index - $pos_only >= \
+            $current_action_nargs )); then
+        $current_action_is_positional && let "completed_positional_actions += 1"
+        _set_new_action "pos_$completed_positional_actions" true
+      fi
+    else
+      pos_only=1 # "--" delimiter encountered
+    fi
+
+    let "word_index+=1"
+  done
+
+  # Generate the completions
+
+  COMPREPLY=()
+  if [[ $pos_only = 0 && "$completing_word" == -* &&
+        ( -z "$current_action_compgen" || "$current_action_is_positional" = true ) ]]; then
+    # optional argument started: use option strings
+    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(
+      compgen -W "${current_option_strings[*]}" -- "$completing_word")
+  elif [[ "$previous_word" =~ ^[0-9\&]*[\<\>]\>?$ ]]; then
+    # handle redirection operators
+    compopt -o filenames 2>/dev/null || : # bash>=4
+    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(compgen -f -- "$completing_word")
+  else
+    # use choices & compgen
+    local action_compgen_word="$completing_word"
+    # handle tab-completing in the middle of a line (#248 <- #116)
+    [[ -n "$current_action_compgen" && "$completing_word" == -* ]] && action_compgen_word=""
+    [ -n "$current_action_compgen" ] && {
+      [[ "$current_action_compgen" =~ _(file|dir|glob|FILE|DIR|GLOB)|File|Dir|Glob ]] &&
+        compopt -o filenames 2>/dev/null || : # bash>=4
+      while IFS= read -r line; do COMPREPLY+=("$line"); done < <(
+        "$current_action_compgen" "$action_compgen_word")
+    }
+    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(
+      compgen -W "${current_action_choices[*]}" -- "$completing_word")
+  fi
+
+  if [[ ${#COMPREPLY[@]} = 0 ]]; then
+    # native fallback matches are not necessarily filenames (e.g. variables)
+    compopt +o filenames 2>/dev/null || : # bash>=4
+  fi
+
+  return 0
+}
+
+complete -o bashdefault -o default -F _shtab_hf_convert hf-convert
 _shtab_megatron_preprocess_data_option_strings=(-h --help --version --input --json-keys --tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size --append-eod --output-prefix --dataset-impl --document-sizes --workers --partitions --log-interval --split-sentences)
 
 _shtab_megatron_preprocess_data___input_COMPGEN=_shtab_compgen_files

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples_deepspeed" / "restart_bench"
 _STARTS = re.compile(r'^restart_bench (.+) "\$@"$', re.MULTILINE)
 TINY = "run_tiny_tp2_pp2_dp2.sh"
+NODE_RANK = "$NODE_RANK"
 
 
 def run_script(
@@ -67,7 +68,22 @@ def dry_run(script: str, cwd: Path, **settings: str) -> list[Command]:
     done = run_script(script, cwd, DRY_RUN="1", WORK_DIR=str(cwd / "work"), **settings)
     assert done.returncode == 0, done.stderr
     assert list(cwd.glob("work*")) == []
-    return [split_command(line) for line in done.stdout.splitlines()]
+    return commands_of_nodes(done.stdout)
+
+
+def commands_of_nodes(shown: str) -> list[Command]:
+    """What a dry run prints; a line with NODE_RANK is that of each node."""
+    found = []
+    for line in shown.splitlines():
+        command = split_command(line)
+        if NODE_RANK not in command.launcher:
+            found.append(command)
+            continue
+        number = command.option("--nnodes")
+        for node in range(int(number)):
+            launcher = [str(node) if word == NODE_RANK else word for word in command.launcher]
+            found.append(command._replace(launcher=launcher))
+    return found
 
 
 def configuration(command: Command, world_size: int) -> Config:

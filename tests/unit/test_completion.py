@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.completion import COMMANDS, FILE, actions_of, completed_names, parser_of, parser_of_analysis
+from tests.unit.script_helpers import ROOT
 
 
 class Shell:
@@ -76,6 +77,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_bash_completes(typed: str, completed: str, shell: Shell) -> None:
     shell.type(f"{typed}\t#\n")  # what follows shows where the completion ended, and that it did
     assert f"{completed}#" in shell.read_until("#")
+
+
+def test_every_command_is_completed() -> None:
+    scripts = re.findall(r'f?"([a-z-]+) = [^"]+:\w+"', (ROOT / "setup.py").read_text())
+    assert sorted(scripts) == sorted([*COMMANDS, "ckpt-analysis"])
 
 
 def test_the_file_has_the_options_of_the_parsers_and_their_values() -> None:

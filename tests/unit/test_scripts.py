@@ -19,7 +19,17 @@ from megatron.launch.cli import parse_arguments
 from tests.cluster.__main__ import parse_arguments as parse_arguments_of_cluster
 from tests.faults.sweep import parse_arguments as parse_arguments_of_faults
 from tests.mutation import parse as parse_arguments_of_mutation
-from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script, split_command
+from tests.unit.script_helpers import (
+    BENCH,
+    NODE_RANK,
+    ROOT,
+    TINY,
+    commands_of_nodes,
+    configuration,
+    dry_run,
+    run_script,
+    split_command,
+)
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
 from tools.ckpt_replay.plan import CONNECTOR, RAW
@@ -231,7 +241,7 @@ def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> N
     python = {"SKIP_SETUP": "1", "PYTHON": sys.executable}
     done = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, **python)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 8  # the commands
+    assert len(commands_of_nodes(done.stdout)) == 8
     assert "saves in host memory, the fullest of 8 hosts, 8 ranks: " in done.stderr
     assert "no copies of other hosts'" in done.stderr  # only a coordinator has hosts hold copies
     hostfile = tmp_path / "hosts"
@@ -242,7 +252,42 @@ def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> N
     hostfile.unlink()
     none = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, VENV_DIR=str(tmp_path / "none"))
     assert none.returncode == 0 and f"there is no {tmp_path}/none/bin/python yet" in none.stderr
-    assert none.stdout.count("\n") == 8 and list(tmp_path.iterdir()) == []
+    assert len(commands_of_nodes(none.stdout)) == 8 and list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_what_was_checked_and_what_runs_where(tmp_path: Path) -> None:
+    save_dir = tmp_path / "here"
+    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable, "SAVE_DIR": str(save_dir)}
+    done = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, ENGINE="lazy", GPUS_PER_NODE="8", DEVICE="cuda")
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+    said = [line.removeprefix("[70b_tp8_pp8_dp1] ") for line in done.stderr.splitlines()]
+    assert said[1:4] == [
+        "checks passed: settings, flags",
+        "8 nodes x 8 ranks: 64 ranks (TP8 PP8 DP1), cuda, launcher torchrun, engine lazy",
+        "a checkpoint: 970.2 GB of tensors, at most 15.7 GB of a rank",
+    ]
+    free = rf"storage: {save_dir}; [\d.]+ GB are free in {tmp_path} on this host, room for \d+ checkpoints"
+    assert re.fullmatch(free, said[4]) and said[5:] == ["each node runs, with NODE_RANK=0..7:"]
+    (line,) = done.stdout.splitlines()
+    assert f'--node_rank "{NODE_RANK}" --nproc_per_node 8' in line
+    shell = f'NODE_RANK=5; printf "%s\\n" {line.removeprefix("env ")}'
+    words = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[words.index("--node_rank") + 1] == "5"
+
+
+def test_a_dry_run_over_hosts_says_who_starts_the_command(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"node{node} slots=8\n" for node in range(2)))
+    given = {"DRY_RUN": "1", "VENV_DIR": str(tmp_path / "none"), "HOSTFILE": str(hostfile), "RECOMPUTE": "none"}
+    done = run_script("run_13b_tp4_pp4.sh", tmp_path, **given, SAVE_DIR="s3://bucket/x")
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
+    assert "flags are not checked before the launch: there is no" in done.stderr
+    assert f"checks passed: settings, slots of HOSTFILE={hostfile}\n" in done.stderr
+    assert "storage: s3://bucket/x, which only the launch asks\n" in done.stderr and "GB of tensors" not in done.stderr
+    assert "the script starts on each host through ssh, with NODE_RANK=0..1:\n" in done.stderr
+    lost = run_script("run_13b_tp4_pp4.sh", tmp_path, **given, LAUNCHER="fork", MAX_RESTARTS="1")
+    assert lost.returncode == 0 and len(lost.stdout.splitlines()) == 3, lost.stderr  # each has an address of its own
+    assert NODE_RANK not in lost.stdout
 
 
 @pytest.mark.slow
@@ -266,7 +311,8 @@ def test_a_dry_run_shows_the_plan_of_its_own_settings(tmp_path: Path) -> None:
     assert "the fullest device, rank 0: " in done.stderr
     assert done.stderr.count("; fits 80 GB, does not fit 40 GB\n") == 1
     shown = re.search(r"^(\d+) files, (\d+) bytes", done.stderr, re.MULTILINE)
-    assert shown and re.search(r"^  seq_length +120000$", done.stderr, re.MULTILINE)
+    assert shown and "configuration, where" not in done.stderr  # the command is above
+    assert len(done.stderr.splitlines()) <= 30
     assert "host memory, 4 ranks a host: " in done.stderr
     assert "storage: 3 saves, of which at most 3 are there at once: " in done.stderr
     assert (

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE
-from tests.unit.script_helpers import BENCH, ROOT, TINY, run_script
+from tests.unit.script_helpers import BENCH, ROOT, TINY, commands_of_nodes, run_script
 
 SECRET = "s3cr;et"
 TOOLS = (
@@ -104,7 +104,7 @@ def test_a_plan_is_shown_beside_the_job(tmp_path: Path) -> None:
     given = {"DRY_RUN": "plan", "WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable}
     done = run_script("submit.sh", tmp_path, "1b_tp1_pp1", "--scheduler", "slurm", **given)
     assert done.returncode == 0 and "#SBATCH --nodes=1" in done.stdout, done.stderr
-    assert "configuration, where it is not the default:" in done.stderr and "durable within 60 s" in done.stderr
+    assert "checks passed: settings, flags\n" in done.stderr and "durable within 60 s" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
     hostfile.write_text("node0 slots=4\nnode1 slots=4\n")
     settings = {"WORK_DIR": str(tmp_path / "work"), "HOSTFILE": str(hostfile), "DRY_RUN": "1"}
     done = run_script("submit.sh", tmp_path, "7b_tp4_pp2", "--scheduler", "none", **settings)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
+    assert done.returncode == 0 and len(commands_of_nodes(done.stdout)) == 2, done.stderr
 
 
 @pytest.mark.parametrize(

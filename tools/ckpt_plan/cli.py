@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 1 << 16
 REPORT_EVERY_S = 5.0
-_OF_FILES = ("iteration", "upstream", "compare_listing", "files", "run")  # of the checkpoint's files, or with them
+_OF_FILES = (
+    "iteration",
+    "upstream",
+    "compare_listing",
+    "files",
+    "run",
+    "tensors",
+)  # of the checkpoint's files, or with them
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -43,6 +50,13 @@ _ASKED_WITH = {
     "ranks-per-host": ("--run", "--host-memory", "--step-time"),
     "blocked-target": ("--run",),
     "durable-target": ("--run",),
+}
+_SWITCHES = {
+    "--files": "table: print every file with its size, too",
+    "--run": "also print what a run needs: host memory, space and speed of the storage",
+    "--all": "with --run: also the configuration where it is no default, files of a commit, and requests",
+    "--tensors": "only print the bytes of the tensors, by arithmetic, without torch",
+    "--host-memory": "only print the host memory that saves of engine memory take",
 }
 _DESCRIPTION = (
     "List every file of a checkpoint with its exact size, and the memory it needs, without a GPU and without a run."
@@ -100,13 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--upstream", action="store_true", help="plan the files that upstream Megatron-DeepSpeed would write"
     )
     parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
-    parser.add_argument("--files", action="store_true", help="table: print every file with its size, too")
-    parser.add_argument(
-        "--run", action="store_true", help="also print what a run needs: configuration, host memory, storage"
-    )
-    parser.add_argument(
-        "--host-memory", action="store_true", help="only print the host memory that saves of engine memory take"
-    )
+    for name, help_ in _SWITCHES.items():
+        parser.add_argument(name, action="store_true", help=help_)
     devices = f"DEVICE: {', '.join(device_names())}, or one of --device-facts"
     parser.add_argument(
         "--step-time", metavar="DEVICE", help=f"only print how long a step takes on a device, by a model. {devices}"
@@ -154,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _answer_host_memory(planned, arguments)
         elif arguments.recompute_on is not None:
             status = _answer_recomputation(planned, arguments)
-        elif importlib.util.find_spec("torch") is None:
-            status = _answer_without_torch(planned, arguments)
+        elif arguments.tensors or importlib.util.find_spec("torch") is None:
+            status = _answer_by_arithmetic(planned, arguments)
         else:
             _check_output(arguments)
             listing = _read_listing(arguments.compare_listing)
@@ -229,6 +238,8 @@ def _check_output(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"{flag}: not printed with --compare-listing; drop one of the two")
     if arguments.files and is_json:
         raise ConfigError("--files: --format json has every file without it; drop one of the two")
+    if arguments.all and (is_json or not arguments.run):
+        raise ConfigError("--all: adds to the table of --run; add --run without --format json, or drop it")
 
 
 def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
@@ -293,15 +304,17 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
         raise ConfigError(f"--compare-listing {path}: {exc}") from exc
 
 
-def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> int:
+def _answer_by_arithmetic(planned: Planned, arguments: argparse.Namespace) -> int:
     """Print the bytes of the tensors. Raises ConfigError for a flag that needs the sizes of files."""
-    from .tensors import NOTE, plan_tensors, render, to_json
+    from .tensors import NOTE, WITHOUT_TORCH, plan_tensors, render, to_json
 
-    for name in ("engine", "iteration", "upstream", "compare_listing", "files", "run"):
+    asked = arguments.tensors
+    for name in ("engine", "iteration", "upstream", "compare_listing", "files", "run", "all"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')}: {NOTE}")
-    plan = plan_tensors(planned)
-    write_stdout(to_json(plan) if arguments.format == "json" else render(plan))
+            why = "not printed with --tensors; drop one of the two" if asked else WITHOUT_TORCH
+            raise ConfigError(f"--{name.replace('_', '-')}: {why}")
+    plan, note = plan_tensors(planned), NOTE if asked else WITHOUT_TORCH
+    write_stdout(to_json(plan, note) if arguments.format == "json" else render(plan, note))
     return OK
 
 
@@ -346,7 +359,7 @@ def _answer_recomputation(planned: Planned, arguments: argparse.Namespace) -> in
 
     if arguments.recompute_on < 1:
         raise ConfigError(f"--recompute-on {arguments.recompute_on}: must be at least 1")
-    for name in ("iteration", "upstream", "compare_listing", "files", "run"):
+    for name in _OF_FILES:
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --recompute-on; drop one of the two")
     choice = choose(planned, arguments.recompute_on * 10**9)
@@ -371,7 +384,8 @@ def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Name
     if listing is None:
         needs = _needs(plan, arguments) if arguments.run else None
         is_json = arguments.format == "json"
-        write_stdout(to_json(plan, needs) if is_json else render(plan, needs, with_files=arguments.files))
+        shown = to_json(plan, needs) if is_json else render(plan, needs, arguments.files, show_all=arguments.all)
+        write_stdout(shown)
         if needs is not None and needs.no_room:
             print(f"ckpt-plan: error: {needs.lack}", file=sys.stderr)
             return CHECK_FAILED

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.checkpoint import ENGINES_OF_OBJECT_STORAGE
+from megatron.config.uris import is_uri
 from megatron.fileio.objects.parts import LISTED, download_requests, range_requests, upload_requests
 
 from ..common.formatting import size
@@ -100,8 +101,12 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def render(plan: Plan, needs: RunNeeds | None, with_files: bool) -> str:
-    """Text for a terminal: totals, ranks, with `with_files` every file, what the run needs."""
+def render(plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bool = False) -> str:
+    """Text for a terminal: totals, ranks, with `with_files` every file, what the run needs, on one screen.
+
+    `show_all`: with a run's needs, also what they push off the screen: configuration, files of a commit, requests.
+    """
+    brief = needs is not None and not show_all and not with_files
     model = plan.config.model
     lines = [
         f"{plan.layout}, engine {plan.engine}, {model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "
@@ -115,16 +120,16 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool) -> str:
     ]
     if with_files:
         lines += _file_lines(plan.files)
-    if plan.commit_files:
+    if plan.commit_files and not brief:
         lines += ["written by rank 0 when it commits the first checkpoint of a run, not counted above:"]
         lines += _file_lines(plan.commit_files, heading=False)
-    if (count := requests(plan)) is not None:
+    if (count := requests(plan)) is not None and not (brief and not is_uri(plan.config.checkpoint.save or "")):
         lines.append(
             f"to object storage: {count['save_put']} PUT and POST for a save, {count['save_list']} LIST; from there "
             f"{count['load_get']} GET for a load, where one node needs each file"
         )
     lines += [f"note: {note}" for note in notes(plan)]
-    return "\n".join(lines) + "\n" + ("" if needs is None else render_needs(needs))
+    return "\n".join(lines) + "\n" + ("" if needs is None else render_needs(needs, show_all=show_all))
 
 
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:

@@ -158,11 +158,13 @@ def _GBps(num_bytes: int, seconds: float) -> float:
     return num_bytes / 1e9 / seconds
 
 
-def render(needs: RunNeeds) -> str:
-    """Text for a terminal."""
+def render(needs: RunNeeds, *, show_all: bool) -> str:
+    """Text for a terminal; `show_all`: with the configuration."""
     found = to_dict(needs)
-    lines = ["", "configuration, where it is not the default:"]
-    lines += [f"  {name:34} {_shown(value)}" for name, value in needs.configuration.items()]
+    lines: list[str] = []
+    if show_all:
+        lines += ["", "configuration, where it is not the default:"]
+        lines += [f"  {name:34} {_shown(value)}" for name, value in needs.configuration.items()]
     host, kept = size(needs.host_bytes, 2), size(found["kept_bytes"], 2)
     if needs.memory is not None:
         lines += ["", *slots.render(needs.memory).splitlines()]

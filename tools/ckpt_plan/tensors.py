@@ -21,9 +21,9 @@ from ..common.tables import text_table
 from .kinds import MASTER_WEIGHTS, MOMENTS, TENSOR_KINDS, WEIGHTS
 from .presets import Planned
 
-NOTE = (
-    "torch is not installed: tensors alone, exact to the byte. Names and sizes of files need it: "
-    "pip install '.[train]' in the checkout"
+NOTE = "tensors alone, exact to the byte, without the headers of files"
+WITHOUT_TORCH = (
+    f"torch is not installed: {NOTE}. Names and sizes of files need it: pip install '.[train]' in the checkout"
 )
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FP32 = 4
@@ -173,7 +173,7 @@ def stage_bounds(num_blocks: int, stages: int) -> list[int]:
     return bounds[::-1]
 
 
-def to_json(plan: TensorPlan) -> str:
+def to_json(plan: TensorPlan, note: str) -> str:
     """One JSON object, with the fields of docs/ckpt_plan.md that are known without torch; `files` is null."""
     content = {
         "layout": plan.layout.as_dict(),
@@ -188,12 +188,12 @@ def to_json(plan: TensorPlan) -> str:
              "bytes_by_kind": rank.by_kind}
             for rank in plan.ranks
         ],
-        "notes": [NOTE],
+        "notes": [note],
     }  # fmt: skip
     return json.dumps(content) + "\n"
 
 
-def render(plan: TensorPlan) -> str:
+def render(plan: TensorPlan, note: str) -> str:
     """Text for a terminal: totals, then one line per stage."""
     total = sum(plan.by_kind.values())
     lines = [
@@ -209,4 +209,4 @@ def render(plan: TensorPlan) -> str:
             rows.append((str(rank.at.pp), *(str(rank.by_kind[kind]) for kind in TENSOR_KINDS)))
     header = ("stage", *(kind.replace("_", " ") for kind in TENSOR_KINDS))
     lines += [*text_table(header, rows, indent="", left=0), "(bytes of each rank; weights of the first replica alone)"]
-    return "\n".join([*lines, "", f"note: {NOTE}"]) + "\n"
+    return "\n".join([*lines, "", f"note: {note}"]) + "\n"

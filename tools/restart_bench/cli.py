@@ -20,6 +20,7 @@ from .places import PROGRAM
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Start
 from .settings import table
+from .settings_file import taken_from, use, with_settings_of
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
 _TABLE = re.compile(r"^\| variable \| meaning \| default \|\n(\|.*\n)+", re.MULTILINE)
@@ -40,7 +41,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     if _answer(command.help, arguments):
         return 0
     try:
-        return command.run(arguments, dict(os.environ if environ is None else environ))
+        arguments, file = taken_from(arguments)
+        if environ is None:
+            use(file)
+            environ = os.environ
+        elif file is not None:
+            environ = with_settings_of(file, environ)
+        return command.run(arguments, dict(environ))
     except SettingsError as error:
         print(f"{command.name}: error: {error}", file=sys.stderr)
         return 2
@@ -102,7 +109,7 @@ def _no_arguments(command: str, arguments: Sequence[str]) -> None:
         meant = f"settings are environment variables: {word} {command}"
     for option, pattern in (("--help", "-h|--h"), ("--version", "-v|-V|--v")):
         meant = f"did you mean {option}?" if re.match(pattern, word) else meant
-    raise SettingsError(f"{word}: this script takes no arguments; {meant}")
+    raise SettingsError(f"{word}: this script takes no arguments but --config FILE; {meant}")
 
 
 def _no_command(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -8,20 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import hosts
+from .dry_run import check_shown_nodes, checked_flags, show_needs, summarize
 from .effects import check_launch, restarts_in_place
 from .environment import for_display, for_shell_line
 from .errors import SettingsError
 from .launchers.launch import Launch, launch_of, launcher_of
-from .modes import (
-    check_devices,
-    check_shown_nodes,
-    check_work_dir,
-    checked_flags,
-    free_port_of,
-    make_data,
-    show_needs,
-    shown_and_kept,
-)
+from .modes import check_devices, check_work_dir, free_port_of, make_data, shown_and_kept
 from .places import SCRIPTS
 from .run import Run, Start, settle
 from .training import check_new_directory, recomputation, training_flags
@@ -107,11 +99,11 @@ def _show(run: Run, directory: Path) -> None:
     """DRY_RUN: the same checks, without devices and hosts, and the command of the drill."""
     check_shown_nodes(run)
     _check_one_command(run)
-    flags, recomputed = checked_flags(run)
-    run.say(str(recomputed))
-    launch = launch_of(run, flags, with_id=False).carrying(for_display(run.user_env))
+    checked = checked_flags(run)
+    summarize(run, checked)
+    launch = launch_of(run, checked.flags, with_id=False).carrying(for_display(run.user_env))
     print(for_shell_line([*run.interpreter.module("restart_drill"), *_drill(launch, directory)]))
-    show_needs(run, flags, recomputed)
+    show_needs(run, checked)
 
 
 def _drill(launch: Launch, directory: Path) -> list[str]:

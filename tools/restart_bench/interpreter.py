@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +93,18 @@ class Interpreter:
         except OSError:
             return []
         return asked.stdout.split() if asked.returncode == 0 else []
+
+
+def tool_runner(interpreter: Interpreter) -> Callable[..., int]:
+    """Runs a tool of this repository, whose output goes to stderr; returns its exit status."""
+
+    def run_tool(module: str, *words: str) -> int:
+        done = interpreter.run(module, *words, stdout=sys.stderr)
+        if done.returncode == 127:
+            print(done.stderr, file=sys.stderr)
+        return done.returncode
+
+    return run_tool
 
 
 def exit_status(returncode: int) -> int:

@@ -11,8 +11,8 @@ from . import slurm
 from .effects import check_given
 from .environment import for_shell_line
 from .errors import LaunchEnded, SettingsError
-from .interpreter import Interpreter, replace_process
-from .modes import for_program, runner, train
+from .interpreter import Interpreter, replace_process, tool_runner
+from .modes import for_program, train
 from .places import SCRIPTS, runs
 from .presets import preset_of_word
 from .settings import Settings, check_names
@@ -44,7 +44,7 @@ def kill_resume(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def _show(words: list[str], environ: Mapping[str, str], interpreter: Interpreter) -> int:
     """Check the drill's arguments, and print its command and that of the preset."""
     if interpreter.exists():
-        status = runner(interpreter)("restart_drill", "--dry-run", *words)
+        status = tool_runner(interpreter)("restart_drill", "--dry-run", *words)
         if status != 0:
             raise LaunchEnded(status)
     else:

@@ -6,19 +6,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import data, hosts, nodes, slurm
+from .dry_run import check_single_command, show_training
 from .effects import check_given, check_launch
-from .environment import for_display, for_shell_line
+from .environment import for_shell_line
 from .errors import LaunchEnded, SettingsError
-from .interpreter import Interpreter, exit_status_told
+from .interpreter import exit_status_told, tool_runner
 from .launchers.launch import Launch, launch_of, launcher_of
 from .places import PACKAGE, PROGRAM
 from .presets import Preset
 from .run import Run, Start, settle
-from .training import Recomputation, check_flags, check_run, recomputation, training_flags
+from .training import Recomputation, check_run, recomputation, training_flags
 
 SCALED_RANK_MIB = 180  # of a forked rank on CPUs, measured: 10.7 GB with 64
 
@@ -33,7 +34,7 @@ def train(start: Start, flags: Sequence[str] | None = None) -> int:
     try:
         run = _settled(start)
         if given.dry_run:
-            return _show_training(run, flags)
+            return show_training(run, flags)
         if given.command_to:
             _write_command(Path(given.command_to), _command(run))
             return 0
@@ -123,20 +124,8 @@ def make_ready(run: Run) -> tuple[list[str], Recomputation]:
 
 
 def make_data(run: Run) -> None:
-    tool = runner(run.interpreter)
+    tool = tool_runner(run.interpreter)
     data.prepare(run.data, run.work_dir, run.iters * run.global_batch, run.seq_length, tool, run.say)
-
-
-def runner(interpreter: Interpreter) -> Callable[..., int]:
-    """Runs a tool of this repository, whose output goes to stderr; returns its exit status."""
-
-    def run_tool(module: str, *words: str) -> int:
-        done = interpreter.run(module, *words, stdout=sys.stderr)
-        if done.returncode == 127:
-            print(done.stderr, file=sys.stderr)
-        return done.returncode
-
-    return run_tool
 
 
 def _tell(run: Run, recomputed: Recomputation) -> None:
@@ -203,20 +192,6 @@ def _writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK)
 
 
-def check_single_command(run: Run) -> None:
-    """Refuse a launch that no single command starts."""
-    if launcher_of(run).starts_all(run) or run.coordinates:
-        return
-    number = run.nodes.number
-    which = f"{number} nodes take a command each"
-    if number == 1:
-        which = "a host of HOSTFILE that is not this one takes a command of its own"
-    raise SettingsError(
-        f"COMMAND_TO: {which} with LAUNCHER={run.launcher}; use LAUNCHER=srun within an allocation, or LAUNCHER=fork "
-        "with MAX_RESTARTS"
-    )
-
-
 def free_port_of(run: Run) -> str:
     """Several trainings may run on this node: each gets its own port. "" where the ranks are on other hosts."""
     if run.given.master_port or run.nodes.number > 1 or run.over_hosts:
@@ -226,62 +201,6 @@ def free_port_of(run: Run) -> str:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return str(listening.getsockname()[1])
-
-
-def check_shown_nodes(run: Run) -> None:
-    """The checks of a dry run, which need none of the nodes."""
-    nodes.check_nodes(run.given, run.nodes, run.layout)
-    if run.nodes.hosts.names:
-        nodes.check_slots(run.nodes, run.layout)
-
-
-def _show_training(run: Run, flags: Sequence[str] | None) -> int:
-    check_shown_nodes(run)
-    if run.given.command_to:
-        check_single_command(run)
-    trained, recomputed = list(flags or []), None
-    if flags is None:
-        trained, recomputed = checked_flags(run)
-        run.say(str(recomputed))
-    launch = launch_of(run, trained, with_id=not run.given.command_to).carrying(for_display(run.user_env))
-    launcher = launcher_of(run)
-    for node in range(launcher.num_commands(run)):
-        print(for_shell_line(launcher.command(launch, node)))
-    if recomputed is not None:
-        show_needs(run, trained, recomputed)
-    return 0
-
-
-def checked_flags(run: Run) -> tuple[list[str], Recomputation]:
-    """Flags of pretrain_gpt.py, checked without writing anything."""
-    flags = training_flags(run)
-    recomputed = recomputation(run, flags)
-    flags += recomputed.flags()
-    check_flags(run, flags)
-    return flags, recomputed
-
-
-def show_needs(run: Run, flags: Sequence[str], recomputed: Recomputation) -> None:
-    """Print, on stderr, what DRY_RUN shows besides commands: the plan, or the host memory that saves take."""
-    given = run.given
-    plan = given.dry_run == "plan"
-    if not plan and run.engine != "memory":
-        return
-    if not run.interpreter.exists():
-        what = "the plan" if plan else "the host memory that saves take"
-        run.say(f"cannot print {what}: there is no {run.interpreter.path} yet; give SKIP_SETUP=1 PYTHON=...")
-        return
-    words = ["--model", run.start.preset.model, "--tp", str(run.layout.tp), "--pp", str(run.layout.pp)]
-    words += ["--dp", str(run.layout.dp), "--engine", run.engine, "--recompute", recomputed.mode]
-    words += ["--ranks-per-host", str(run.nodes.gpus_per_node), *([] if run.coordinates else ["--no-coordinator"])]
-    words += ["--run"] if plan else ["--host-memory"]
-    for name in ("blocked_target", "durable_target"):
-        if getattr(given, name):
-            words += [f"--{name.replace('_', '-')}", getattr(given, name)]
-    sys.stdout.flush()
-    status = runner(run.interpreter)("ckpt_plan", *words, "--", *flags)
-    if status != 0:
-        raise LaunchEnded(status)
 
 
 def replay(start: Start) -> int:

@@ -299,12 +299,12 @@ class Settings:
         job=SETTLED,
     )
     dry_run: str = setting(
-        "1: [check](#before-ranks-are-started) and print the command of each node (`MODE=restart` and `scaled`: of the "
-        "drill), and change nothing; values of variables whose names contain TOKEN, KEY, SECRET, PASSW or CREDENTIAL, "
-        "and addresses with a password, appear as `***`. plan: also print on stderr what "
-        "[ckpt_plan](ckpt_plan.md#what-a-run-needs) computes: configuration, "
-        "files and sizes, memory of devices and hosts, free space of `SAVE_DIR` compared with the checkpoints that the "
-        "run keeps, and the storage speed that it needs",
+        "1: [check](#before-ranks-are-started), say how many ranks run where and what a checkpoint takes, print the "
+        "command of the nodes (`MODE=restart` and `scaled`: of the drill), and change nothing; values of variables "
+        "whose names contain TOKEN, KEY, SECRET, PASSW or CREDENTIAL, and addresses with a password, appear as `***`. "
+        "plan: also print on stderr what [ckpt_plan](ckpt_plan.md#what-a-run-needs) computes: files and sizes, memory "
+        "of devices and hosts, free space of `SAVE_DIR` compared with the checkpoints that the run keeps, and the "
+        "storage speed that it needs",
         of=DRY_RUN,
         check=_one_of("1", "plan"),
         job=SETTLED,
@@ -467,7 +467,7 @@ def table() -> str:
 
 def help_text() -> str:
     """The settings for --help."""
-    lines = ["Settings, all from the environment:"]
+    lines = ["Settings, from the environment or, for what it does not have, lines NAME = VALUE of --config FILE:"]
     for name, declared in DECLARATIONS.items():
         text = _plain(declared.meaning) + (f" (default: {_plain(declared.default)})" if declared.default else "")
         lines += [f"  {name}", *_wrapped(text)]

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from . import nodes
 from .drilled import check_drill
+from .dry_run import Checked, checked_flags, show_needs, summarize
 from .effects import check_given, check_launch, check_launcher, injects_fault, restarts_in_place
 from .environment import for_assignment, for_display, for_shell_line, write_private
 from .errors import SettingsError
 from .interpreter import exit_status_told
 from .launchers.launch import launcher_of
-from .modes import check_work_dir, checked_flags, show_needs
+from .modes import check_work_dir
 from .nodes import Hosts
 from .places import ROOT, working_directory
 from .presets import Preset, preset_named, scripted_names, start_of
 from .run import Run, Start, settle
 from .schedulers import SCHEDULERS, SHUTDOWN_TIMEOUT_VARIABLE, SIGNALLED_BEFORE_END_S, Resources, Scheduler
 from .settings import CARRIED, REFUSED, names, whole_number
-from .training import Recomputation
 
 _SAVE_AT_END = "--exit-signal-handler"
 _ALONE = ("replay", "scaled")  # modes that start their processes themselves, on one node
@@ -249,7 +249,7 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
     return run, count, found.gpus_per_node
 
 
-def _checked(job: Job) -> tuple[Run, list[str], Recomputation]:
+def _checked(job: Job) -> tuple[Run, Checked]:
     """What the preset's script will check in the job, as far as that needs no node of it."""
     run = job.run
     if job.scheduler.name == "pbs":  # the script will run on the first of the job's hosts
@@ -262,10 +262,10 @@ def _checked(job: Job) -> tuple[Run, list[str], Recomputation]:
     check_launch(run.given, run.launcher, run.engine, run.device, run.nodes)
     if job.drills:
         check_drill(run)
-    flags, recomputed = checked_flags(run)
+    checked = checked_flags(run)
     if run.given.dry_run:
-        run.say(str(recomputed))
-    return run, flags, recomputed
+        summarize(run, checked)
+    return run, checked
 
 
 def _image_python(run: Run) -> Path:

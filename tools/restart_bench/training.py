@@ -131,15 +131,16 @@ def check_new_directory(run: Run, flags: list[str]) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def check_flags(run: Run, flags: list[str]) -> None:
+def check_flags(run: Run, flags: list[str]) -> bool:
     """The part of check_run that writes nothing and asks no object storage: for a dry run, and before a job.
 
-    An image has an interpreter of its own, with which only the job can check. Raises LaunchEnded as check_run.
+    An image has an interpreter of its own, with which only the job can check. Returns whether it was checked; raises
+    LaunchEnded as check_run.
     """
     if run.given.image or not run.interpreter.exists():
         where = run.given.image or run.interpreter.path
         run.say(f"flags are not checked before the launch: there is no {where} to check them with")
-        return
+        return False
     options = ["--read-only", *([] if run.data.kind == GIVEN else ["--without-data"])]
     checked = _checks(run, *options, *flags)
     said = (checked.stdout or checked.stderr or "").strip()
@@ -149,3 +150,4 @@ def check_flags(run: Run, flags: list[str]) -> None:
     if checked.returncode != 0:
         path = run.interpreter.path
         run.say(f"flags are not checked before the launch: {path} cannot do it: {_last_line(said)}")
+    return checked.returncode == 0

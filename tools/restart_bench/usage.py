@@ -12,12 +12,13 @@ _TINY = """\
 The demonstration: trains a tiny model on TP2 x PP2 x DP2, on CPUs if there are fewer than eight GPUs, kills all ranks
 at iteration 8, resumes from the checkpoint of iteration 5, and shows where the save and the restart went.
 
-With SAVE_DIR naming a directory that holds a checkpoint, the script only resumes from that. It takes no arguments.
-Exit status 1 also says that a repeated loss or a restored tensor differs.
+With SAVE_DIR naming a directory that holds a checkpoint, the script only resumes from that. Its only argument is
+--config FILE. Exit status 1 also says that a repeated loss or a restored tensor differs.
 """
 _EXAMPLES = """\
 examples:
   DRY_RUN=1 bash run_70b_tp8_pp8.sh
+  bash run_70b_tp8_pp8.sh --config my.conf          lines NAME = VALUE; the environment overrides them
   HOSTFILE=hosts DP=2 ENGINE=lazy SAVE_DIR=/scratch/70b bash run_70b_tp8_pp8.sh
   ITERS=20 DEVICE=cpu bash run_tiny_tp2_pp2_dp2.sh
 """
@@ -25,9 +26,10 @@ SUBMIT = """\
 Submits a preset as a job of Slurm or PBS: writes the job script to WORK_DIR and passes it to sbatch or qsub. The
 repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be s3://BUCKET/PREFIX.
 
-  submit.sh PRESET [--scheduler slurm|pbs|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
+  submit.sh PRESET [--config FILE] [--scheduler slurm|pbs|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
 
   PRESET        the name in run_PRESET.sh, or MODEL_tpT_ppP for a layout without a script
+  --config      file of settings, lines NAME = VALUE; the environment overrides it: docs/cluster.md
   --scheduler   none: run the preset now, without a job (default: the scheduler whose command is on PATH)
   --nodes       nodes of the job (default: what the layout takes). With more nodes each gets fewer ranks, unless
                 GPUS_PER_NODE says how many; with LAUNCHER=fork and MAX_RESTARTS (PBS) the others are spares
@@ -35,9 +37,9 @@ repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share;
                 training saves and ends (--exit-signal-handler)
   --            followed by further options of sbatch or qsub: --account, --partition, -A, -q
 
-The job is requeued after a node failure, and then resumes. It gets the settings of the preset's script, which are
-environment variables (run_PRESET.sh --help), with their values at submission. Settings, flags and DATA_PATH are checked
-before. Further settings:
+The job is requeued after a node failure, and then resumes. It gets the settings of the preset's script (run_PRESET.sh
+--help), of the environment and of --config FILE, with their values at submission. Settings, flags and DATA_PATH are
+checked before. Further settings:
   IMAGE      Apptainer image whose Python the ranks run with (default: the .venv of the repository)
   DRY_RUN=1  print the job, and the command that submits it, with *** in place of secrets; touch nothing.
              DRY_RUN=plan also prints what the run needs on stderr, as the preset's script does
@@ -59,7 +61,8 @@ examples:
   bash kill_resume.sh --fault sigstop --at random:7 --supervisor torchrun
   bash kill_resume.sh --cycles 3 -- 7b_tp4_pp2      another preset, or any training command after --
 
-All arguments are passed on: `restart-drill --help` and docs/restart_drill.md explain them.
+--config FILE has settings of the preset. All other arguments are passed on: `restart-drill --help` and
+docs/restart_drill.md explain them.
   OUT_DIR     the default of --out (default: runs/kill_resume-DATE in the repository)
   DRY_RUN=1   check the arguments, and print the command of the drill and that of the preset; touch nothing
 """
@@ -102,7 +105,8 @@ def of_preset(preset: Preset) -> str:
     else:
         ranks = preset.tp * preset.pp
         gpus = "one GPU for each replica" if ranks == 1 else f"{ranks} GPUs per replica"
-        said = f"The {preset.model} preset on TP{preset.tp} x PP{preset.pp} x DP ({gpus}). It takes no arguments.\n"
+        said = f"The {preset.model} preset on TP{preset.tp} x PP{preset.pp} x DP ({gpus}).\n"
+        said += "Its only argument is --config FILE.\n"
     return f"{said}\n{help_text()}\n{_EXAMPLES}\n{_STATUS_OF_A_PRESET}"
 
 

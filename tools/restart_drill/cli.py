@@ -23,7 +23,7 @@ from .options import MATRIX, ONE, PRESET, SOAK, STOPS, parse_arguments
 from .output import report
 from .own_shm import enter_own_shm
 from .plan import RELAUNCH, Injection, Plan, PlannedInjection, planned_injections, say
-from .preset import expanded, hosts_of_job, preset_of, small
+from .preset import expanded, hosts_of_job, preset_of, small, use_settings
 from .reference import run_reference, stored_reference
 from .soak.engine_soak import SoakOptions
 from .soak.result import Goal
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         STOPS: lambda: _stops(args, own_shm=own_shm),
     }
     try:
+        use_settings(args.config, args.command, on_nodes=args.nodes_command is not None)
         if args.dry_run:
             return _dry_run(args)
         return VERIFIED if run[args.selection]() else NOT_VERIFIED

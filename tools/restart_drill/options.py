@@ -118,6 +118,9 @@ def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
         "a program that injects faults into nodes and undoes them; it reads lines such as `lose NODE`, see "
         "docs/restart_drill.md; not --soak: with --supervisor launch", metavar="PROGRAM",
     )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE",
+                        help="settings of the preset, lines NAME = VALUE; the environment overrides it: "
+                        "docs/cluster.md")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true",
                         help="check the options, show what would be injected; start and write nothing")  # fmt: skip
     parser.add_argument(

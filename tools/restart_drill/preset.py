@@ -11,7 +11,8 @@ from ..restart_bench.modes import command_for
 from ..restart_bench.nodes import hosts_of
 from ..restart_bench.places import INSTALLED
 from ..restart_bench.presets import Preset, preset_of_word, scripted_names
-from ..restart_bench.settings import Settings
+from ..restart_bench.settings import DRY_RUN, FAULT, REPLAY, Settings, names
+from ..restart_bench.settings_file import use
 from . import command as commands
 from .launch import DrillError
 from .plan import FORK
@@ -23,6 +24,18 @@ _FLAGS = (
     "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
 )
 _HEARTBEAT_TIMEOUT = "5"  # seconds: a node whose processors are busy must not count as lost
+
+
+def use_settings(file: str | None, words: list[str], *, on_nodes: bool) -> None:
+    """Take the settings of --config FILE into the environment. Raises DrillError, also if they have no effect."""
+    if file is None:
+        return
+    if words and preset_of(words) is None and not on_nodes:
+        raise DrillError(f"--config {file}: has settings of a preset, and {words[0]} is none; leave it out")
+    try:
+        use(file, names(of=(DRY_RUN, FAULT, REPLAY)))
+    except SettingsError as error:
+        raise DrillError(str(error)) from None
 
 
 def small(words: list[str], *, on_nodes: bool = False, in_place: bool = False) -> list[str]:

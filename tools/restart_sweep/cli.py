@@ -47,6 +47,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "where checkpoints are written, s3://BUCKET/PREFIX too: on the storage that is measured (default: below --out)"
     )
     parser.add_argument("--dir", metavar="DIR", help=help_)
+    help_ = "settings of the launches, lines NAME = VALUE, such as LAUNCHER; the environment overrides it"
+    parser.add_argument("--config", metavar="FILE", help=help_)
     help_ = "list cells and sizes, and what all of them take; run and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=help_)
     for name in ("models", "engines"):
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from .cells import cells_of
 
+        _use_settings(arguments.config)
         sweep = read_sweep(arguments.sweep)
         of_file = cells_of(sweep)
         if arguments.reduced:
@@ -97,6 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
         print(f"restart-sweep: {said}; fix that, and run the same command again to resume", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+def _use_settings(file: str | None) -> None:
+    """Take the settings of --config FILE into the environment. Raises SweepError."""
+    from ..restart_bench.errors import SettingsError
+    from ..restart_bench.settings import SET_UP, names
+    from ..restart_bench.settings_file import use
+    from .directory import SweepError
+
+    try:
+        use(file, names(of=(SET_UP,)))
+    except SettingsError as exc:
+        raise SweepError(str(exc)) from None
 
 
 def _names(text: str) -> list[str]:

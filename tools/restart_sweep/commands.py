@@ -57,7 +57,9 @@ def refused_setting(cells: Sequence[Cell]) -> str | None:
         if os.environ.get(name):
             key = "" if instead.startswith("--") else "the file's key "
             use = f"use {key}{instead} instead" if instead else "leave it out"
-            return f"{name}={os.environ[name]}: a sweep does not take this setting from the environment; {use}"
+            return (
+                f"{name}={os.environ[name]}: a sweep does not take this setting from the environment or --config; {use}"
+            )
     launcher = os.environ.get("LAUNCHER")
     if not launcher:
         return None

@@ -569,3 +569,27 @@ def test_a_long_planning_says_how_far_it_is(
     assert main(["--model", "tiny", "--tp", "1", "--dp", "2"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in told] == [f"ckpt-plan: {n} of 2 ranks planned" for n in (1, 2)]
+
+
+def test_tensors_alone_are_those_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "3b", "--tp", "2", "--pp", "1", "--format", "json"]
+    assert main([*words, "--tensors"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["files"] is None and "without the headers" in alone["notes"][0]
+    assert main(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert alone["bytes_by_kind"] == {kind: planned["bytes_by_kind"][kind] for kind in alone["bytes_by_kind"]}
+    assert main([*words, "--tensors", "--run"]) == 2
+    assert "--run: not printed with --tensors; drop one of the two" in capsys.readouterr().err
+
+
+def test_what_a_run_needs_fits_a_screen_unless_all_of_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "1b", "--tp", "1", "--pp", "1"]
+    assert main([*words, "--run", "--", "--save", "/x"]) == 0
+    brief = capsys.readouterr().out
+    assert len(brief.splitlines()) <= 40 and "configuration, where" not in brief and "manifest.json" not in brief
+    assert main([*words, "--run", "--all", "--", "--save", "/x"]) == 0
+    whole = capsys.readouterr().out
+    assert "configuration, where it is not the default:" in whole and "manifest.json" in whole
+    assert main([*words, "--all"]) == 2
+    assert "--all: adds to the table of --run" in capsys.readouterr().err

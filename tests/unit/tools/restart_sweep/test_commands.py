@@ -91,7 +91,7 @@ def test_a_setting_that_no_cell_takes_is_refused(
     monkeypatch.setenv(name, "3")
     assert main(["--out", str(tmp_path / "out"), str(asked)]) == 2
     said = capsys.readouterr().err
-    assert f"{name}=3: a sweep does not take this setting from the environment; {instead}" in said
+    assert f"{name}=3: a sweep does not take this setting from the environment or --config; {instead}" in said
     assert list(tmp_path.iterdir()) == [asked]
 
 
