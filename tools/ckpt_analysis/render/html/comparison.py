@@ -72,20 +72,21 @@ _TERMS = (
 
 
 def draw(comparison: Comparison) -> Content:
-    """Plots of times, throughputs, blocked shares and speed-ups; tables of the runs and of what exceeds the noise."""
+    """Plots of times, throughputs, blocked shares and speed-ups, or of engines by storage; tables of the same."""
     grid = grid_of(comparison)
-    plots = [
-        _by_storage(comparison, grid) if grid else _values("Times: less is better", _TIMES, comparison),
+    of_runs = [
+        _values("Times: less is better", _TIMES, comparison),
         _values("Throughput: more is better", _SPEEDS, comparison),
-        None if grid else _speed_ups(comparison),
+        _speed_ups(comparison),
         _shares(comparison),
     ]
+    plots = [_by_storage(comparison, grid)] if grid else of_runs
     tables = [_runs(comparison), *_grid(comparison), *_differences(comparison)]
     if grid:
         header, rows = by_storage(comparison, grid)
         tables.insert(0, Table(GRID_TITLE, header, [[Cell(text) for text in row] for row in rows]))
     method = [*comparison.notes, METHOD]
-    return Content([drawn for drawn in plots if drawn], tables, _sentences(comparison), method)
+    return Content([drawn for drawn in plots if drawn], tables, [] if grid else _sentences(comparison), method)
 
 
 def name_of(variant: VariantFacts) -> str:
