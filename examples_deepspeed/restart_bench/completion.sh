@@ -331,13 +331,14 @@ _shtab_ckpt_analysis() {
 complete -o bashdefault -o default -F _shtab_ckpt_analysis ckpt-analysis
 _shtab_restart_trace_subparsers=(run)
 
-_shtab_restart_trace_run_option_strings=(-h --help --version --trace-dir --save-function --load-function)
+_shtab_restart_trace_run_option_strings=(-h --help --version --trace-dir --save-function --load-function --otlp)
 _shtab_restart_trace_option_strings=(-h --help --version)
 
 _shtab_restart_trace_run_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_restart_trace_run___trace_dir_COMPGEN=_shtab_compgen_files
 _shtab_restart_trace_run___save_function_COMPGEN=_shtab_compgen_files
 _shtab_restart_trace_run___load_function_COMPGEN=_shtab_compgen_files
+_shtab_restart_trace_run___otlp_COMPGEN=_shtab_compgen_files
 
 _shtab_restart_trace_pos_0_choices=(run)
 
