@@ -17,6 +17,7 @@ GOALS: tuple[tuple[str, Goal, str], ...] = (  # label, goal, figure
     ("load, cold files", verdict.COLD_LOAD, "load_cold_s"),
     ("load, warm files", verdict.WARM_LOAD, "load_warm_s"),
 )
+MOST_TIMES = 20  # the bytes that ran: times of more are not estimated
 _Samples = dict[str, list[float]]
 
 
@@ -24,14 +25,22 @@ def sentence(figures: dict[str, Any]) -> str:
     """The verdict over all goals."""
     if sum(not found["failed"] for found in figures["engines"].values()) < 2:
         return "Fewer than two engines were measured: there is nothing to compare."
-    return verdict.verdict((goal, _samples(figures, name)) for _, goal, name in GOALS)
+    machine = figures["machine"]
+    loads = [machine["load_average_1_min"]] if "load_average_1_min" in machine else []
+    said = verdict.verdict((goal, _samples(figures, name)) for _, goal, name in GOALS)
+    said = verdict.with_load(said, loads, machine.get("processors"))
+    if (times := _whole(figures)) > MOST_TIMES:
+        said += f" This ran 1/{times:.0f} of a rank's bytes: too little to tell the times of whole ranks."
+    return said
 
 
 def answer(figures: dict[str, Any]) -> list[str]:
     """The last lines of the output: what was measured, then a paragraph per goal."""
     lines = [f"Answer for {what(figures)} on {figures['directory']} ({figures['machine']['filesystem']})"]
     lines += _paragraph("measured", _measured(figures))
-    if figures["limited"]:
+    if _whole(figures) > MOST_TIMES:
+        lines += _paragraph("not extrapolated", _refused(figures))
+    elif figures["limited"]:
         lines += _paragraph("extrapolated", _extrapolated(figures))
     for label, goal, name in GOALS:
         if samples := _samples(figures, name):
@@ -55,11 +64,22 @@ def _samples(figures: dict[str, Any], name: str) -> _Samples:
     return {engine: found[name]["samples"] for engine, found in engines if found[name] and not found["failed"]}
 
 
+def _whole(figures: dict[str, Any]) -> float:
+    """Bytes of an unlimited rank divided by the replayed bytes; 1 if the rank was not limited."""
+    return figures["limited"]["full_bytes_per_rank"] / figures["bytes_per_rank"] if figures["limited"] else 1.0
+
+
 def _scale(figures: dict[str, Any]) -> float | None:
-    """Bytes of an unlimited rank divided by the replayed bytes; None if the rank was not limited."""
-    if not figures["limited"]:
-        return None
-    return figures["limited"]["full_bytes_per_rank"] / figures["bytes_per_rank"]
+    """What times are multiplied by for a whole rank; None if it was not limited, or by too much to tell."""
+    return _whole(figures) if figures["limited"] and _whole(figures) <= MOST_TIMES else None
+
+
+def _refused(figures: dict[str, Any]) -> str:
+    enough = figures["limited"]["full_bytes_per_rank"] / MOST_TIMES
+    return (
+        f"a whole rank has {_whole(figures):.0f} times the bytes that ran, more than {MOST_TIMES} times. "
+        f"--limit-bytes {enough / 2**20:.0f}MiB or more gives an estimate, none measures it."
+    )
 
 
 def _measured(figures: dict[str, Any]) -> str:

@@ -60,6 +60,9 @@ def standing(samples: Samples) -> Standing:
     return Standing(tuple(leaders), others[0], times, (len(best), len(after)), _testable(best, after))
 
 
+_ONE_VALUE, _UNTESTED = " (one value each)", ", untested)"
+
+
 def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
     """One sentence over all goals that two variants at least have values of."""
     differing: list[tuple[str, str]] = []  # clause, caveat
@@ -106,8 +109,17 @@ def caveat(found: Standing) -> str:
         return ""
     first, second = found.values
     if first == second:
-        return " (one value each)" if first == 1 else f" ({first} values each, untested)"
-    return f" ({first} and {second} values, untested)"
+        return _ONE_VALUE if first == 1 else f" ({first} values each{_UNTESTED}"
+    return f" ({first} and {second} values{_UNTESTED}"
+
+
+def with_load(said: str, loads: Sequence[float], processors: int | None) -> str:
+    """A verdict, and the load of the machine that it was measured under, if a difference in it was not tested."""
+    if not loads or (_ONE_VALUE not in said and _UNTESTED not in said):
+        return said
+    least, most = f"{min(loads):.1f}", f"{max(loads):.1f}"
+    load = least if least == most else f"{least} to {most}"
+    return f"{said} Load of the machine before: {load}{f', of {processors} processors' if processors else ''}."
 
 
 def _alike(first: Sequence[float], second: Sequence[float]) -> bool:

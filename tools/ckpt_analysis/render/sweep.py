@@ -14,6 +14,7 @@ from ...common.escaping import visible
 from ...common.formatting import NOT_RECORDED, number, percent, plural, rate, size
 from ...common.sweep_files import NO_FAULT
 from ...common.tables import Column, Style, fitted_table, numbers, text_width, times
+from ...common.verdict import with_load
 from ..compare.results import DIFFERS
 from ..compare.verdict import verdict_of
 from ..sweeps.groups import NO_ENGINE, Group, failures, grouped, storage_ceiling
@@ -104,7 +105,13 @@ class View:
     def verdicts(self) -> list[str]:
         """A sentence per group that has several engines that save."""
         compared = [(group.title, group.of_savers) for group in self.groups]
-        return [f"{title}: {verdict_of(comparison)}" for title, comparison in compared if comparison is not None]
+        loads = [cell.result["load_average_1_min_before"] for cell in self.sweep.cells if cell.result is not None]
+        processors = self.sweep.sessions[0]["machine"]["processors"] if self.sweep.sessions else None
+        return [
+            f"{title}: {with_load(verdict_of(comparison), loads, processors)}"
+            for title, comparison in compared
+            if comparison is not None
+        ]
 
     def sped_up(self) -> list[SpedUp]:
         """Each engine against the first that saves."""

@@ -97,6 +97,28 @@ def test_what_was_measured_whole_is_not_extrapolated() -> None:
     assert "about" not in whole and "extrapolated" not in whole
 
 
+def test_more_than_twenty_times_what_ran_is_not_estimated() -> None:
+    result = figures(samples(), limit_bytes=10**9)
+    for whole, told in ((20 * 10**9, True), (21 * 10**9, False)):
+        result["limited"]["full_bytes_per_rank"] = whole
+        text = " ".join(render(result).split())
+        assert ("about 22 s" in text) is told is ("not extrapolated:" not in text)
+        assert ("This ran 1/21 of a rank's bytes: too little to tell the times of whole ranks." in text) is not told
+        assert ("--limit-bytes 1001MiB or more gives an estimate" in text) is not told
+
+
+def test_the_load_of_the_machine_stands_beside_a_difference_of_two_values() -> None:
+    tested = figures(samples())
+    tested["machine"] |= {"load_average_1_min": 4.61, "processors": 2}
+    assert "Load of the machine" not in render(tested)
+    for engine in tested["engines"].values():
+        for found in engine.values():
+            if isinstance(found, dict) and "samples" in found:
+                found["samples"] = found["samples"][:2]
+    first = " ".join(render(tested).partition("\n\n")[0].split())
+    assert first.endswith("(2 values each, untested). Load of the machine before: 4.6, of 2 processors.")
+
+
 def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
     text = render(figures(samples(), limit_bytes=10**9))

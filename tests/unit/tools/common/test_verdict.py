@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.common.verdict import BLOCKED, COLD_LOAD, LOAD, standing, verdict
+from tools.common.verdict import BLOCKED, COLD_LOAD, LOAD, standing, verdict, with_load
 
 SHORT, LONG = [1.0, 1.1, 1.0, 1.2], [4.0, 4.5, 4.1, 4.3]
 
@@ -22,6 +22,14 @@ def test_a_caveat_that_holds_for_all_is_said_once() -> None:
     assert verdict([(LOAD, few), (COLD_LOAD, {"a": LONG, "b": SHORT})]) == (
         "b loads 3.9 times faster than a (2 values each, untested); b loads cold 4.0 times faster than a."
     )
+
+
+def test_the_load_of_the_machine_stands_beside_what_was_not_tested() -> None:
+    few = verdict([(LOAD, {"a": [4.0, 4.1], "b": [1.0, 1.1]})])
+    assert with_load(few, [4.6, 4.7], 2) == f"{few} Load of the machine before: 4.6 to 4.7, of 2 processors."
+    assert with_load(few, [0.04, 0.01], None) == f"{few} Load of the machine before: 0.0."
+    tested = verdict([(LOAD, {"a": LONG, "b": SHORT})])
+    assert with_load(tested, [4.6], 2) == tested and with_load(few, [], 2) == few
 
 
 def test_several_variants_have_a_best_and_a_next() -> None:

@@ -161,7 +161,7 @@ def _bars(
     if not data:
         return None
     names = list(dict.fromkeys(one.group.title for one in lines if value(one) is not None))
-    drawn = lanes(names, 14 * len(data) + 14, 90, x=unit, barmode="group")
+    drawn = lanes(names, 14 * len(data) + 14, 105, x={"s": "seconds"}.get(unit, unit), barmode="group")
     drawn["legend"] |= {"traceorder": "reversed"}
     return plot(title, data, drawn, _said(title, lines))
 
