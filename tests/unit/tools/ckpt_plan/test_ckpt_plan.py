@@ -432,6 +432,7 @@ def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[st
     assert "a host like it refuses the run; run fewer ranks on a host, or use engine lazy\n" in out
 
 
+@pytest.mark.slow
 def test_storage_without_room_for_a_single_checkpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
