@@ -15,23 +15,31 @@ EXAMPLES = """\
   %(prog)s spans.jsonl --from otlp -o runs/again       the trace that `export --format otlp` wrote as spans
   %(prog)s spans.jsonl --from otlp --run-id 3f1c       the same, of one of several runs in the file
   %(prog)s nvrx/ --from nvrx --world-size 64           the restarts of a job under ft_launcher, by its cycle_info files
+  %(prog)s profiles/ --from profiler -o runs/profiled  steps, saves and loads in traces of torch.profiler
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
 reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
 timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint), DeepSpeed's FastPersist statistics, and
 torchtitan's structured logs. With --from nvrx it reads the files that ft_launcher of NVIDIA Resiliency Extension writes
-about its cycles.
+about its cycles, with --from profiler the Chrome traces of torch.profiler.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    help_ = "the log of one launch, with --from otlp the spans, with --from nvrx a directory; - or a pipe with -o"
+    help_ = (
+        "the log of one launch, with --from otlp the spans, with --from nvrx a directory, with --from profiler a trace "
+        "or a directory of them; - or a pipe, of a log or spans, with -o"
+    )
     parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help=help_)
     help_ = "directory to write (default: beside the log)"
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
-    help_ = "what it is: otlp for OTLP/JSON of a restart trace, nvrx for cycle_info files of a job (default: log)"
-    parser.add_argument("--from", dest="source", choices=("log", "otlp", "nvrx"), default="log", help=help_)
+    help_ = (
+        "what it is: otlp for OTLP/JSON of a restart trace, nvrx for cycle_info files of a job, profiler for Chrome "
+        "traces of torch.profiler (default: log)"
+    )
+    sources = ("log", "otlp", "nvrx", "profiler")
+    parser.add_argument("--from", dest="source", choices=sources, default="log", help=help_)
     help_ = "number of ranks, if the log has no line of it; with --from nvrx those of the newest cycle"
     parser.add_argument("--world-size", metavar="N", type=int, help=help_)
     parser.add_argument("--force", action="store_true", help="replace an earlier import in DIR")
@@ -43,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..common.errors import CouldNotRunError
     from ..imported.file import write_run
     from ..imported.importer import import_log
+    from ..imported.profiler import read_profile
     from ..imported.source import is_pipe
     from .common import write_stdout
 
@@ -58,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CouldNotRunError(
             f"--run-id {arguments.run_id}: a log holds one run; leave it out, or add --from otlp or nvrx"
         )
-    imported = import_log(arguments.log, arguments.world_size)
+    read = read_profile if arguments.source == "profiler" else import_log
+    imported = read(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)
     if not arguments.quiet:

@@ -181,7 +181,7 @@ def _notes(run: ImportedRun) -> list[Problem]:
         )
     if run.unused_timers:
         names = ", ".join(f"{name} ({number})" for name, number in run.unused_timers.items())
-        notes.append(f"timers that are not of a save, a load or the set-up, and how often each was printed: {names}")
+        notes.append(f"timers and spans that are not of a save, a load or the set-up, and how many of each: {names}")
     if any(save.printed for save in run.saves):
         notes.append(_printed(run))
     if run.to_first_step_s is not None:
