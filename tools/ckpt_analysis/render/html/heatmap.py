@@ -100,7 +100,7 @@ def arranged(
     )
     labels = [_label(row, per_column) for row in binned.iter_rows(named=True)]
     ticks = _ticks(binned[group_by].to_list(), labels, group_by)
-    data = [_row(name, labels, binned[name].to_list()) for name in names]
+    data = [_row(place, name, labels, binned[name].to_list()) for place, name in enumerate(names)]
     scale = next((row for row in data if not row["reversescale"]), None)
     if scale is not None:
         ends = {"tickmode": "array", "tickvals": [scale["zmin"], scale["zmax"]], "ticktext": ["median", "slowest"]}
@@ -127,14 +127,17 @@ def arranged(
         "margin": MARGIN,
         "xaxis": axis("ranks, " + ("in order of their hosts" if group_by == "host" else "stage by stage"))
         | {"type": "category", "tickmode": "array", **ticks},
-        "yaxis": axis("") | {"type": "category", "autorange": "reversed", "domain": [0, _MAP]},
+        # Numbers, since plotly puts a single row of categories in the wrong place.
+        "yaxis": axis("")
+        | {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "showgrid": False}
+        | {"range": [len(names) - 0.5, -0.5], "domain": [0, _MAP]},
         # For the marks above the map.
         "yaxis2": {"domain": [_MAP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
     }
     return data, layout
 
 
-def _row(name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
+def _row(place: int, name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
     """One phase, on a scale of its own from the median rank to the slowest.
 
     Waiting is inverted: who waited least came last, and is as bright as who worked longest.
@@ -145,14 +148,15 @@ def _row(name: str, labels: list[str], values: list[float]) -> dict[str, Any]:
     return {
         "type": "heatmap",
         "x": labels,
-        "y": [name],
+        "name": name,
+        "y": [place],
         "z": matrix([values]),
         "colorscale": "Cividis",  # made for colour-blind readers
         "reversescale": waits,
         "zmin": middle - span if waits else middle,
         "zmax": middle if waits else middle + span,
         "showscale": False,
-        "hovertemplate": f"%{{y}}<br>%{{x}}<br>%{{z:.4f}} s{' waited' if waits else ''}<extra></extra>",
+        "hovertemplate": f"{name}<br>%{{x}}<br>%{{z:.4f}} s{' waited' if waits else ''}<extra></extra>",
     } | ({"texttemplate": "%{z:.3f}", "textfont": {"size": 11}} if len(values) <= _VALUES else {})
 
 

@@ -198,6 +198,16 @@ def ink_of_axis(opened: Watched) -> str:
     return opened.page.evaluate("getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill")
 
 
+def test_each_row_of_the_map_of_ranks_lies_beside_its_name(opened: Watched) -> None:
+    plot = opened.page.locator("#plot-ranks-0")
+    centres = [
+        sorted(box["y"] + box["height"] / 2 for one in plot.locator(what).all() if (box := one.bounding_box()))
+        for what in (".heatmaplayer image", ".ytick text")
+    ]
+    assert len(centres[0]) == len(centres[1]) > 5
+    assert all(abs(row - name) < 4 for row, name in zip(*centres, strict=True))
+
+
 def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
     assert opened.page.locator("#plot-ranks-0 .point").count() == 1  # the mark of the straggler, rank 5
     group = opened.page.get_by_role("group", name="Arrangement of Save global_step10, cycle 1: 8 ranks")

@@ -255,7 +255,7 @@ def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
 def test_rank_map_shows_every_rank_of_a_small_run(page: Page) -> None:
     by_host, by_layout = page.plots()["plot-ranks-0"]
     assert (by_host["label"], by_layout["label"]) == ("by host", "by TP × PP × DP")
-    maps = {row["y"][0]: row for row in by_host["data"] if row["type"] == "heatmap"}
+    maps = {row["name"]: row for row in by_host["data"] if row["type"] == "heatmap"}
     rows = {name: decoded(row["z"])[0] for name, row in maps.items()}
     assert rows["flush/fsync"] == pytest.approx([0.24 if rank == 5 else 0.04 for rank in range(RANKS)])
     order = [int(re.match(r"rank (\d+)", label).group(1)) for label in by_layout["data"][0]["x"]]  # type: ignore[union-attr]
@@ -266,6 +266,8 @@ def test_rank_map_shows_every_rank_of_a_small_run(page: Page) -> None:
         assert row["zmax" if row["reversescale"] else "zmin"] == pytest.approx(median(decoded(row["z"])[0]))
         assert row["zmax"] - row["zmin"] >= 0.1 * high - 1e-9  # noise is not stretched over all colours
         assert row["texttemplate"] == "%{z:.3f}"
+    assert by_host["layout"]["yaxis"]["ticktext"] == list(maps)
+    assert [row["y"] for row in maps.values()] == [[place] for place in by_host["layout"]["yaxis"]["tickvals"]]
     assert [row["showscale"] for row in maps.values()].count(True) == 1
     # Who works longest is bright, and so is who waits least: the others waited for it.
     assert {name for name, row in maps.items() if row["reversescale"]} == {"barrier"}
