@@ -90,4 +90,4 @@ def test_the_file_has_the_options_of_the_parsers_and_their_values() -> None:
         for action in actions_of(parser_of_analysis() if command is None else parser_of(command)):
             words = [*completed_names(action), *map(str, action.choices or ())]
             missing = [word for word in words if not re.search(rf"[( ]{re.escape(word)}[ )]", text)]
-            assert not missing, f"{command}: {missing}; CONTRIBUTING.md, Add an option of a command, says how to write it anew"
+            assert not missing, f"{command}: {missing}; see CONTRIBUTING.md, Add an option"
