@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ class Session:
         self._is_compiling = False
         self._exit_status: object = None
         self._has_ended = False
+        self._rank = 0  # of the recorder
         self._refused = False  # the trace of this rank could not be opened
         os.register_at_fork(after_in_child=self._forked)
 
@@ -99,7 +101,7 @@ class Session:
         run_id, cycle = cycles.claim_cycle(self.trace_dir, launch, rank)
         sink = JsonlSink(self.trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle))
         process = rank_fields(identity, os.environ, run_id=run_id, cycle=cycle, instrument="hooks")
-        self.recorder = Recorder(sink, process)
+        self.recorder, self._rank = Recorder(sink, process), rank
         installed_ns = self._installed_ns
         self.startup = Startup(self.recorder, self.trace_dir, rank, cycle, installed_ns, opened_ns=installed_ns)
         assert self.startup.operation is not None
@@ -256,7 +258,10 @@ class Session:
             begun = self.begin(kind, inferred=inferred)
             assert begun is not None
             running = begun
-            running.operation.label(tag=os.path.basename(path), engine=function)
+            tag = os.path.basename(path)
+            if inferred:  # the files of all ranks are one save
+                tag = re.sub(rf"(?i)(rank[_=-]?)0*{self._rank}(?!\d)", r"\1*", tag)
+            running.operation.label(tag=tag, engine=function)
         running.unfinished = self._is_mine()
         with self.until_end(running):
             yield running

@@ -427,6 +427,27 @@ def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp
     assert phases[1][1] >= 20_000_000  # what it slept
 
 
+def test_files_that_ranks_name_after_themselves_are_one_save(tmp_path: Path) -> None:
+    """By the same tag on all ranks; other numbers, and those of other ranks, stay."""
+    names = ("state_rank_01_of_2.pt", "rank1.pt", "Rank-10.pt", "rank_0.pt", "model1.pt")
+    code = f"""
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight])
+        for name in {names}:
+            torch.save([], name)
+            weight.sum().backward()  # what follows is another save
+            optimizer.step()
+    """
+    done = python(code, tmp_path, RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "trace" / "rank_00001_cycle_000.jsonl")
+    tags = [record["tag"] for record in records if record["type"] == "operation_end" and record["operation"] == "save"]
+    assert tags == ["state_rank_*_of_2.pt", "rank*.pt", "Rank-10.pt", "rank_0.pt", "model1.pt"]
+
+
 def test_a_launcher_is_no_rank_whatever_its_node_is_numbered(tmp_path: Path) -> None:
     """Kubernetes' operators give RANK and WORLD_SIZE of the nodes to torchrun, which gives each process its own."""
     fake_torch(tmp_path)
