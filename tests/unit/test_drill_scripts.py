@@ -55,6 +55,29 @@ def test_kill_resume_drills(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--cycles 0: must be at least 1" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["kill_resume.sh", "drill_slurm.sh"])
+@pytest.mark.parametrize("line", ["DRY_RUN=1", "KILL_AT=3", "REPEAT=2", "BLOCKED_TARGET=3", "MODE=replay"])
+def test_a_setting_without_effect_on_a_drill_is_refused_by_file_and_line(
+    line: str, script: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.conf"
+    file.write_text(f"ENGINE=lazy\n{line}\n")
+    done = run_script(script, tmp_path, "--config", str(file), SKIP_SETUP="1", PYTHON=sys.executable)
+    name = line.partition("=")[0]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{script}: error: {file}:2: {name}: has no effect here; leave it out\n"
+
+
+def test_kill_resume_takes_its_directory_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.conf"
+    file.write_text("OUT_DIR=/of/file\n")
+    done = run_script(
+        "kill_resume.sh", tmp_path, "--config", str(file), DRY_RUN="1", SKIP_SETUP="1", PYTHON=sys.executable
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--out /of/file" in done.stdout.splitlines()[0]
+
+
 SCONTROL = """#!/usr/bin/env bash
 # Stands in for Slurm's, which cannot be had here.
 [[ "$*" == "show hostnames n[4-5]" ]] && printf 'n4\nn5\n'

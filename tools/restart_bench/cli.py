@@ -20,18 +20,20 @@ from .places import PROGRAM
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Start
 from .settings import table
-from .settings_file import taken_from, use, with_settings_of
+from .settings_file import NOT_OF_A_DRILL, taken_from, use, with_settings_of
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
 _TABLE = re.compile(r"^\| variable \| meaning \| default \|\n(\|.*\n)+", re.MULTILINE)
 
 
 class Command(NamedTuple):
-    """`name`: what its errors begin with."""
+    """`name`: what its errors begin with. `refused`, `own`: of --config FILE, as settings_file.use takes them."""
 
     name: str
     help: Callable[[], str]
     run: Run
+    refused: Sequence[str] = ()
+    own: Sequence[str] = ()
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -43,10 +45,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     try:
         arguments, file = taken_from(arguments)
         if environ is None:
-            use(file)
+            use(file, command.refused, command.own)
             environ = os.environ
         elif file is not None:
-            environ = with_settings_of(file, environ)
+            environ = with_settings_of(file, environ, command.refused, command.own)
         return command.run(arguments, dict(environ))
     except SettingsError as error:
         print(f"{command.name}: error: {error}", file=sys.stderr)
@@ -146,7 +148,7 @@ def _submit(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 _COMMANDS = {
     "submit": Command("submit.sh", lambda: usage.SUBMIT, _submit),
-    "kill-resume": Command("kill_resume.sh", usage.of_kill_resume, kill_resume),
-    "drill-slurm": Command("drill_slurm.sh", lambda: usage.DRILL_SLURM, drill_slurm),
+    "kill-resume": Command("kill_resume.sh", usage.of_kill_resume, kill_resume, NOT_OF_A_DRILL, ("OUT_DIR",)),
+    "drill-slurm": Command("drill_slurm.sh", lambda: usage.DRILL_SLURM, drill_slurm, NOT_OF_A_DRILL, ("OUT_DIR",)),
     "settings": Command("restart_bench", lambda: usage.COMMAND, _settings),
 }

@@ -15,12 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import SettingsError
-from .settings import DECLARATIONS, FIXED, misspelt
+from .settings import DECLARATIONS, DRY_RUN, FAULT, FIXED, REPLAY, misspelt, names
 
 OPTION = "--config"
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 _QUOTED = re.compile(r"""(["'])((?:(?!\1).)*)\1""")
 _SECRET = "MEGATRON_LAUNCH_SECRET"
+# What has no effect on a training that a drill starts
+NOT_OF_A_DRILL = ("MODE", *names(of=(DRY_RUN, FAULT, REPLAY)))
 
 
 def taken_from(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -41,18 +43,21 @@ def taken_from(words: Sequence[str]) -> tuple[list[str], str | None]:
     return [*kept, *words[end:]], files[0] if files else None
 
 
-def use(file: str | None, refused: Iterable[str] = ()) -> None:
+def use(file: str | None, refused: Iterable[str] = (), own: Iterable[str] = ()) -> None:
     """Complete the environment of this process, and so of what it starts; None: nothing. Raises as with_settings_of."""
     if file is not None:
-        os.environ.update(with_settings_of(file, os.environ, refused))
+        os.environ.update(with_settings_of(file, os.environ, refused, own))
 
 
-def with_settings_of(file: str, environ: Mapping[str, str], refused: Iterable[str] = ()) -> dict[str, str]:
+def with_settings_of(
+    file: str, environ: Mapping[str, str], refused: Iterable[str] = (), own: Iterable[str] = ()
+) -> dict[str, str]:
     """The environment, completed with the settings of a file. What both have is the environment's, and said on stderr.
 
-    `refused`: settings that have no effect for this command. Raises SettingsError with file and line, OSError.
+    `refused`: settings that have no effect for this command; `own`: variables that only it takes. Raises SettingsError
+    with file and line, OSError.
     """
-    found = read(Path(file), refused)
+    found = read(Path(file), refused, own)
     for name, (line, value) in found.items():
         if environ.get(name) not in (None, "", value):
             print(f"{file}:{line}: {name}: the environment has another value, which counts", file=sys.stderr)
@@ -60,10 +65,10 @@ def with_settings_of(file: str, environ: Mapping[str, str], refused: Iterable[st
     return {name: value for name, (_, value) in found.items()} | given
 
 
-def read(file: Path, refused: Iterable[str] = ()) -> dict[str, tuple[int, str]]:
+def read(file: Path, refused: Iterable[str] = (), own: Iterable[str] = ()) -> dict[str, tuple[int, str]]:
     """Name -> (line, value). Raises SettingsError with file and line, OSError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise SettingsError(f"{OPTION} {file}: is not text in UTF-8") from None
     found: dict[str, tuple[int, str]] = {}
@@ -78,7 +83,8 @@ def read(file: Path, refused: Iterable[str] = ()) -> dict[str, tuple[int, str]]:
         name, value = match[1], _value(match[2], place, match[1])
         if name in found:
             raise SettingsError(f"{place}: {name}: line {found[name][0]} has it already; leave one out")
-        _check(name, value, place, refused)
+        if name not in own:
+            _check(name, value, place, refused)
         found[name] = (number, value)
     if _SECRET in found and stat.S_IMODE(os.stat(file).st_mode) & 0o077:
         raise SettingsError(f"{file}:{found[_SECRET][0]}: {_SECRET}: others may read the file; chmod 600 {file}")
@@ -89,10 +95,12 @@ def _value(text: str, place: str, name: str) -> str:
     """The value of a line; messages do not show it, as it may be a secret. Raises SettingsError."""
     quoted = _QUOTED.fullmatch(text)
     value = quoted[2] if quoted else text
-    if not quoted and (text[:1] in ("'", '"') or " #" in text):
+    if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
         raise SettingsError(f"{place}: {name}: put the whole value in quotes, and a comment on a line of its own")
     if any(ord(character) < 32 for character in value):
         raise SettingsError(f"{place}: {name}: the value has a control character; remove it")
+    if any(word.startswith("~") for word in value.split()):
+        raise SettingsError(f"{place}: {name}: ~ is not expanded in the file; write the path in full")
     return value
 
 
@@ -104,7 +112,7 @@ def _check(name: str, value: str, place: str, refused: Iterable[str]) -> None:
         from restart_trace.command_line import hint  # a launch does not wait for it
 
         meant = misspelt(name)
-        advice = f"; did you mean {meant}?" if meant else hint(name, DECLARATIONS) or "; --help lists them"
+        advice = f"; did you mean {meant}?" if meant else hint(name.upper(), DECLARATIONS) or "; --help lists them"
         raise SettingsError(f"{place}: {name}: there is no such setting{advice}")
     if name in refused:
         raise SettingsError(f"{place}: {name}: has no effect here; leave it out")

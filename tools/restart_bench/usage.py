@@ -61,7 +61,7 @@ examples:
   bash kill_resume.sh --fault sigstop --at random:7 --supervisor torchrun
   bash kill_resume.sh --cycles 3 -- 7b_tp4_pp2      another preset, or any training command after --
 
---config FILE has settings of the preset. All other arguments are passed on: `restart-drill --help` and
+--config FILE has settings of the preset, and OUT_DIR. All other arguments are passed on: `restart-drill --help` and
 docs/restart_drill.md explain them.
   OUT_DIR     the default of --out (default: runs/kill_resume-DATE in the repository)
   DRY_RUN=1   check the arguments, and print the command of the drill and that of the preset; touch nothing

@@ -11,8 +11,8 @@ from ..restart_bench.modes import command_for
 from ..restart_bench.nodes import hosts_of
 from ..restart_bench.places import INSTALLED
 from ..restart_bench.presets import Preset, preset_of_word, scripted_names
-from ..restart_bench.settings import DRY_RUN, FAULT, REPLAY, Settings, names
-from ..restart_bench.settings_file import use
+from ..restart_bench.settings import Settings
+from ..restart_bench.settings_file import NOT_OF_A_DRILL, use
 from . import command as commands
 from .launch import DrillError
 from .plan import FORK
@@ -33,7 +33,7 @@ def use_settings(file: str | None, words: list[str], *, on_nodes: bool) -> None:
     if words and preset_of(words) is None and not on_nodes:
         raise DrillError(f"--config {file}: has settings of a preset, and {words[0]} is none; leave it out")
     try:
-        use(file, names(of=(DRY_RUN, FAULT, REPLAY)))
+        use(file, NOT_OF_A_DRILL)
     except SettingsError as error:
         raise DrillError(str(error)) from None
 

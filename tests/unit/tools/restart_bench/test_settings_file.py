@@ -30,12 +30,13 @@ def values(directory: Path, text: str) -> dict[str, str]:
 def test_lines(tmp_path: Path) -> None:
     text = "# mine\n\nENGINE=lazy\n  DP = 2\t\nEXTRA_ARGS = --lr 1 --x=y # z\n".replace(" # z", "")
     assert values(tmp_path, text) == {"ENGINE": "lazy", "DP": "2", "EXTRA_ARGS": "--lr 1 --x=y"}
+    assert values(tmp_path, "\ufeffDP=2\n") == {"DP": "2"}, "editors begin files with a mark of the byte order"
     assert values(tmp_path, "WORK_DIR = \" a # b \"\nSAVE_DIR='it \"is\"'\nHOSTFILE=\n") == {
         "WORK_DIR": " a # b ", "SAVE_DIR": 'it "is"', "HOSTFILE": "",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("value", ["$(touch x)", "`touch x`", "$HOME", "~", "a; touch x", "\\n", "&& touch x", "%s*"])
+@pytest.mark.parametrize("value", ["$(touch x)", "`touch x`", "$HOME", "a~", "a; touch x", "\\n", "&& touch x", "%s*"])
 def test_nothing_in_a_value_is_expanded(value: str, tmp_path: Path) -> None:
     assert values(tmp_path, f"WORK_DIR={value}") == {"WORK_DIR": value}
     file = written(tmp_path, f"WORK_DIR={value}\nGPUS_PER_NODE=8\nDEVICE=cuda\nDRY_RUN=1\n")
@@ -51,7 +52,11 @@ def test_nothing_in_a_value_is_expanded(value: str, tmp_path: Path) -> None:
     [
         ("ENGINE=lazy\nSAVE_INTERVALL=5", ":2: SAVE_INTERVALL: there is no such setting; did you mean SAVE_INTERVAL?"),
         ("ENGIN=secret", ":1: ENGIN: there is no such setting; did you mean ENGINE?"),
-        ("engine=lazy", ":1: engine: there is no such setting"),
+        ("engine=lazy", ":1: engine: there is no such setting; did you mean ENGINE?"),
+        ("OUT_DIR=/x", ":1: OUT_DIR: there is no such setting"),
+        ("SAVE_DIR=~/x", ":1: SAVE_DIR: ~ is not expanded in the file; write the path in full"),
+        ("EXTRA_ARGS='--tensorboard-dir ~ada/x'", ":1: EXTRA_ARGS: ~ is not expanded in the file; write the path"),
+        ("WORK_DIR=a\t# b", ":1: WORK_DIR: put the whole value in quotes, and a comment on a line of its own"),
         ("NCCL_DEBUG=INFO", ":1: NCCL_DEBUG: there is no such setting"),
         ("TP=4", ":1: TP: the preset fixes it"),
         ("\n\nDP=two", ":3: DP=two: give a whole number, at least 1"),
@@ -127,8 +132,10 @@ def test_a_drill_takes_the_settings_of_its_preset(
     assert os.environ["ENGINE"] == "lazy"
     assert drill([*words, "--config", file, "--", "true", "x"]) == 2
     assert "has settings of a preset, and true is none" in capsys.readouterr().err
-    assert drill([*words, "--config", written(tmp_path, "KILL_AT=3"), "--", "tiny_tp2_pp2_dp2"]) == 2
-    assert "my.conf:1: KILL_AT: has no effect here; leave it out" in capsys.readouterr().err
+    for name, value in (("KILL_AT", "3"), ("MODE", "replay")):
+        monkeypatch.setenv(name, "")
+        assert drill([*words, "--config", written(tmp_path, f"{name}={value}"), "--", "tiny_tp2_pp2_dp2"]) == 2
+        assert f"my.conf:1: {name}: has no effect here; leave it out" in capsys.readouterr().err
 
 
 def test_a_sweep_takes_what_its_cells_take(
