@@ -73,7 +73,7 @@ def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
             continue
         found = standing(known)
         if found.after is None:
-            alike.append(goal.name)
+            alike.append(goal.name if len(known) == len(samples) else f"{goal.name} of {listed(list(known))}")
         else:
             differing.append((clause(goal, found, of_two=len(known) == 2), caveat(found)))
     caveats = {said for _, said in differing}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from statistics import median
 
+from ...common.formatting import plural
 from ...common.statistics import ALPHA, LEAST_REPEATS, difference
 from ..common.errors import CouldNotRunError
 from ..report import Report
@@ -122,7 +123,12 @@ def _notes(variants: list[Variant], facts: list[VariantFacts], rows: list[Metric
             if bad:
                 where = f"{known.label} ({report.directory})"
                 notes.append(f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out.")
-            findings = sum(problem.severity != "note" for problem in report.problems)
-            if findings:
-                notes.append(f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them.")
+            if report.replayed is not None:
+                notes += [f"{known.label}: {problem.message}" for problem in report.problems]
+                continue
+            problems = sum(problem.severity != "note" for problem in report.problems)
+            if problems:
+                notes.append(
+                    f"{known.label}: {plural(problems, 'problem')} in its logs; `report {report.directory}` lists them."
+                )
     return notes

@@ -1,4 +1,4 @@
-"""Engines by storage: a comparison whose variants differ in both, as replays of one model on several storages do."""
+"""Engines by storage: a comparison of replays of one model that differ in both."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 from .results import Cell, Comparison, MetricRow
 
-METRICS = ("blocked_s", "durable_s", "load_s", "load_cold_s", "load_warm_s", "restart_s", "time_to_first_step_s")
-_CROSSED = {"engine", "storage", "label", "host"}  # what may differ: host and label follow from the place
+METRICS = (
+    "blocked_s",
+    "committed_s",
+    "durable_s",
+    "load_s",
+    "load_cold_s",
+    "load_warm_s",
+    "restart_s",
+    "time_to_first_step_s",
+)
+_CROSSED = {"engine", "storage"}  # what may differ
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,12 @@ class Grid:
 
 
 def grid_of(comparison: Comparison) -> Grid | None:
-    """The grid; None unless several engines are on several storages, once each, and nothing else differs."""
+    """The grid; None unless replays of several engines are on several storages, once each, and nothing else differs.
+
+    Trainings have more to compare than a grid shows, and their hosts and steps differ, too.
+    """
+    if any(set(variant.sources) != {"replay"} for variant in comparison.variants):
+        return None
     places = [(variant.facts.get("engine"), variant.facts.get("storage")) for variant in comparison.variants]
     known = [(engine, storage) for engine, storage in places if engine and storage]
     engines, storages = (list(dict.fromkeys(pair[side] for pair in known)) for side in (0, 1))
@@ -36,5 +50,7 @@ def grid_of(comparison: Comparison) -> Grid | None:
 
 
 def rows_of(comparison: Comparison) -> list[MetricRow]:
-    """The metrics of a grid that some variant has."""
-    return [row for name in METRICS if (row := comparison.row(name))]
+    """The metrics of a grid that some variant has; the time until committed where none was durable."""
+    rows = [row for name in METRICS if (row := comparison.row(name))]
+    durable = any(row.name == "durable_s" for row in rows)
+    return [row for row in rows if row.name != "committed_s" or not durable]

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ..common.problems import Problem
 from ..ingest.discover import LogDirectoryError
 from ..metrics.phases import throughput_GBps
 from ..metrics.results import OperationStats
@@ -44,7 +45,7 @@ def _report(figures: dict[str, Any], path: Path) -> Report:
     if not cycles:
         raise ValueError("no engine was measured")
     model = None if figures["model"] is None else str(figures["model"])
-    return Report(path, path.stem, cycles, saves, [], [], [], model=model, replayed=replayed)
+    return Report(path, path.stem, cycles, saves, [], [], _problems(figures), model=model, replayed=replayed)
 
 
 def _replayed(figures: dict[str, Any]) -> Replayed:
@@ -59,7 +60,27 @@ def _replayed(figures: dict[str, Any]) -> Replayed:
             for engine, found in figures["engines"].items()
             if not found["failed"]
         },
+        conditions=_conditions(figures),
     )
+
+
+def _conditions(figures: dict[str, Any]) -> dict[str, str]:
+    """What a replay ran with, besides its engines: options, the steps between saves, and the machine."""
+    steps = figures["steps"] or {}
+    found = {name: value for name, value in figures["options"].items() if name != "checkpoint_durability"}
+    found |= {name: figures.get(name) for name in ("sharding", "operations", "small_tensors", "striping")}
+    found |= {"steps_s": steps.get("total_s"), "steps": steps.get("work")}
+    found |= {name: figures["machine"].get(name) for name in ("processors", "kernel")}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _problems(figures: dict[str, Any]) -> list[Problem]:
+    """One for each engine that failed."""
+    failed = {str(engine): found["failed"] for engine, found in figures["engines"].items() if found["failed"]}
+    return [
+        Problem("failed_operation", f"engine {engine} failed: {error}", {"engine": engine})
+        for engine, error in failed.items()
+    ]
 
 
 def _samples(figure: dict[str, Any] | None) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 
+from ..common.errors import CouldNotRunError
 from ..model.run_info import layout_text
 from ..report import Report
 from .metrics import Samples
@@ -33,10 +34,11 @@ def by_engine(variants: list[Variant]) -> list[Variant]:
     """The variants, with one for each engine in place of one whose runs used several, in the order of use.
 
     Two engines are no repeats of each other. A replay, or a job that was resumed with another engine, holds several in
-    one run; its cycles have one each.
+    one run; its cycles have one each. Raises CouldNotRunError for replays of one name that are no repeats.
     """
     found: list[Variant] = []
     for variant in variants:
+        _check_repeats(variant)
         engines = list(dict.fromkeys(engine for report in variant.reports for engine in engines_of(report).values()))
         if len(engines) == 1:
             found.append(variant)
@@ -46,6 +48,18 @@ def by_engine(variants: list[Variant]) -> list[Variant]:
             reports = [report for report in variant.reports if engine in engines_of(report).values()]
             found.append(Variant(f"{of}{engine}", [of_engine(report, engine) for report in reports]))
     return found
+
+
+def _check_repeats(variant: Variant) -> None:
+    """Refuse replays of different sizes under one name: their median is a size that none of them had."""
+    facts = [_of_run(report) for report in variant.reports if report.replayed is not None]
+    for name in ("model", "layout", "ranks", "label"):
+        values = dict.fromkeys(str(of_run[name]) for of_run in facts)
+        if len(values) > 1:
+            raise CouldNotRunError(
+                f"{variant.name}: runs of one name are repeats of each other, and these replays differ in {name}: "
+                f"{'; '.join(values)}. Give each a NAME of its own"
+            )
 
 
 def engines_of(report: Report) -> dict[int, str]:
@@ -72,6 +86,7 @@ def of_engine(report: Report, engine: str) -> Report:
         starts=[start for start in report.starts if start.cycle in kept],
         steps=[step for step in report.steps if step.cycle in kept],
         training=[training for training in report.training if training.cycle in kept],
+        problems=[problem for problem in report.problems if problem.data.get("engine") in (None, engine)],
         path=None, last_failure=None, budget=None, findings=[],
     )  # fmt: skip
 
@@ -149,4 +164,6 @@ def _of_run(report: Report) -> dict[str, str | None]:
         "storage": _storage(report),
         "host": last.hosts[0] if len(last.hosts) == 1 else None,
     }
+    if report.replayed is not None:
+        facts |= report.replayed.conditions
     return facts | {f"version of {name}": version for name, version in sorted(last.versions.items())}

@@ -10,7 +10,8 @@ class Replayed:
     """A replay: `ranks` of the `world_size` ranks of a layout, each with `share` of its bytes.
 
     `values`: engine -> metric -> one value per repeat, of what a trace has no metric for: loads by the state of the
-    page cache, and memory. `storage`: where the replay wrote, with the file system.
+    page cache, and memory. `storage`: where the replay wrote, with the file system. `conditions`: options and the
+    machine, by the names that the JSON has.
     """
 
     storage: str
@@ -18,6 +19,7 @@ class Replayed:
     world_size: int
     share: float
     values: dict[str, dict[str, list[float]]]
+    conditions: dict[str, str]
 
     @property
     def label(self) -> str | None:

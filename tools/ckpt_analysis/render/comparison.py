@@ -206,7 +206,8 @@ def _common(variant: VariantFacts) -> str:
 
 def _describe(variant: VariantFacts) -> str:
     facts = [variant.facts.get(name) for name in ("engine", "layout")]
-    ranks = plural(int(variant.facts.get("ranks") or 0), "rank")
+    ranks = variant.facts.get("ranks") or "0"  # "2 / 3", where repeats differ
+    ranks = plural(int(ranks), "rank") if ranks.isdigit() else f"{ranks} ranks"
     repeated = f" ({len(variant.directories)} runs)" if len(variant.directories) > 1 else ""
     logs = [source for source in variant.sources if source not in ("trace", "replay")]
     imported = f", imported from {', '.join(logs)}" if logs else ""

@@ -19,6 +19,7 @@ _STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e7eb", "axes.edgecolor": "#888888",
     "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "pdf.fonttype": 42,
     "svg.hashsalt": "ckpt-analysis", "legend.frameon": False,
+    "text.parse_math": False,  # a name may hold "$"
 }  # fmt: skip
 
 

@@ -58,9 +58,56 @@ def test_engines_by_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "Times by storage: less is better" in page.read_text()
     assert main(["compare", "--format", "markdown", *words]) == 0
     assert "| durable_s | lazy | 1.1 (5) | 0.11 (5) |" in capsys.readouterr().out
+    undurable = [replay(tmp_path / f"{place}.json", place) for place in ("a", "b")]
+    for path in map(Path, undurable):
+        content = json.loads(path.read_text())
+        content["options"]["checkpoint_durability"] = "none"
+        path.write_text(json.dumps(content))
+    assert main(["compare", *undurable]) == 0
+    assert "committed_s" in capsys.readouterr().out
     other = replay(tmp_path / "other.json", "/other", model="7b")
     assert main(["compare", words[0], other]) == 0
     assert "Engines by storage" not in capsys.readouterr().out  # the model is another one, too
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"limit_bytes": 100 << 20}, {"sharding": "none"}, {"machine": {"processors": 64}},
+        {"options": {"io_threads": 8}}, {"options": {"checkpoint_durability": "none"}},
+        {"layout": {"tp": 8, "pp": 8, "dp": 2}},
+    ],
+    ids=lambda changes: str(next(iter(changes))),
+)  # fmt: skip
+def test_nothing_else_may_differ_in_a_table_by_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    """Then it is an ordinary comparison, which says what differs."""
+    disk, shm = replay(tmp_path / "disk.json"), tmp_path / "shm.json"
+    nested = {key: value for key, value in changes.items() if key in ("machine", "options")}
+    content = json.loads(
+        Path(replay(shm, "/dev/shm", **{k: v for k, v in changes.items() if k not in nested})).read_text()
+    )
+    for key, value in nested.items():
+        content[key] |= value
+    shm.write_text(json.dumps(content))
+    assert main(["compare", disk, str(shm)]) == 0
+    assert "Engines by storage" not in capsys.readouterr().out
+    differing = compared(capsys, disk, str(shm))["differing"]
+    (key, value), *_ = changes.items()
+    names = {"limit_bytes": "label", "layout": "layout"}
+    of_options = {"checkpoint_durability": "durability"}
+    name = names.get(key, key) if not isinstance(value, dict) or key == "layout" else next(iter(value))
+    assert {of_options.get(name, name), "storage"} <= differing.keys()
+
+
+def test_replays_of_one_name_that_differ_in_size_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replay(tmp_path / "small.json", limit_bytes=100 << 20)
+    assert main(["compare", f"one={replay(tmp_path / 'disk.json')}", f"one={small}"]) == 2
+    error = capsys.readouterr().err
+    assert "one: runs of one name are repeats of each other, and these replays differ in label: " in error
 
 
 def test_replays_of_one_name_are_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +124,8 @@ def test_what_failed_or_was_not_durable(tmp_path: Path, capsys: pytest.CaptureFi
     content["engines"]["torch"]["failed"] = "no space left"
     content["options"]["checkpoint_durability"] = "none"
     path.write_text(json.dumps(content))
+    assert main(["report", str(path), replay(tmp_path / "whole.json"), "--strict"]) == 1
+    assert capsys.readouterr().out.count(": engine torch failed: no space left") == 1
     found = compared(capsys, str(path))
     rows = {row["name"]: [cell["median"] for cell in row["cells"]] for row in found["rows"]}
     assert rows["committed_s"] == [None, pytest.approx(1.1)] and "durable_s" not in rows
