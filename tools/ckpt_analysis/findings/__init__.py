@@ -6,7 +6,7 @@ docs/findings.md documents every rule and gives the reasons for its thresholds.
 from __future__ import annotations
 
 from .evidence import Evidence
-from .rule import Finding, Observation, Rule
+from .rule import Advice, Finding, Observation, Rule
 from .rules import RULES
 
 __all__ = ["RULES", "Evidence", "Finding", "Rule", "find"]
@@ -16,7 +16,7 @@ def find(evidence: Evidence) -> list[Finding]:
     """The findings of all rules, the costliest first."""
     findings = []
     for rule in RULES:
-        by_advice: dict[str, list[Observation]] = {}
+        by_advice: dict[Advice, list[Observation]] = {}
         for seen in rule.check(evidence, rule.thresholds):
             ours, elsewhere = seen.advice or rule.advice, seen.advice_for_hooks or rule.advice_for_hooks
             by_advice.setdefault(ours if evidence.is_ours or elsewhere is None else elsewhere, []).append(seen)
@@ -24,7 +24,7 @@ def find(evidence: Evidence) -> list[Finding]:
     return sorted(findings, key=lambda finding: -finding.cost_s)
 
 
-def _finding(rule: Rule, advice: str, alike: list[Observation]) -> Finding:
+def _finding(rule: Rule, advice: Advice, alike: list[Observation]) -> Finding:
     first, *others = sorted(alike, key=lambda seen: -seen.cost_s)
     text = first.evidence[:1].upper() + first.evidence[1:]
     data = first.data
@@ -34,4 +34,5 @@ def _finding(rule: Rule, advice: str, alike: list[Observation]) -> Finding:
     if others:
         text += f". Also: {'; '.join(seen.title[:1].lower() + seen.title[1:] for seen in others)}"
         data = data | {"others": [seen.data for seen in others]}
-    return Finding(rule.name, first.title, text, advice, sum(costs.values()), data, first.phase, first.group)
+    cost_s = sum(costs.values())
+    return Finding(rule.name, first.title, text, advice.text, cost_s, data, first.phase, first.group, advice.remedy)

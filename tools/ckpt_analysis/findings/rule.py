@@ -13,6 +13,14 @@ Thresholds = Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class Advice:
+    """What helps: `remedy` in one short imperative, without a full stop; `text` in full sentences."""
+
+    remedy: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Observation:
     """A problem that a rule has found. `cost_s`: seconds that it cost its operation; findings are ordered by it.
 
@@ -27,8 +35,8 @@ class Observation:
     data: dict[str, Any] = field(default_factory=dict)
     phase: str | None = None
     group: int = NO_GROUP
-    advice: str | None = None
-    advice_for_hooks: str | None = None
+    advice: Advice | None = None
+    advice_for_hooks: Advice | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,8 @@ class Rule:
     name: str
     figure: str
     thresholds: Thresholds
-    advice: str
-    advice_for_hooks: str | None
+    advice: Advice
+    advice_for_hooks: Advice | None
     check: Callable[[Evidence, Thresholds], list[Observation]]
 
 
@@ -62,3 +70,4 @@ class Finding:
     data: dict[str, Any]
     phase: str | None = None
     group: int = NO_GROUP
+    remedy: str = ""  # the advice in one short imperative

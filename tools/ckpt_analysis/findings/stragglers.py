@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -10,23 +11,26 @@ from ...common.formatting import plural, seconds
 from ..metrics.results import OperationStats
 from .comparisons import against_median, explain_delay, slow_hosts, slow_ranks
 from .evidence import Evidence, median_of, name_of, phase_of
-from .rule import Observation, Thresholds
+from .rule import Advice, Observation, Thresholds
 
 _NAMED = 5  # of more stragglers in one kind of operation the worst are named
 _EXPLAINED = 0.75  # of the excess in time: if a rank moved so much more bytes, these explain it
-_UNEVEN = (
+_UNEVEN = Advice(
+    "Spread what it writes over more ranks: another layout, or --checkpoint-engine lazy",
     "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks "
-    "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
+    "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy).",
 )
-_UNEVEN_FOR_HOOKS = (
-    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks."
+_UNEVEN_FOR_HOOKS = Advice(
+    "Spread what it writes over more ranks",
+    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks.",
 )
 _PIPELINE = (
     ' Data-parallel rank 0 writes the layers of a pipeline alone, unless DeepSpeed\'s "checkpoint" section has '
     '{"parallel_write": {"pipeline_stage": true}}.'
 )
-_LATE = "Speed up the rank that is waited for (see Barriers)."
-_LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
+_SPEED_UP = "Speed up the rank that is waited for"
+_LATE = Advice(_SPEED_UP, f"{_SPEED_UP} (see Barriers).")
+_LATE_LOAD = Advice(_SPEED_UP, f"{_SPEED_UP} (see Barriers and Ranks): no engine loads in the background.")
 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -60,10 +64,15 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": most and most[0]}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
                 advice=_UNEVEN if uneven else None,
-                advice_for_hooks=_UNEVEN_FOR_HOOKS + _PIPELINE * e.is_pipeline if uneven else None,
+                advice_for_hooks=_in_pipelines(e, _UNEVEN_FOR_HOOKS) if uneven else None,
             )
         )
     return found
+
+
+def _in_pipelines(e: Evidence, advice: Advice) -> Advice:
+    """The advice, with what helps where a pipeline has stages if this run has."""
+    return replace(advice, text=advice.text + _PIPELINE) if e.is_pipeline else advice
 
 
 def _compared(e: Evidence, group: int) -> str:
@@ -125,7 +134,7 @@ def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Obser
         cost_s=waited,
         data={"operation": kind, "cycle": stats.cycle, "median_wait_s": waited, "waited_for": last},
         advice=_LATE_LOAD if kind == "load" else None,
-        advice_for_hooks=_LATE_LOAD if kind == "load" else _LATE + _PIPELINE * e.is_pipeline,
+        advice_for_hooks=_LATE_LOAD if kind == "load" else _in_pipelines(e, _LATE),
     )
 
 

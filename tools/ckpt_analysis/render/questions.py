@@ -86,12 +86,11 @@ def _help(report: Report, gains: Mapping[int, Answer]) -> str:
     if not report.findings:
         return "Nothing that was recorded meets a rule."
     first = report.findings[0]
-    advice = first.advice.partition(". ")[0].partition(": ")[0].rstrip(".")
     start = report.shown_start
     took_s, part = max(_parts(report, start), default=(0.0, "")) if start else (0.0, "")
     is_covered = took_s <= first.cost_s or any((one.phase or "").split("/")[0] == part for one in report.findings)
     before = "" if is_covered else f"No rule covers {part}, the largest part ({seconds(took_s)} s). "
-    return f"{before}{first.title}{gain_text(gains.get(0))}. {advice}."
+    return f"{before}{first.title}{gain_text(gains.get(0))}. {first.remedy}."
 
 
 def _cost(report: Report) -> str:

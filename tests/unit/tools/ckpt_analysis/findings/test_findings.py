@@ -14,7 +14,7 @@ from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.write import write_run
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
-from tools.ckpt_analysis.findings import RULES, Finding
+from tools.ckpt_analysis.findings import RULES, Finding, Rule
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.json_output import to_dict, to_json
 from tools.ckpt_analysis.render.terminal import render
@@ -416,6 +416,16 @@ def test_more_ranks_than_a_quota_of_processor_time_allows(tmp_path: Path, limit:
     assert [each.title for each in found] == ([] if cores is None else [f"8 ranks share {cores} of host node0"])
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_has_a_remedy_in_one_short_imperative(rule: Rule) -> None:
+    """It says what to do, with the engine that the advice begins with; to a job that hooks traced, no flag of ours."""
+    for advice in filter(None, (rule.advice, rule.advice_for_hooks)):
+        assert 10 < len(advice.remedy) <= 90 and advice.remedy[0].isupper() and "." not in advice.remedy[-1]
+        if "--checkpoint-engine lazy" in advice.text.partition(". ")[0]:
+            assert "--checkpoint-engine lazy" in advice.remedy
+    assert rule.advice_for_hooks is None or "--" not in rule.advice_for_hooks.remedy
+
+
 def test_findings_of_one_rule_with_the_same_advice_are_one(tmp_path: Path) -> None:
     def make(log: RankLog) -> None:
         save(log, 3000 if log.rank == SLOW else 1000)
@@ -442,7 +452,9 @@ def test_a_job_traced_by_hooks_is_advised_no_flag_of_ours(tmp_path: Path) -> Non
     for instrument, ours in (("trainer", True), ("hooks", False)):
         directory = tmp_path / instrument
         findings(directory, "", make, options=Options(instrument=instrument))
-        advice = {found.rule: found.advice for found in analyse(load_trace(directory)).report.findings}
+        advice = {
+            found.rule: f"{found.advice} {found.remedy}" for found in analyse(load_trace(directory)).report.findings
+        }
         assert {"fsync_dominates", "cold_imports", "barrier_skew", "straggling_rank"} >= advice.keys() > {
             "cold_imports", "barrier_skew",
         }  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis import open_trace
+from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.project.gains import gains
 from tools.ckpt_analysis.render.questions import questions
 from tools.ckpt_analysis.report import Analysis
@@ -34,6 +35,14 @@ def test_each_question_has_its_answer(analysis: Analysis) -> None:
         "Which engine saved?": "TorchCheckpointEngine. The last save (global_step10) blocked training for 0.3800 s and "
         "was durable 0.3790 s after it began: 36.0 MB in 16 files, 0.0947 GB/s of blocked time.",
     }
+
+
+def test_what_would_help_most_is_the_remedy_of_the_costliest_finding(analysis: Analysis) -> None:
+    """Not the begin of its advice, which may be the cause."""
+    slow = Finding("wait_previous", "T", "E", "Storage is slow: save less often.", 1.0, {}, remedy="Save less often")
+    for finding in (*analysis.report.findings, slow):
+        asked = questions(replace(analysis.report, findings=[finding]))
+        assert asked[2].text.endswith(f". {finding.remedy}.") and len(finding.remedy) > 10
 
 
 def test_what_is_not_known_is_said(analysis: Analysis) -> None:
