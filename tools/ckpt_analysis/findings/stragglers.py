@@ -24,6 +24,12 @@ _UNEVEN_FOR_HOOKS = Advice(
     "Spread what it writes over more ranks",
     "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks.",
 )
+_MORE_TO_DO = 1.1  # times the bytes, where ranks are too few for a median: work that differs so is not compared
+_MAYBE_UNEVEN = Advice(
+    "See in Files what it writes beyond the others', and spread that over more ranks",
+    "It has more to do, and so few ranks do not tell whether it is slow as well: look at Files for what it writes "
+    "beyond the others', and spread that over more ranks.",
+)
 _PIPELINE = (
     ' Data-parallel rank 0 writes the layers of a pipeline alone, unless DeepSpeed\'s "checkpoint" section has '
     '{"parallel_write": {"pipeline_stage": true}}.'
@@ -55,7 +61,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
         )
         text += _most_of_it(most)
         text += f"; it moved {moved:.1f} times {other}'s bytes" if moved else ""
-        uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
+        ours, for_hooks = _uneven(e, row, moved, limits) or (None, None)
         found.append(
             Observation(
                 title=f"Rank {rank} on {row['host']} is slower than the others in " + _how_often(e, rows, operation),
@@ -63,11 +69,21 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 cost_s=row["excess_ns"] / 1e9,
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": most and most[0]}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
-                advice=_UNEVEN if uneven else None,
-                advice_for_hooks=_in_pipelines(e, _UNEVEN_FOR_HOOKS) if uneven else None,
+                advice=ours,
+                advice_for_hooks=for_hooks,
             )
         )
     return found
+
+
+def _uneven(e: Evidence, row: dict[str, Any], moved: float | None, limits: Thresholds) -> tuple[Advice, Advice] | None:
+    """The advice, and that for hooks, on a rank that moved `moved` times the bytes; None if they explain nothing."""
+    ranks = e.tables.totals.filter(pl.col("group") == row["group"]).height
+    if moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]:
+        return _UNEVEN, _in_pipelines(e, _UNEVEN_FOR_HOOKS)
+    if moved is not None and moved >= _MORE_TO_DO and ranks < limits["least_ranks"]:
+        return _MAYBE_UNEVEN, _in_pipelines(e, _MAYBE_UNEVEN)
+    return None
 
 
 def _in_pipelines(e: Evidence, advice: Advice) -> Advice:

@@ -110,6 +110,21 @@ def test_a_rank_with_more_bytes_has_more_to_do(tmp_path: Path) -> None:
     assert "2.0 times the median rank's bytes" in found.evidence and "more to do" in found.advice
 
 
+@pytest.mark.parametrize(("ranks", "num_bytes", "uneven"), [(2, 1300, True), (2, 1050, False), (8, 1300, False)])
+def test_of_few_ranks_one_with_more_bytes_is_not_called_slow(
+    tmp_path: Path, ranks: int, num_bytes: int, uneven: bool
+) -> None:
+    """As rank 0 of plain data parallelism, which writes the model's states for all."""
+
+    def make(log: RankLog) -> None:
+        more = log.rank == 0
+        save(log, 3000 if more else 1000, 0 if more else 2000, num_bytes=num_bytes if more else 1000)
+
+    (found,) = findings(tmp_path, "straggling_rank", make, ranks=ranks)
+    assert ("more to do" in found.advice and "host" not in found.advice) == uneven
+    assert ("out of the job" in found.advice) != uneven and found.data["rank"] == 0
+
+
 @pytest.mark.parametrize(("slow_ms", "met"), [(1300, True), (1299, False)])
 def test_straggling_host(tmp_path: Path, slow_ms: float, met: bool) -> None:
     def make(log: RankLog) -> None:
