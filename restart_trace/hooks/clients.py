@@ -115,10 +115,14 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
     A library that was imported before has its own name for save_file, which calls serialize_file all the same.
     """
 
-    def hooked(kind: str) -> Around:
+    def hooked(kind: str, place: int) -> Around:
         @contextmanager
         def around(call: Call) -> Iterator[None]:
-            path = os.fspath(call.arguments()["filename"])
+            if "filename" not in call.kwargs and len(call.args) > place:
+                filename = call.args[place]  # what `arguments` needs of a function in Rust takes milliseconds
+            else:
+                filename = call.arguments()["filename"]
+            path = os.fspath(filename)
             with session.file_call(kind, f"safetensors.{kind}_file", path) as running:
                 if running is None:
                     yield
@@ -128,9 +132,9 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
 
         return around
 
-    wrap(module, "save_file", hooked("save"))
-    wrap(module, "serialize_file", hooked("save"))
-    wrap(module, "load_file", hooked("load"))
+    wrap(module, "save_file", hooked("save", 1))
+    wrap(module, "serialize_file", hooked("save", 1))
+    wrap(module, "load_file", hooked("load", 0))
 
 
 def _around(
