@@ -57,3 +57,19 @@ def test_the_cost_of_sending_spans_is_measured(tmp_path: Path) -> None:
     assert {name: len(values) for name, values in found["samples"].items()} == {"without": 2, "with": 2, "again": 2}
     assert found["verdict"] == "undecided: fewer than 10 rounds (--repeat)" and found["requests"] > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_clients_are_measured_with_and_without_hooks(tmp_path: Path) -> None:
+    name = "FSDP2, dcp.save"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overhead.clients", "--only", name, "--repeat", "2", "--width", "64",
+         "--dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    head, _, row, _, verdict = done.stdout.strip().splitlines()
+    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+    assert row.startswith(f"| {name} |") and int(cells["hooked calls"]) > 50
+    assert all(float(cells[key].split(" +- ")[0]) > 0 for key in ("untraced s", "traced s", "ms within hooks"))
+    assert verdict.startswith("Hooks take less than 1% of both: true of ")
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.common.samples import Ratio, median_of_ratios, ratio_of_medians, verdict
 from benchmarks.common.state import model_flags
 from benchmarks.overhead.cli import main, parse_ranks
+from benchmarks.overhead.clients import table
 from benchmarks.overhead.launch import Measurement
 from benchmarks.overhead.plan import OPERATIONS, VARIANTS
 from benchmarks.overhead.report import analyse, render
@@ -172,3 +173,20 @@ def test_cold_needs_root(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     told.seek(0)
     assert "--cold: /proc/sys/vm/drop_caches cannot be written" in told.read()
+
+
+def test_the_table_of_clients_has_medians_and_spreads() -> None:
+    """Of the time within hooks, as a share of what a user waits for, and of processor time."""
+    untraced = [{"wall_s": wall_s, "cpu_s": 2.0} for wall_s in (10.0, 11.0, 12.0)]
+    traced = [
+        {"wall_s": 11.0, "cpu_s": 3.0, "hooks_s": hooks_s, "worked_s": 4.0, "calls": 50}
+        for hooks_s in (0.010, 0.018, 0.014)
+    ]
+    slow = [sample | {"hooks_s": 0.03} for sample in traced]
+    lines = table({"one": (untraced, traced), "two": (untraced, slow)}).splitlines()
+    assert lines[2] == (
+        "| one | 11.00 +- 1.00 | 11.00 +- 0.00 | 2.00 +- 0.00 | 3.00 +- 0.00 | 4.00 +- 0.00 | 50 | 14.0 +- 4.0 "
+        "| 0.35 % | 0.70 % |"
+    )
+    assert lines[3].endswith("| 30.0 +- 0.0 | 0.75 % | 1.50 % |")
+    assert lines[-1] == "Hooks take less than 1% of both: true of 1 of 2 clients."
