@@ -92,8 +92,8 @@ def plan_of(args: argparse.Namespace, training: list[str], planned: tuple[Planne
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Check the preset's name, and show what is drawn and how the goals are divided."""
-    preset_of(args.command)
+    """Check the preset's name or the command, and show what is drawn and how the goals are divided."""
+    preset = preset_of(args.command)
     if args.selection == STOPS:
         lines = dry_run.of_stops(args.stops, args.stop, args.seed)
     elif args.selection == SOAK:
@@ -101,6 +101,8 @@ def _dry_run(args: argparse.Namespace) -> int:
     elif args.selection == MATRIX:
         lines = dry_run.of_matrix(sequences(_cells(args), args.spares, len(args.node)))
     else:
+        if preset is None:
+            plan_of(args, args.command, planned_injections(args.fault, args.at, args.cycles, args.supervisor))
         lines = [f"{args.fault} {args.at.text}, {plural(args.cycles, 'time')}, restarted by {args.supervisor}"]
     if args.selection != STOPS:
         lines.append(dry_run.of_limits(args.time_limit, args.hang_limit))

@@ -41,7 +41,11 @@ _CALLS = {
     "trainer/trainer.py": {"save_checkpoint": "save"},
 }
 # Of the program's own spans: its words need not be those of a function.
-_OWN = re.compile(r"(?i)(?=.*(?:checkpoint|ckpt|state_?dict)).*?(sav(?:e|ing)|load|restor)")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_ABOUT = {"checkpoint", "checkpoints", "checkpointing", "ckpt", "ckpts"}  # or "state dict"
+_SAVE, _LOAD = {"save", "saves", "saving"}, {"load", "loads", "loading", "restore", "restores", "restoring"}
+# Of recomputation in a step, of files on their way elsewhere, and of what a data loader or a sampler keeps.
+_OF_OTHERS = {"activation", "activations", "recompute", "upload", "dataloader", "loader", "sampler"}
 _Key = tuple[int | None, int]  # step of the profiler, and which save or load in it
 
 
@@ -122,12 +126,10 @@ def _take(event: dict[str, Any], rank: _Rank) -> None:
         call = _CALL.match(name)
         kind = _CALLS.get(call[1], {}).get(call[2]) if call else None
     elif category == "user_annotation":
-        step, own = _STEP.match(name), _OWN.match(name)
+        step, kind = _STEP.match(name), _own(name)
         if step:
             kind, number = "step", int(step[1])
-        elif own:
-            kind = "save" if own[1].lower().startswith("sav") else "load"
-        else:
+        elif kind is None:
             is_optimizer = name.startswith("Optimizer.step#")
             rank.others[re.sub(r"\d+", "N", name)] += 1
     if kind is None and not is_optimizer:
@@ -138,6 +140,15 @@ def _take(event: dict[str, Any], rank: _Rank) -> None:
     if kind is not None:
         thread = (str(event.get("pid")), str(event.get("tid")))
         rank.by_thread.setdefault(thread, []).append(_Span(start_us, start_us + took_us, kind, number))
+
+
+def _own(name: str) -> str | None:
+    """Whether a span of the program's own is a save or a load, by the words of its name; else None."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    of_state = ("state", "dict") in zip(words, words[1:], strict=False) or not _ABOUT.isdisjoint(words)
+    if not of_state or not _OF_OTHERS.isdisjoint(words):
+        return None
+    return next((kind for word in words for kind, of in (("save", _SAVE), ("load", _LOAD)) if word in of), None)
 
 
 def _time_us(event: dict[str, Any], name: str) -> float:

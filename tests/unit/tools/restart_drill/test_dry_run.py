@@ -91,6 +91,12 @@ def test_stops_are_shown_as_the_option_takes_them(tmp_path: Path, capsys: pytest
     assert shown(tmp_path / "out", capsys, "--stops", "2", "--stop", given) == [given, given]
 
 
+def test_a_command_that_cannot_be_carried_out_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--fault", "sigterm", "--supervisor", "torchrun", "--at", "iteration:5", "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--dry-run", "--", "torchrun", "pretrain_gpt.py", "--exit-signal-handler"]) == 2
+    assert "--fault sigterm --supervisor torchrun: with --exit-signal-handler" in capsys.readouterr().err
+
+
 def test_of_one_fault_its_point_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(tmp_path / "out", capsys, "--fault", "sigkill-one", "--at", "mid-load", "tiny_tp2_pp2_dp2")
     assert lines == [

@@ -133,7 +133,9 @@ def test_what_a_trace_does_not_tell_is_not_known(tmp_path: Path) -> None:
     [
         ("save_checkpoint", "save"), ("Saving ckpt 7", "save"), ("checkpoint_load", "load"),
         ("restore_checkpoint", "load"), ("state_dict save", "save"), ("activation checkpoint", None),
-        ("save metrics", None), ("load batch", None),
+        ("save metrics", None), ("load batch", None), ("SaveCheckpoint", "save"), ("ckpt.restore", "load"),
+        ("upload_checkpoint", None), ("dataloader.state_dict load", None), ("checkpoint payload check", None),
+        ("activation checkpoint: save tensors", None), ("DataLoader.load_state_dict", None),
     ],
 )  # fmt: skip
 def test_the_programs_own_spans_are_known_by_their_names(tmp_path: Path, name: str, kind: str | None) -> None:
