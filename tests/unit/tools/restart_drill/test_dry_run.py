@@ -93,8 +93,8 @@ def test_stops_are_shown_as_the_option_takes_them(tmp_path: Path, capsys: pytest
 
 def test_a_command_that_cannot_be_carried_out_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--fault", "sigterm", "--supervisor", "torchrun", "--at", "iteration:5", "--out", str(tmp_path / "out")]
-    assert cli.main([*words, "--dry-run", "--", "torchrun", "pretrain_gpt.py", "--exit-signal-handler"]) == 2
-    assert "--fault sigterm --supervisor torchrun: with --exit-signal-handler" in capsys.readouterr().err
+    assert cli.main([*words, "--dry-run", "--", "python", "pretrain_gpt.py"]) == 2
+    assert "--supervisor torchrun: the command does not start torchrun" in capsys.readouterr().err
 
 
 def test_of_one_fault_its_point_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
