@@ -141,7 +141,7 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
             return []
         return [
             Observation(
-                title=f"Imports take {100 * took / whole_s:.0f} % of the time to the first step",
+                title=f"Imports take {seconds(took)} s of the time to the first step",
                 evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(whole_s)} s on "
                 f"critical rank {start.critical_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
                 cost_s=took,

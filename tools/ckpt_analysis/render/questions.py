@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ...common.formatting import NOT_RECORDED, listed, percent, plural, seconds
+from ...common.formatting import listed, percent, plural, seconds
 from ..metrics.budget import RESTARTING, WASTED
 from ..metrics.phases import AFTERWARDS
 from ..metrics.results import StartStats
 from ..project.what_if import Answer
 from ..report import Report
 from .answer import no_first_step, save_sentence, shares, waited_for
-from .headline import name_of
+from .headline import NOT_RECORDED, name_of
 from .what_if import gain_text
 
 _NAMED = 3  # phases, findings
@@ -30,15 +30,21 @@ class Answered:
 
 
 def questions(report: Report, gains: Mapping[int, Answer] = MappingProxyType({})) -> list[Answered]:
-    """The five questions. `gains`: index of a finding -> what it is worth (project/gains.py)."""
+    """The five questions; of a replay, which starts no training, the last.
+
+    `gains`: index of a finding -> what it is worth (project/gains.py).
+    """
     start = report.shown_start
     what = "start" if start is not None and not start.is_restart else "restart"
+    engine = Answered("Which engine saved?", _engine(report))
+    if report.replayed is not None:
+        return [engine]
     return [
         Answered(f"Where did the {what} go?", _where(report, start)),
         Answered("Which rank was slow?", _slow(report)),
         Answered("What would help most?", _help(report, gains)),
         Answered("What did failures cost?", _cost(report)),
-        Answered("Which engine saved?", _engine(report)),
+        engine,
     ]
 
 
@@ -47,23 +53,48 @@ def _where(report: Report, start: StartStats | None) -> str:
         newest = report.starts[-1] if report.starts else None
         return f"{_capital(name_of(newest))} {no_first_step(newest)}." if newest else "No start was recorded."
     fault = f" ({start.failure.fault})" if start.failure and start.failure.fault else ""
-    since = "its first process began" if start.restart_s is None else f"the failure{fault}"
+    launched = "the launcher's line for its first process" if report.imported else "the start of its first process"
+    since = launched if start.restart_s is None else f"the failure{fault}"
     whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
     whole_s = report.path.length_s if report.path else whole_s
     text = f"{_capital(name_of(start))} took {seconds(whole_s)} s from {since} to the end of its first step"
-    largest = _parts(report, start)[:_NAMED]
-    return f"{text}: {shares(largest, whole_s)}." if largest and whole_s > 0 else f"{text}."
+    parts = _parts(report, start)
+    if whole_s <= 0:
+        return f"{text}."
+    if not parts:
+        return f"{text}; its phases are {NOT_RECORDED}."
+    unknown_s = whole_s - sum(took for took, _ in parts)
+    unknown = f"; where the other {100 * unknown_s / whole_s:.0f} % went is {NOT_RECORDED}"
+    return f"{text}: {shares(parts[:_NAMED], whole_s)}{unknown if unknown_s >= _SMALL * whole_s else ''}."
 
 
 def _parts(report: Report, start: StartStats) -> list[tuple[float, str]]:
-    """(seconds, phase) of a start, the longest first: along its critical path where it is known."""
+    """(seconds, phase) of a start, the longest first: along its critical path where it is known.
+
+    There a phase that the path meets on several ranks is named with them: none of these spent all of it.
+    """
     if report.path:
         took = dict(report.path.outside)
+        by_phase: dict[str, dict[int, float]] = {}
         for part in report.path.parts:
-            took[part.phase] = took.get(part.phase, 0.0) + part.seconds
+            on = by_phase.setdefault(part.phase, {})
+            on[part.rank] = on.get(part.rank, 0.0) + part.seconds
+        took |= {_with_ranks(phase, on): sum(on.values()) for phase, on in by_phase.items()}
     else:
         took = {phase.name: phase.time.max_s for phase in start.phases if phase.name not in AFTERWARDS}
     return sorted(((seconds_, name) for name, seconds_ in took.items() if seconds_ > 0), reverse=True)
+
+
+def _with_ranks(phase: str, took: Mapping[int, float]) -> str:
+    """The phase, with the ranks of `took` (rank -> seconds) if several spent a share of it worth naming."""
+    ranks = sorted(rank for rank, seconds_ in took.items() if seconds_ >= _SMALL * sum(took.values()))
+    if len(ranks) < 2:
+        return phase
+    return (
+        f"{phase} (ranks {listed([str(rank) for rank in ranks])})"
+        if len(ranks) <= _NAMED
+        else (f"{phase} (on {len(ranks)} ranks)")
+    )
 
 
 def _slow(report: Report) -> str:
@@ -88,27 +119,49 @@ def _help(report: Report, gains: Mapping[int, Answer]) -> str:
     first = report.findings[0]
     start = report.shown_start
     took_s, part = max(_parts(report, start), default=(0.0, "")) if start else (0.0, "")
-    is_covered = took_s <= first.cost_s or any((one.phase or "").split("/")[0] == part for one in report.findings)
+    is_covered = took_s <= first.cost_s or any(
+        (one.phase or "").split("/")[0] == part.partition(" (")[0] for one in report.findings
+    )
     before = "" if is_covered else f"No rule covers {part}, the largest part ({seconds(took_s)} s). "
     return f"{before}{first.title}{gain_text(gains.get(0))}. {first.remedy}."
 
 
 def _cost(report: Report) -> str:
-    budget, failed = report.budget, report.last_failure is not None
+    """What restarts after a recorded failure cost. A resume without one may follow a run that ended well."""
+    failed = [start for start in report.restarts if start.failure is not None]
+    others = [start for start in report.restarts if start.failure is None]
+    ended = report.last_failure is not None
+    resumed = f"; {_resumes(others)}" if others else ""
+    if not failed and ended:
+        return f"The newest cycle failed, and no other has started{resumed}."
     if not report.restarts:
-        return "The newest cycle failed, and no other has started." if failed else "Nothing: the run had no restart."
-    restarts = plural(len(report.restarts), "restart")
+        return "Failures are not in the log." if report.imported else "Nothing: the run had no restart."
+    if not failed:
+        return f"No failure was recorded{resumed}."
+    restarts, budget = plural(len(failed), "restart"), report.budget
     if budget is None or budget.wall_s <= 0:
-        return f"{restarts}; the wall time of the run is {NOT_RECORDED}."
-    restarting, wasted = budget.seconds[RESTARTING], budget.seconds[WASTED]
-    steps = sum(start.lost_steps or 0 for start in report.restarts)
+        return f"{restarts}; the wall time of the run is {NOT_RECORDED}{resumed}."
+    cycles = {start.cycle for start in failed}
+    restarting = sum(one.seconds[RESTARTING] for one in budget.cycles if one.cycle in cycles)
+    wasted: float | None = sum(one.seconds[WASTED] for one in budget.cycles if one.cycle + 1 in cycles)
+    if any(start.lost_steps is None for start in failed):
+        wasted = None
+    cost, steps = restarting + (wasted or 0.0), sum(start.lost_steps or 0 for start in failed)
     again = f"; {plural(steps, 'step')} had to be trained again" if steps else ""
-    ended = "; the newest cycle failed, too" if failed else ""
+    too = "; the newest cycle failed, too" if ended else ""
     return (
-        f"{seconds(restarting + wasted)} s of the run's {seconds(budget.wall_s)} s "
-        f"({percent((restarting + wasted) / budget.wall_s)}): {seconds(restarting)} s in {restarts}, "
-        f"{seconds(wasted)} s wasted{again}{ended}."
+        f"{seconds(cost)} s of the run's {seconds(budget.wall_s)} s ({percent(cost / budget.wall_s)}): "
+        f"{seconds(restarting)} s in {restarts}, "
+        f"{f'what was wasted is {NOT_RECORDED}' if wasted is None else f'{seconds(wasted)} s wasted'}"
+        f"{again}{too}{resumed}."
     )
+
+
+def _resumes(starts: Sequence[StartStats]) -> str:
+    """How many resumed without a recorded failure, and how long they took to their first step."""
+    took = [start.wall.max_s for start in starts if start.wall]
+    how_long = f"took {seconds(sum(took))} s" if len(took) == len(starts) else f"took a time that is {NOT_RECORDED}"
+    return f"{plural(len(starts), 'resume')} {how_long}"
 
 
 def _engine(report: Report) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from ....common.formatting import NOT_RECORDED, number, percent, size
+from ....common.formatting import NOT_RECORDED, number, percent, plural, size
 from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.grid import Grid, grid_of, rows_of
@@ -86,7 +86,8 @@ def draw(comparison: Comparison) -> Content:
         header, rows = by_storage(comparison, grid)
         tables.insert(0, Table(GRID_TITLE, header, [[Cell(text) for text in row] for row in rows]))
     method = [*comparison.notes, METHOD]
-    return Content([drawn for drawn in plots if drawn], tables, [] if grid else _sentences(comparison), method)
+    notes = [*([] if grid else _sentences(comparison)), *_left_out(comparison)]
+    return Content([drawn for drawn in plots if drawn], tables, notes, method)
 
 
 def name_of(variant: VariantFacts) -> str:
@@ -330,9 +331,10 @@ def _gain(result: Result) -> SpeedUp | None:
 def _differences(comparison: Comparison) -> list[Table]:
     """A row per metric and run after the first, with the numbers and verdicts that `ckpt-analysis compare` prints.
 
-    Those that show no difference are in a table of their own, which is folded.
+    Those that show no difference are in a table of their own, which is folded; where one run lacks the number is none.
     """
     found = compared(comparison, headline_only=True)
+    found = [result for result in found if result.cell.verdict != results.NOT_RECORDED]
     captions = {False: "Which differences exceed the noise", True: "No difference from A shown"}
     tables = []
     for alike, caption in captions.items():
@@ -340,6 +342,17 @@ def _differences(comparison: Comparison) -> list[Table]:
         title = f"{caption}; ratios are to A, n counts {comparison.repeats}"
         tables += [table(title, _DIFFERENCES, rows, folded=alike)] if rows else []
     return tables
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    """A sentence on the differences that cannot be had."""
+    found = [result.cell.verdict for result in compared(comparison, headline_only=True)]
+    missing = found.count(results.NOT_RECORDED)
+    if not missing:
+        return []
+    return [
+        f"{missing} of {plural(len(found), 'difference')} from A cannot be had: A, or the other run, lacks the number."
+    ]
 
 
 FIGURE = Figure("comparison", "Comparison", "The runs side by side", draw, _CAPTION, _TERMS)

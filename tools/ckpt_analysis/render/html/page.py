@@ -106,6 +106,7 @@ def _first_page(report: Report, name: str, worth: Mapping[int, Answer] = Mapping
     return {
         "name": name,
         "broken": any(problem.severity == ERROR for problem in report.problems),
+        "replayed": report.replayed is not None,
         "facts": _facts(report),
         "labels": report.facts.labels,
         "questions": questions(report, worth),

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.unit.tools.ckpt_analysis.render.html.report_pages import page_comparing
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
+from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
 from tools.ckpt_analysis import open_trace
+from tools.ckpt_analysis.compare.replays import read_replay
 from tools.ckpt_analysis.findings import Finding
+from tools.ckpt_analysis.imported.importer import import_log
+from tools.ckpt_analysis.imported.to_report import to_report
+from tools.ckpt_analysis.metrics.critical_path import PathPart
+from tools.ckpt_analysis.metrics.results import PhaseStats, Spread
 from tools.ckpt_analysis.project.gains import gains
 from tools.ckpt_analysis.render.questions import questions
-from tools.ckpt_analysis.report import Analysis
+from tools.ckpt_analysis.report import Analysis, Report
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +37,8 @@ def test_each_question_has_its_answer(analysis: Analysis) -> None:
         "Which rank was slow?": "Rank 2 in the restart: the other ranks waited 0.100 s (median) for rank 2, in "
         "rendezvous. Rank 5 on node1 is slower than the others in 2 of 2 saves.",
         # The costliest finding is not the largest part, and the answer does not hide that.
-        "What would help most?": "No rule covers launcher, the largest part (13.514 s). Imports take 79 % of the time "
-        "to the first step; if half of it: the restart takes 17.220 s, not 18.970 s. Launch with `python -m "
+        "What would help most?": "No rule covers launcher, the largest part (13.514 s). Imports take 3.500 s of the "
+        "time to the first step; if half of it: the restart takes 17.220 s, not 18.970 s. Launch with `python -m "
         "megatron.launch` in torchrun's place.",
         "What did failures cost?": "19.802 s of the run's 25.439 s (77.84 %): 18.970 s in 1 restart, 0.832 s wasted; "
         "3 steps had to be trained again.",
@@ -57,3 +67,65 @@ def test_what_is_not_known_is_said(analysis: Analysis) -> None:
     launched = replace(bare, starts=analysis.report.first_launches)
     asked = {one.question: one.text for one in questions(launched)}
     assert asked["Where did the start go?"].startswith("Launch of cycle 0 took 4.37")
+
+
+def test_a_start_without_a_failure_is_told_from_its_first_process(analysis: Analysis) -> None:
+    """In words that make a sentence, with the ranks of a phase that lies on several, each with its share."""
+    path = analysis.report.path
+    assert path is not None
+    parts = [PathPart(0, "imports", 3.0), PathPart(1, "imports", 1.0), PathPart(2, "imports", 0.01)]
+    start = replace(analysis.report.first_launches[0], wall=Spread(5.0))
+    alone = replace(path, length_s=5.0, outside={}, parts=[*parts, PathPart(1, "first_step", 0.99)])
+    asked = questions(replace(analysis.report, starts=[start], path=alone))
+    assert asked[0].text == (
+        "Launch of cycle 0 took 5.000 s from the start of its first process to the end of its first step: "
+        "imports (ranks 0 and 1) took 4.010 s (80 %) and first_step took 0.990 s (20 %)."
+    )
+
+
+def test_a_restart_without_a_recorded_failure_is_a_resume(analysis: Analysis) -> None:
+    (restart,) = analysis.report.restarts
+    resumed = replace(restart, failure=None, restart_s=None, lost_steps=None, wall=Spread(7.0))
+    assert cost_of(replace(analysis.report, starts=[resumed])) == "No failure was recorded; 1 resume took 7.000 s."
+    both = replace(analysis.report, starts=[*analysis.report.starts, replace(resumed, cycle=2)])
+    assert cost_of(both).startswith("19.802 s of the run's 25.439 s (77.84 %): 18.970 s in 1 restart, 0.832 s wasted; ")
+    assert cost_of(both).endswith("; 1 resume took 7.000 s.")
+
+
+def test_wasted_time_that_is_not_known_is_not_0(analysis: Analysis) -> None:
+    (restart,) = analysis.report.restarts
+    unknown = replace(analysis.report, starts=[replace(restart, lost_steps=None)])
+    assert cost_of(unknown) == (
+        "18.970 s of the run's 25.439 s (74.57 %): 18.970 s in 1 restart, what was wasted is not recorded."
+    )
+    bare = cost_of(replace(unknown, budget=None))
+    assert bare == "1 restart; the wall time of the run is not recorded."
+
+
+def test_an_imported_log_says_which_share_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(upstream_log())
+    report = to_report(import_log(tmp_path / "train.log"), tmp_path)
+    (start,) = report.starts
+    data_build = PhaseStats("data_build", Spread(0.475), 4, None, None, None, "all")
+    report = replace(report, starts=[replace(start, wall=Spread(9.5), phases=[data_build])])
+    asked = {one.question: one.text for one in questions(report)}
+    assert asked["Where did the start go?"] == (
+        "Launch of cycle 0 took 9.500 s from the launcher's line for its first process to the end of its first step: "
+        "data_build took 0.475 s (5 %); where the other 95 % went is not recorded."
+    )
+    assert asked["What did failures cost?"] == "Failures are not in the log."
+    without = questions(replace(report, starts=[replace(start, phases=[])]))
+    assert without[0].text.endswith("first step; its phases are not recorded.")
+
+
+def test_a_replay_is_asked_only_what_it_answers(tmp_path: Path) -> None:
+    """It starts no training, and its ranks are a part of a layout's."""
+    (tmp_path / "replay.json").write_text(json.dumps(figures(samples())))
+    report = read_replay(tmp_path / "replay.json")
+    assert [one.question for one in questions(report)] == ["Which engine saved?"]
+    assert "Every rank left its trace" not in page_comparing(a=[report], b=[report])
+
+
+def cost_of(report: Report) -> str:
+    """The answer to what failures cost."""
+    return {one.question: one.text for one in questions(report)}["What did failures cost?"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upst
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.glossary import DEFINITIONS
 from tools.ckpt_analysis.compare.metrics import collect
+from tools.ckpt_analysis.compare.results import NOT_RECORDED, ONE_VALUE, Cell, Comparison, MetricRow, VariantFacts
 from tools.ckpt_analysis.imported.file import write_run
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
@@ -269,3 +271,18 @@ def test_compare_writes_the_page_of_report(study: list[str], tmp_path: Path) -> 
     for path in pages:
         assert main([path.stem, *study[:2], "-o", str(path), "--quiet"]) == 0
     assert pages[0].read_bytes() == pages[1].read_bytes()
+
+
+def test_what_a_run_lacks_is_one_sentence_and_no_row() -> None:
+    """As all times of a run whose first failed: there is no ratio to them."""
+    facts = [VariantFacts(label, label, [label], [label], ["trace"], {}) for label in "AB"]
+    known = Cell([1.0], 0, 1.0, None, None, None, None, None)
+    none = Cell([], 0, None, None, None, None, None, NOT_RECORDED)
+    rows = [
+        MetricRow("blocked_s", "s", "lower", "", True, [known, replace(known, ratio=1.0, verdict=ONE_VALUE)]),
+        MetricRow("load_s", "s", "lower", "", True, [none, replace(known, verdict=NOT_RECORDED)]),
+    ]
+    content = FIGURE.make(Comparison(facts, {}, "runs", rows, []))
+    (differences,) = [one for one in content.tables if one.caption.startswith("Which differences")]
+    assert [row[0].text for row in differences.rows] == ["blocked_s"]
+    assert "1 of 2 differences from A cannot be had: A, or the other run, lacks the number." in content.notes
