@@ -21,8 +21,8 @@ from ..common.progress import Progress
 
 if TYPE_CHECKING:
     from ..compare.variants import Variant
+    from ..render.content import Content, Figure
     from ..render.document import Document
-    from ..render.html.content import Content, Figure
     from ..report import Analysis, Report
     from ..trace_analysis import TraceAnalysis
 

@@ -12,8 +12,8 @@ from ....common.formatting import plural
 from ....common.tables import Column, numbers, times
 from ...findings.comparisons import explain_delay
 from ...metrics.results import OperationStats
+from ..content import Content, Plot, missing, plot, table
 from .colours import BARRIERS, MARK, NEUTRAL
-from .content import Content, Plot, missing, plot, table
 from .plots import FILLED, LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData, spread_over_saves, title_of
 

@@ -13,6 +13,7 @@ from ....common.tables import Column
 from ...common.intervals import busy
 from ...metrics.phases import AFTERWARDS, PHASE_NAME
 from ...metrics.results import OperationStats, PhaseStats, StartStats, Stats
+from ..content import Content, Plot, Table, missing, plot, table
 from ..phase_table import (
     PhaseLine,
     blocking_column,
@@ -23,7 +24,6 @@ from ..phase_table import (
     volume_columns,
 )
 from .colours import NEUTRAL, UNATTRIBUTED, colour
-from .content import Content, Plot, Table, missing, plot, table
 from .plots import bar, lanes, phase_bars
 from .run_data import RunData, title_of, wall_of
 

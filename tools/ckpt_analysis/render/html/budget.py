@@ -8,8 +8,8 @@ from ....common.formatting import count, digits_for, percent, plural, seconds
 from ....common.tables import Column, numbers, times
 from ...metrics.budget import PARTS, Budget, CycleBudget, Segment
 from ..answer import goodput_sentence
+from ..content import Content, Plot, missing, plot, table
 from .colours import colour
-from .content import Content, Plot, missing, plot, table
 from .plots import bar, lanes
 from .run_data import RunData
 

@@ -28,8 +28,8 @@ from ..comparison import (
     interval_text,
     verdict_text,
 )
+from ..content import Content, Figure, Plot, Table, plot, table
 from .colours import NEUTRAL, SERIES
-from .content import Content, Figure, Plot, Table, plot, table
 from .plots import layout
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")

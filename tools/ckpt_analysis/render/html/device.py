@@ -13,8 +13,8 @@ from ....common.tables import Column
 from ...model.probe_values import NAMES
 from ...model.sample_rates import NAMES as RATES
 from ...model.sample_rates import never_above_zero, rates_over
+from ..content import Content, Plot, Table, missing, plot, table
 from .colours import SERIES
-from .content import Content, Plot, Table, missing, plot, table
 from .plots import columns, layout, line, vertical
 from .run_data import RunData, title_of, wall_of
 

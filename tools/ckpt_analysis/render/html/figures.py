@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..content import Figure
 from . import barriers, breakdown, budget, device, files, gantt, heatmap, restart, steps, throughput, waterfall
-from .content import Figure
 
 FIGURES: tuple[Figure, ...] = (
     Figure(

@@ -10,8 +10,8 @@ import polars as pl
 from ....common.formatting import NOT_RECORDED, plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
+from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import NEUTRAL, SERIES
-from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import columns, layout
 from .run_data import RunData, title_of
 

@@ -10,8 +10,8 @@ import polars as pl
 from ....common.formatting import plural
 from ...metrics.phases import PHASE_NAME
 from ...metrics.results import OperationStats
+from ..content import Content, folded, missing, plot
 from .colours import STEP, colour
-from .content import Content, folded, missing, plot
 from .plots import bar, layout
 from .run_data import RunData, title_of, wall_of
 

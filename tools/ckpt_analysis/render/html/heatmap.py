@@ -12,9 +12,9 @@ from ....common.formatting import plural, seconds
 from ....common.tables import Column, numbers, times
 from ...findings.comparisons import largest_excess, slow_ranks
 from ...metrics.results import Stats
+from ..content import Content, Plot, Table, Variant, missing, table
 from ..phase_table import leaves
 from .colours import MARK
-from .content import Content, Plot, Table, Variant, missing, table
 from .plots import MARGIN, axis, matrix
 from .run_data import RunData, title_of
 

@@ -25,13 +25,13 @@ from ...project.gains import gains
 from ...project.what_if import Answer
 from ...report import Analysis, Report
 from ..answer import answer
+from ..content import Content, Figure, Plot, Table, table
 from ..headline import headline
 from ..questions import questions
 from ..storage import storage_text
 from ..sweep import View
 from ..targets import COLUMNS as TARGETS
 from . import comparison, sweep
-from .content import Content, Figure, Plot, Table, table
 from .figures import FIGURES
 from .run_data import choose
 

@@ -12,8 +12,8 @@ from ...metrics.critical_path import Segment, Stretch, start_path, start_windows
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, UNNAMED, outside
 from ...metrics.results import FailureTimes, StartStats
+from ..content import Content, Plot, missing, plot
 from .colours import PATH, colour
-from .content import Content, Plot, missing, plot
 from .plots import bar, first_step_mark, lanes
 from .run_data import RunData, title_of
 

@@ -8,8 +8,8 @@ import polars as pl
 
 from ....common.formatting import NOT_RECORDED, plural
 from ....common.tables import Column, numbers, times
+from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import MARK
-from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import BAND, LINE, layout, line, vertical
 from .run_data import RunData, worst_of_neighbours
 

@@ -9,9 +9,9 @@ from ....common.formatting import NOT_RECORDED, plural, size
 from ....common.tables import Column
 from ...sweeps.groups import NO_ENGINE
 from .. import sweep as tables
+from ..content import Content, Figure, Plot, missing, plot, table
 from ..sweep import Ceiling, Line, View
 from .colours import SERIES
-from .content import Content, Figure, Plot, missing, plot, table
 from .plots import bar, lanes, layout, line
 
 

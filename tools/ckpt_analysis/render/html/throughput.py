@@ -10,8 +10,8 @@ import polars as pl
 from ....common.formatting import plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
+from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import MARK
-from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import FILLED, LINE, SECOND_LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData, spread_over_saves, title_of, worst_of_neighbours
 

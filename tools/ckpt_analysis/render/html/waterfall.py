@@ -13,8 +13,8 @@ from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_wind
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
+from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import colour
-from .content import Content, Plot, Table, folded, missing, plot, table
 from .plots import bar, first_step_mark, lanes, phase_bars
 from .run_data import RunData, title_of
 

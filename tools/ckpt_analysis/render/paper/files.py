@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CouldNotRunError
-from ..html.content import Plot
+from ..content import Plot
 from .axes import arrange, axis_of, colour_of
 from .marks import Stacks, draw_bars, draw_lines, draw_map
 

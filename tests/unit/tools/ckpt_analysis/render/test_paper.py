@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import main
-from tools.ckpt_analysis.render.html.content import Plot, plot
+from tools.ckpt_analysis.render.content import Plot, plot
 from tools.ckpt_analysis.render.html.page import run_contents
 from tools.ckpt_analysis.render.html.plots import bar, lanes, line, matrix
 from tools.ckpt_analysis.render.paper.files import SUFFIXES, plots_of, write_figures

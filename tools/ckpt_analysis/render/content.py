@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ....common.tables import Cell, Column, Item, titles
+from ...common.tables import Cell, Column, Item, titles
 
 
 @dataclass(frozen=True)
