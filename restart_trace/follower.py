@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ _LOWEST_PRIORITY = 19  # of the processor: the job comes first
 
 def refusal(endpoint: str) -> str:
     """Why nothing can be sent to this endpoint, with the fix; "" if it can."""
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", endpoint):  # a path is added to it
         return "is no URL of a collector: write it as http://HOST:4318"
     for module, package in _SDK.items():
         if not _is_there(module):
@@ -36,16 +37,22 @@ def refusal(endpoint: str) -> str:
 def start_follower(trace_dir: Path, endpoint: str, cycles: str, pid: int) -> subprocess.Popen[bytes]:
     """Start it for these cycles (as --cycles has them), until the process `pid` has ended or it gets SIGTERM.
 
-    It is in a session of its own, which the signals to the job do not reach. Raises OSError if it cannot be started.
+    It is in a session of its own, which the signals to the job do not reach. SIGTERM waits until it can be handled: the
+    process starts with that blocked, and `follow` lets it through. Raises OSError if it cannot be started.
     """
     path = os.pathsep.join(filter(None, (_PLACE, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", _MODULE, "follow", str(trace_dir.absolute()), "--otlp", endpoint]
     command += ["--cycles", cycles, "--while-pid", str(pid)]
-    started = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": path}, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    os.setpriority(os.PRIO_PROCESS, started.pid, _LOWEST_PRIORITY)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        started = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": path}, cwd="/", stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with contextlib.suppress(OSError):  # where a sandbox refuses it, the priority is the job's
+        os.setpriority(os.PRIO_PROCESS, started.pid, _LOWEST_PRIORITY)
     return started
 
 

@@ -25,15 +25,22 @@ class SpanCollector:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.refuses = False
+        self.refused: dict[str, int] = {}  # name of a span -> status of the requests that hold one
         self.headers: list[dict[str, str]] = []
+        self.answers_after_s = 0.0
         self.endpoint = ""
 
-    def take(self, body: bytes) -> None:
+    def take(self, body: bytes) -> int:
+        """Keep a request. Returns the status of the answer."""
         from google.protobuf import json_format
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         found = json_format.MessageToDict(ExportTraceServiceRequest.FromString(body))
+        for _, span in spans_with_resource(found):
+            if span["name"] in self.refused:
+                return self.refused[span["name"]]
         self.requests.append(change_ids(found, lambda text: base64.b64decode(text).hex()))
+        return 200
 
     def write(self, path: Path) -> Path:
         """Write all as the file exporter of a collector does."""
@@ -107,11 +114,12 @@ def span_collector() -> Iterator[SpanCollector]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
-            ok = self.path == "/v1/traces" and not collector.refuses
-            if ok:
+            status = 503 if collector.refuses else 404
+            if self.path == "/v1/traces" and not collector.refuses:
                 collector.headers.append(dict(self.headers))
-                collector.take(body)
-            self.send_response(200 if ok else 503)
+                status = collector.take(body)
+                time.sleep(collector.answers_after_s)
+            self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

@@ -397,7 +397,11 @@ def _start_follower(config: Config, cycle: int) -> subprocess.Popen[bytes] | Non
         return None
     from restart_trace.follower import start_follower
 
-    return start_follower(Path(directory), endpoint, str(cycle), os.getpid())
+    try:
+        return start_follower(Path(directory), endpoint, str(cycle), os.getpid())
+    except OSError as error:
+        logger.warning("--otlp %s: %s cannot be started (%s): no spans are sent", endpoint, sys.executable, error)
+        return None
 
 
 def _sample_continuously(config: Config, recorder: Recorder) -> None:

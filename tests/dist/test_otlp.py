@@ -13,11 +13,13 @@ import psutil
 import pytest
 
 from megatron.parallel.topology import Layout
+from restart_trace.follower import end_follower, start_follower
 from restart_trace.supervisor import open_supervisor_trace
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Zygote, kill_all, wait_for
 from tests.dist.light_starts import IMPORTS, light_starts
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, SINGLE, TRAINING, Launcher, buffered_saving
 from tests.otlp_collector import SpanCollector, by_id, exported, span_collector
+from tests.unit.tools.ckpt_analysis.trace_factory import write_trace
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry-exporter-otlp-proto-http")
 pytestmark = pytest.mark.slow
@@ -76,7 +78,7 @@ def test_a_restart_of_the_trainer_is_one_trace_of_all_ranks(
     wait_for(lambda: not followers(trace), "the end of the process that sends")
     seen = len(by_id(collector.requests))
     launcher.train(layout, *command, f"{collector.endpoint}/v1/traces", "--load", save, "--exit-interval", "1")
-    assert followers(trace) == []  # rank 0 has waited for it
+    wait_for(lambda: not followers(trace), "the end of the process that sends")
     got, expected = by_id(collector.requests), exported(trace, tmp_path / "spans.jsonl")
     assert got.keys() == expected.keys() and got == expected
     roots = [ids[0] for _, ids, name, *_ in got.values() if name == "nvrx.ft.cycle"]
@@ -104,6 +106,17 @@ def test_a_wrong_endpoint_is_refused_before_the_imports(dataset: list[str], tmp_
     assert refused.exit_code == 2
     assert "--otlp collector:4317: is no URL of a collector: write it as http://HOST:4318" in refused.output
     assert accepted.exit_code == IMPORTS, accepted.output
+
+
+def test_a_job_that_ends_at_once_is_sent(collector: SpanCollector, tmp_path: Path) -> None:
+    """It ends before the process that sends has begun to read."""
+    trace = write_trace(tmp_path / "trace")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as job:
+        follower = start_follower(trace, collector.endpoint, "0-", job.pid)
+        end_follower(follower)
+        assert follower.wait(HANGS_S) == 0
+        job.communicate(b"\n")
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
 
 
 def restart_trace(*words: str, before: str = "pass") -> subprocess.Popen[str]:

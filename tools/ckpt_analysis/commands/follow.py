@@ -44,8 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ckpt-analysis: {visible(message)}", file=sys.stderr, flush=True)
 
     collector = Collector(arguments.otlp, warn)
-    first, last = arguments.cycles or (_newest(arguments.logdir), None)
-    whole = follow(Follower(arguments.logdir, collector, first, last), _End(arguments.while_pid).wait)
+    newest = _newest(arguments.logdir)
+    first, last = arguments.cycles or (newest, None)
+    follower = Follower(arguments.logdir, collector, first, last, warn)
+    whole = follow(follower, _End(arguments.while_pid).wait, arguments.while_pid)
     if arguments.while_pid is None:
         progress_of(arguments).remark(f"{arguments.otlp}: {collector.sent} spans sent, {collector.unsent} not")
     return OK if whole else CHECK_FAILED
@@ -61,6 +63,7 @@ class _End:
         signal.set_wakeup_fd(waking)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what starts it may have blocked it until now
         self._poll.register(woken, select.POLLIN)
         self._is_over = False
         if pid is not None:
@@ -78,20 +81,20 @@ class _End:
 
 
 def _newest(directory: Path) -> int:
-    """Number of the newest cycle of a trace; 0 if there is none yet."""
-    from ..ingest.discover import LogDirectoryError, list_trace
+    """Number of the newest cycle of a trace; 0 if there is none yet. Raises LogDirectoryError if there can be none."""
+    from ..ingest.discover import IMPORTED_FILE, LogDirectoryError, list_trace
 
     try:
         listing = list_trace(directory)
     except LogDirectoryError:
-        if not directory.is_dir():
+        if not directory.is_dir() or (directory / IMPORTED_FILE).is_file():
             raise
         return 0
     return max(file.cycle for file in listing.files if file.cycle is not None)
 
 
 def _endpoint(text: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL of a collector: write it as http://HOST:4318")
     return text
 

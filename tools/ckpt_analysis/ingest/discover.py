@@ -65,10 +65,7 @@ def list_trace(given: Path) -> Listing:
 
     Raises LogDirectoryError if there is no such directory, it cannot be read, or holds no rank file.
     """
-    listing = list_files(given)
-    nested = given / DEFAULT_SUBDIRECTORY
-    if not _has_ranks(listing) and nested.is_dir():
-        listing = list_files(nested)
+    listing = list_growing(given)
     if not _has_ranks(listing):
         if (given / IMPORTED_FILE).is_file():
             raise LogDirectoryError(
@@ -76,6 +73,13 @@ def list_trace(given: Path) -> Listing:
             )
         raise LogDirectoryError(_why_no_trace(given))
     return listing
+
+
+def list_growing(given: Path) -> Listing:
+    """As `list_trace`, but there may be no rank file yet."""
+    listing = list_files(given)
+    nested = given / DEFAULT_SUBDIRECTORY
+    return listing if _has_ranks(listing) or not nested.is_dir() else list_files(nested)
 
 
 def _why_no_trace(given: Path) -> str:

@@ -208,11 +208,13 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
 class RecordStream:
     """The records of `file` that can be used, from its bytes as they come; without a valid process record, none can.
 
-    `process` is that record once its line is complete. `unusable` counts the complete lines that cannot be used.
+    `process` is that record once its line is complete, or `fault` says what is wrong with it. `unusable` counts the
+    complete lines that cannot be used.
     """
 
     def __init__(self, file: TraceFile) -> None:
         self.process: dict[str, Any] | None = None
+        self.fault = ""
         self.unusable = 0
         self.torn = b""  # what follows the last newline so far
         self._file = file
@@ -233,8 +235,12 @@ class RecordStream:
         return found
 
     def _read_first(self, line: bytes) -> dict[str, Any] | None:
-        process, _ = process_record(line, self._file)
-        if process is not None and other_version(process) is None:
+        process, faults = process_record(line, self._file)
+        if process is None:
+            self.fault = faults[0]
+        elif (version := other_version(process)) is not None:
+            self.fault = f"has schema version {version}; this tool reads version {SCHEMA_VERSION}"
+        else:
             self.process, self._reader = process, LineReader(process)
         return self.process
 

@@ -7,6 +7,9 @@ once it has ended. What a collector has not taken stays here until it is back, a
 from __future__ import annotations
 
 import logging
+import os
+import select
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ from restart_trace.schema import SCHEMA_VERSION
 from ..common.errors import CouldNotRunError
 from ..common.otlp import CLAIM, attributes
 from ..ingest.clocks import clock_of, offsets_ns
-from ..ingest.discover import DEFAULT_SUBDIRECTORY, LogDirectoryError, TraceFile, list_files
+from ..ingest.discover import LogDirectoryError, TraceFile, list_growing, list_trace
 from ..ingest.lines import RecordStream
 from .otlp_spans import RESOURCE_OF_CYCLES, Cycle, FileSpans, Record, Span, SupervisorSpans, file_spans
 
@@ -29,11 +32,15 @@ if TYPE_CHECKING:
 
 PACKAGES = "the extra otlp: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _TRACES_PATH = "/v1/traces"
-_REQUEST_S = 3.0  # a request to the collector, with its repetitions
+_CONNECT_S, _ANSWER_S, _LAST_ANSWER_S = 3.0, 30.0, 3.0  # of a request, at most; the last at the end of the run
+_OF_SPANS = (400, 413)  # statuses that a smaller request may not get
+_LATER = (408, 429)  # statuses below 500 that the same request may not get again
 _INTERVAL_S = 1.0  # between two looks at the files
 _BATCH = 512  # spans of a request
 _MOST_BYTES = 1 << 20  # that are read of a file at a time
-_QUIET_S, _LONGEST_END_S = 1.0, 10.0  # without a new record, after which a run that has ended is complete; at most
+_QUIET_S = 1.0  # without a new record, after which a run that has ended is complete
+_LONGEST_QUIET_S = 60.0  # the same, while processes of the run are still there
+_LONGEST_END_S = 10.0  # of a run that goes on
 
 
 def traces_url(endpoint: str) -> str:
@@ -48,18 +55,19 @@ class Collector:
     """
 
     def __init__(self, endpoint: str, tell: Callable[[str], None]) -> None:
-        """`tell`: is given the one warning about a collector that does not answer."""
+        """`tell`: is given one warning about a collector that takes no spans now, and one about a refusal."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ModuleNotFoundError as error:
             raise CouldNotRunError(f"--otlp {endpoint}: {error.name} is not installed: {PACKAGES}") from None
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would warn at each attempt
-        self._exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=_REQUEST_S)
+        self._session = _session()
+        self._exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=_CONNECT_S, session=self._session)
         self._endpoint = endpoint
         self._tell = tell
-        self._told = False
+        self._told: set[str] = set()
         self._unsent: list[ReadableSpan] = []
-        self.sent = 0
+        self.sent = self.refused = 0
 
     def add(self, resource: dict[str, Any], spans: list[Span]) -> None:
         """Spans of one resource, for the next `send`."""
@@ -68,52 +76,81 @@ class Collector:
             self._unsent += [_readable(span, of) for span in spans]
 
     def send(self) -> bool:
-        """Send what is not sent yet. False if the collector has not taken all of it."""
+        """Send what is not sent yet; drop what the collector will never take. False if it does not answer."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
+        size = _BATCH
         while self._unsent:
-            batch = self._unsent[:_BATCH]
-            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
-                if not self._told:
-                    self._told = True
-                    self._tell(
-                        f"--otlp {self._endpoint}: the collector takes no spans now; training goes on, and what it "
-                        "has not got when the job ends is in the trace files: ckpt-analysis export --format otlp"
-                    )
+            batch = self._unsent[:size]
+            self._session.status = 0
+            taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            status = self._session.status
+            if not taken and (not 400 <= status < 500 or status in _LATER):
+                self._warn("takes no spans now", status)
                 return False
-            self.sent += len(batch)
+            if not taken and status in _OF_SPANS and len(batch) > 1:
+                size = len(batch) // 2
+                continue
+            if taken:
+                self.sent += len(batch)
+            else:
+                self.refused += len(batch)
+                self._warn("refuses spans", status)
             del self._unsent[: len(batch)]
+            size = min(2 * size, _BATCH)
         return True
+
+    def run_ended(self) -> None:
+        """From now on wait for an answer for a few seconds only."""
+        self._session.answer_s = _LAST_ANSWER_S
 
     @property
     def unsent(self) -> int:
         """Number of spans that the collector has not taken."""
-        return len(self._unsent)
+        return len(self._unsent) + self.refused
+
+    def _warn(self, what: str, status: int) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            answer = f" (its answer: status {status})" if status else ""
+            self._tell(
+                f"--otlp {self._endpoint}: the collector {what}; training goes on, and what it has not got when the "
+                f"job ends is in the trace files: ckpt-analysis export --format otlp{answer}"
+            )
 
 
 @dataclass
 class _File:
-    """How far a file is read; `spans` is None until its process record is there."""
+    """How far a file is read; `spans` is None until its process record is there. `wrong`: why it cannot be read."""
 
     found: TraceFile
     stream: RecordStream
     offset: int = 0
     spans: FileSpans | None = None
+    wrong: str = ""
 
 
 class Follower:
     """Reads the trace files of some cycles as they grow, and gives their spans to a collector.
 
     `first`, `last`: the cycles; without a last one all from the first on. A cycle is over when a later one has begun.
+    `tell` is given a warning for each file that cannot be read.
     """
 
-    def __init__(self, directory: Path, collector: Collector, first: int, last: int | None) -> None:
-        self._directory = directory
+    def __init__(
+        self, directory: Path, collector: Collector, first: int, last: int | None, tell: Callable[[str], None]
+    ) -> None:
+        self._given = self._directory = directory
         self._collector = collector
+        self._tell = tell
+        self._is_whole = True  # no file was left out
+        self._unread = 0  # bytes of the files that are left
+        self.is_behind = False  # a file has more than was read of it last
         self._first, self._last = first, last
         self._files: dict[Path, _File] = {}
         self._cycles: dict[int, Cycle] = {}
         self._finished: set[int] = set()
+        self._left_out: set[Path] = set()
         self._offsets: dict[str, int] = {}  # of each clock; it stays what it was when it was first used
 
     def poll(self) -> bool:
@@ -121,38 +158,77 @@ class Follower:
         if not self._collector.send():
             return False
         self._find_files()
+        before = self._bytes_read()
+        self.is_behind = False
         read = [(file, self._read(file)) for file in self._files.values()]
         for file, records in read:
+            self._tell_what_is_wrong(file, file.stream.fault and f"line 1: {file.stream.fault}")
             if file.spans is None and file.stream.process is not None:
                 file.spans = self._begin(file, file.stream.process)
             if file.spans is not None:
                 added = [span for line, record in records if line > 1 for span in file.spans.feed(line, record)]
                 self._collector.add(file.spans.resource(), added)
-        is_new = any(records for _, records in read)
+        is_new = self._bytes_read() > before
         if not is_new:
             for number in sorted(self._cycles)[:-1]:
                 self._finish(number)
         return self._collector.send() and is_new
 
     def finish(self) -> bool:
-        """Send the spans that no record ends. False if the collector has not taken all."""
+        """Send the spans that no record ends. False if the collector has not got all that is in the files."""
         seen = [number for file in self._files.values() for number in _restarts(file) if self._covers(number)]
         for number in sorted({*self._cycles, *seen}):
             self._finish(number)
-        return self._collector.send()
+        for file in self._files.values():
+            self._leave(file)
+        if self._unread > 0:
+            self._tell(f"{self._directory}: {self._unread} bytes were not read, and their spans not sent")
+        self._check_trace()
+        return self._collector.send() and not self._collector.refused and not self._unread and self._is_whole
+
+    def ended_but(self, pid: int) -> bool:
+        """Whether all processes of the followed cycles have ended that are on this host, apart from this one."""
+        host = socket.gethostname()
+        processes = [file.stream.process for file in self._files.values() if file.found.rank is not None]
+        local = {process["pid"] for process in processes if process is not None and process["host"] == host}
+        return not any(_is_alive(other) for other in local - {pid})
+
+    def run_ended(self) -> None:
+        """Tell the collector's side that the run has ended."""
+        self._collector.run_ended()
+
+    def _bytes_read(self) -> int:
+        return sum(file.offset for file in self._files.values())
+
+    def _check_trace(self) -> None:
+        try:
+            list_trace(self._given)
+        except LogDirectoryError as error:
+            self._is_whole = False
+            self._tell(str(error))
+
+    def _leave(self, file: _File) -> None:
+        """No more is read of this file."""
+        self._unread += max(0, file.found.size() - file.offset)
+        is_torn = file.stream.process is None and file.stream.torn
+        self._tell_what_is_wrong(file, file.wrong or ("line 1: is cut short" if is_torn else ""))
+
+    def _tell_what_is_wrong(self, file: _File, wrong: str) -> None:
+        if wrong and file.found.path not in self._left_out:
+            self._left_out.add(file.found.path)
+            self._is_whole = False
+            self._tell(f"{file.found.path.name}: {wrong}: the file is left out")
 
     def _covers(self, cycle: int) -> bool:
         return self._first <= cycle and (self._last is None or cycle <= self._last) and cycle not in self._finished
 
     def _find_files(self) -> None:
         try:
-            nested = self._directory / DEFAULT_SUBDIRECTORY
-            if not self._files and nested.is_dir():
-                self._directory = nested
-            listed = list_files(self._directory).files
+            listing = list_growing(self._given)
         except LogDirectoryError:  # the first rank makes it
             return
-        for found in listed:
+        self._directory = listing.directory
+        for found in listing.files:
             if found.path not in self._files and (found.cycle is None or self._covers(found.cycle)):
                 self._files[found.path] = _File(found, RecordStream(found))
 
@@ -161,8 +237,11 @@ class Follower:
             with open(open_regular(file.found.path), "rb") as stream:
                 stream.seek(file.offset)
                 data = stream.read(_MOST_BYTES)
-        except OSError:  # of a network file system; the next time, or never
+        except OSError as error:  # of a network file system; the next time, or never
+            file.wrong = error.strerror or str(error)
             return []
+        file.wrong = ""
+        self.is_behind = self.is_behind or len(data) == _MOST_BYTES
         file.offset += len(data)
         return file.stream.feed(data)
 
@@ -177,27 +256,60 @@ class Follower:
             if file.spans is not None:
                 self._collector.add(file.spans.resource(), [*file.spans.finish(number)])
             if file.found.cycle == number:
-                del self._files[path]
+                self._leave(self._files.pop(path))
         cycle = self._cycles.pop(number)
         self._collector.add(RESOURCE_OF_CYCLES, [_with_valid_claim(cycle.whole(self._directory))])
         self._finished.add(number)
 
 
-def follow(follower: Follower, wait: Callable[[float], bool]) -> bool:
+def follow(follower: Follower, wait: Callable[[float], bool], pid: int | None) -> bool:
     """Follow until `wait`, which takes seconds, returns True: the run has ended. False if spans remain unsent.
 
-    What the ranks still write is read for a second after the last record, and for ten seconds at most.
+    What its processes still write is then read until they have ended (but not `pid`, which may wait for this one), and
+    a second after that. Without `pid` the run may go on: what it has written until now is read.
     """
     while not wait(0.0 if follower.poll() else _INTERVAL_S):
         pass
+    follower.run_ended()
     begun = last = time.monotonic()
-    while last - begun < _LONGEST_END_S:
+    while True:
+        goes_on = pid is not None and not follower.ended_but(pid)  # before the files are read: so they are complete
         if follower.poll():
             last = time.monotonic()
-        elif time.monotonic() - last > _QUIET_S:
+        now = time.monotonic()
+        if now - last > (_LONGEST_QUIET_S if goes_on else _QUIET_S):
+            break
+        if pid is None and now - begun > _LONGEST_END_S and not follower.is_behind:
             break
         time.sleep(_QUIET_S / 10)
     return follower.finish()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        return not select.select([descriptor], [], [], 0)[0]
+    finally:
+        os.close(descriptor)
+
+
+def _session() -> Any:
+    """A session of HTTP that keeps the status of the last answer, and waits for answers as long as it is told."""
+    import requests
+
+    class Session(requests.Session):
+        status, answer_s = 0, _ANSWER_S
+
+        def request(self, *positional: Any, **named: Any) -> requests.Response:
+            named["timeout"] = (_CONNECT_S, self.answer_s)
+            response = super().request(*positional, **named)
+            self.status = response.status_code
+            return response
+
+    return Session()
 
 
 def _restarts(file: _File) -> list[int]:

@@ -156,10 +156,82 @@ def test_many_events_of_a_process_are_in_spans_that_a_collector_takes(tmp_path: 
     assert by_id(collector.requests) == expected
 
 
+def follow_to_the_end(trace: Path, collector: SpanCollector, status: int = 0) -> str:
+    """What it prints of all cycles of a run that has ended."""
+    return ended(follow(trace, collector.endpoint, "--cycles", "0-", "--while-pid", str(_ended_process())), status)
+
+
+def test_a_span_that_a_collector_refuses_is_dropped_and_told(tmp_path: Path, collector: SpanCollector) -> None:
+    """Those of the same request arrive."""
+    trace = write_trace(tmp_path / "trace")
+    collector.refused = {"python.imports": 400}
+    printed = follow_to_the_end(trace, collector, 1)
+    assert printed.count("the collector refuses spans; training goes on") == 1
+    assert printed.endswith("(its answer: status 400)\n")
+    expected = exported(trace, tmp_path / "spans.jsonl")
+    assert by_id(collector.requests) == {key: span for key, span in expected.items() if span[2] != "python.imports"}
+
+
+def test_requests_that_a_collector_does_not_allow_end(tmp_path: Path, collector: SpanCollector) -> None:
+    trace = write_trace(tmp_path / "trace")
+    wrong = f"{collector.endpoint}/other"
+    printed = ended(follow(trace, wrong, "--while-pid", str(_ended_process())), 1)
+    assert "the collector refuses spans" in printed and "status 404" in printed
+
+
+@pytest.mark.parametrize("in_process_record", [False, True])
+def test_lines_longer_than_one_look_are_read(tmp_path: Path, collector: SpanCollector, in_process_record: bool) -> None:
+    trace = write_trace(tmp_path / "trace")
+    path = file_of(trace, 0, 1)
+    first, rest = path.read_text().split("\n", 1)
+    blanks = " " * (3 << 20)  # JSON allows them
+    path.write_text(f"{blanks}{first}\n{rest}" if in_process_record else f"{first}\n{blanks}{rest}")
+    assert follow_to_the_end(trace, collector) == ""
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
+
+
+def test_a_slow_collector_gets_each_span_once(tmp_path: Path, collector: SpanCollector) -> None:
+    """Its answers take longer than a connection may."""
+    trace = write_trace(tmp_path / "trace")
+    collector.answers_after_s = 4.0
+    process = follow(trace, collector.endpoint, "--cycles", "0-")
+    collector.wait_for("nvrx.ft.cycle")
+    collector.answers_after_s = 0.0
+    process.send_signal(signal.SIGTERM)
+    assert ", 0 not" in ended(process)
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
+
+
+def test_files_that_cannot_be_read_are_told_once_each(tmp_path: Path, collector: SpanCollector) -> None:
+    trace = write_trace(tmp_path / "trace")
+    damaged, older = file_of(trace, 0, 1), file_of(trace, 1, 1)
+    damaged.write_text("x" + damaged.read_text())
+    first, rest = older.read_text().split("\n", 1)
+    older.write_text(json.dumps(json.loads(first) | {"v": 11}) + "\n" + rest)
+    printed = follow_to_the_end(trace, collector, 1).splitlines()
+    assert len(printed) == 2
+    assert f"{damaged.name}: line 1: not a JSON record: the file is left out" in printed[0]
+    assert f"{older.name}: line 1: has schema version 11; this tool reads version" in printed[1]
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
+
+
+def test_directories_are_read_as_by_export(tmp_path: Path, collector: SpanCollector) -> None:
+    """The files of DIR/restart_trace are the trace only if DIR itself has no rank files."""
+    trace = write_trace(tmp_path / "trace")
+    (trace / "restart_trace").mkdir()
+    assert follow_to_the_end(trace, collector) == ""
+    assert by_id(collector.requests) == exported(trace, tmp_path / "spans.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert "no restart trace here (it is empty)" in follow_to_the_end(tmp_path / "empty", collector, 1)
+    (tmp_path / "empty" / "imported.json").write_text("{}")
+    assert "an imported run has operations and no spans" in follow_to_the_end(tmp_path / "empty", collector, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--otlp", "collector:4317"], "'collector:4317' is no URL of a collector: write it as http://HOST:4318"),
+        (["--otlp", "http://c:4318?token=x"], "'http://c:4318?token=x' is no URL of a collector"),
         (["--otlp", "http://c", "--cycles", "x"], "'x' is no cycle: write 3, or 3-"),
         (["--otlp", "http://c", "--run-id", "x"], "--run-id: applies to single traces, not to a run that goes on"),
         (["--otlp", "http://c", "--while-pid", "0"], "0: is no process; give its id"),
