@@ -7,6 +7,7 @@ does: what cannot be said exactly is refused by the name of the flag or of the k
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """--params-dtype -> torch's name."""
 _MISTRAL = "MistralForCausalLM"
 _READ = {"llama": (LLAMA, LLAMA), "mistral": (LLAMA, _MISTRAL), "gpt2": (GPT2, GPT2)}
+# What transformers' classes take for a key that is absent, where that is not what null says.
+_ABSENT = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
+_LAYERS = {LLAMA: "num_hidden_layers", GPT2: "n_layer"}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 _EXACT_GELU = "gelu"
 _GPT2_FIXED = {
@@ -113,10 +117,11 @@ class ConfigFile:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         """Raises ConversionError if it is of an architecture that ours does not compute."""
         self.path = path
-        self._values = values
         kind = values.get("model_type")
-        if kind not in _READ:
+        self._values = values
+        if type(kind) is not str or kind not in _READ:
             raise self.refusal("model_type", f"only {', '.join(_READ)} can be imported")
+        self._values = {**_ABSENT.get(kind, {}), **values}
         self.architecture, wanted = _READ[kind]
         classes = values.get("architectures")
         if classes is not None and classes != [wanted]:
@@ -132,18 +137,19 @@ class ConfigFile:
     def vocab_size(self) -> int:
         return self._integer("vocab_size")
 
-    @property
-    def params_dtype(self) -> str | None:
-        """What the file says of the weights' type; None if it says nothing that there is here."""
-        named = self._values.get("dtype", self._values.get("torch_dtype"))
-        return next((dtype for dtype, name in DTYPES.items() if name == named), None)
+    def model(self, most_layers: int) -> ModelConfig:
+        """The model that computes the same, of weights in fp32.
 
-    def model(self, params_dtype: str) -> ModelConfig:
-        """The model that computes the same. Raises ConversionError naming the key that ours has no flag for."""
+        `most_layers`: how many there can be. Raises ConversionError naming the key that ours has no flag for.
+        """
         values = self._gpt2() if self.architecture == GPT2 else self._llama()
+        if values["num_layers"] > most_layers:
+            raise self.refusal(
+                _LAYERS[self.architecture], f"there are only {most_layers} tensors; both must be of one model"
+            )
         positions = values["max_position_embeddings"]
         try:
-            return ModelConfig(**values, seq_length=positions, params_dtype=params_dtype)
+            return ModelConfig(**values, seq_length=positions)
         except ConfigError as exc:
             raise ConversionError(f"{self.path}: as flags of this trainer: {exc}") from exc
 
@@ -157,9 +163,10 @@ class ConfigFile:
         # Mistral's window, where attention ends; of no effect if it is as long as a text can be.
         window = self._values.get("sliding_window")
         if window is not None and not (type(window) is int and window >= positions):
-            raise self.refusal("sliding_window", "attention has no window here; only null can be imported")
+            why = "attention has no window here; only null can be imported (and an absent key is 4096 for Mistral)"
+            raise self.refusal("sliding_window", why)
         return {
-            "num_layers": self._integer("num_hidden_layers"),
+            "num_layers": self._integer(_LAYERS[LLAMA]),
             "hidden_size": hidden,
             "ffn_hidden_size": self._integer("intermediate_size"),
             "num_attention_heads": heads,
@@ -186,7 +193,7 @@ class ConfigFile:
             raise self.refusal("activation_function", f"only {', '.join(_TANH_GELU)} and {_EXACT_GELU} are here")
         hidden = self._integer("n_embd")
         return {
-            "num_layers": self._integer("n_layer"),
+            "num_layers": self._integer(_LAYERS[GPT2]),
             "hidden_size": hidden,
             "ffn_hidden_size": self._integer("n_inner", 4 * hidden),
             "num_attention_heads": self._integer("n_head"),
@@ -210,7 +217,7 @@ class ConfigFile:
             if part not in (None, 1.0):
                 raise self.refusal("partial_rotary_factor", "LLaMA rotates whole heads; only 1.0 can be imported")
         theta = rope.get("rope_theta", self._values.get("rope_theta", 10000))
-        if type(theta) not in (int, float) or theta != int(theta) or theta < 1:
+        if type(theta) not in (int, float) or not 1 <= theta <= sys.float_info.max or theta != int(theta):
             raise self.refusal("rope_theta", "--rotary-position-embeddings-theta is a whole number")
         return int(theta)
 
@@ -233,7 +240,7 @@ class ConfigFile:
 
     def _number(self, key: str, default: float, least: float = 1e-300) -> float:
         value = self._values.get(key, default)
-        if type(value) not in (int, float) or not value >= least:
+        if type(value) not in (int, float) or not least <= value <= sys.float_info.max:
             raise self.refusal(key, f"must be a number {'from 0 on' if least == 0 else 'above 0'}")
         return float(value)
 
@@ -247,6 +254,7 @@ def flags_of(model: ModelConfig) -> str:
         "--seq-length", model.seq_length, "--max-position-embeddings", model.max_position_embeddings,
         "--normalization", model.normalization, "--layernorm-epsilon", model.layernorm_epsilon,
         "--attention-dropout", model.attention_dropout, "--hidden-dropout", model.hidden_dropout,
+        "--init-method-std", model.init_method_std,
     ]  # fmt: skip
     if model.use_rotary_position_embeddings:
         flags += ["--use-rotary-position-embeddings", "--rotary-position-embeddings-theta", model.rope_theta]

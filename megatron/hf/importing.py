@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,52 +49,39 @@ def import_model(load: Path, out: Path, params_dtype: str | None, divisible_by: 
     if not load.is_dir():
         raise ConversionError(f"--load {load}: no such directory; give that of a Hugging Face model, with {CONFIG}")
     config = ConfigFile(load / CONFIG, read_json(load / CONFIG))
-    tensors = find_tensors(load)
-    dtype = params_dtype or _dtype_of(load, config, tensors)
-    model = config.model(dtype)
+    source = _Source(load, _named(find_tensors(load, _BUFFERS), config.architecture), config.vocab_size)
+    model = config.model(most_layers=len(source.tensors))
     padded = padded_vocab_size(config.vocab_size, divisible_by, _LAYOUT.tp)
     everything = parameters(model, config.architecture, padded)
-    source = _Source(load, _named(tensors, config.architecture), config.vocab_size, params_dtype is not None)
-    source.check(everything, TORCH_DTYPES[dtype], tied=not model.untie_embeddings_and_output_weights)
+    source.check(everything, tied=not model.untie_embeddings_and_output_weights)
+    model = dataclasses.replace(model, params_dtype=params_dtype or source.params_dtype())
     flags = f"{flags_of(model)} {tokenizer_flags(load, config.vocab_size)}"
     if divisible_by != _DIVISIBLE_BY:
         flags += f" --make-vocab-size-divisible-by {divisible_by}"
     with new_directory(out) as directory:
         _write_checkpoint(directory, model, everything, source, padded)
-    return f"--load {out} --finetune {flags}"
+    return f"--load {shlex.quote(str(out.absolute()))} --finetune {flags}"
 
 
 _DIVISIBLE_BY = ModelConfig.make_vocab_size_divisible_by
 
 
-def _dtype_of(load: Path, config: ConfigFile, tensors: Mapping[str, TensorInfo]) -> str:
-    found = sorted({name for name, dtype in TORCH_DTYPES.items() if dtype in {t.dtype for t in tensors.values()}})
-    if len(found) != 1:
-        raise ConversionError(
-            f"{load}: its tensors are of several types ({', '.join(found)}); choose one with --params-dtype, to which "
-            "the others are rounded"
-        )
-    return found[0]
-
-
 def _named(tensors: Mapping[str, TensorInfo], architecture: str) -> dict[str, TensorInfo]:
     """The tensors by the names that the whole model has: GPT-2 is also distributed without its head and prefix."""
     bare = architecture == GPT2 and "wte.weight" in tensors
-    named = {f"transformer.{name}" if bare and name != HEAD else name: it for name, it in tensors.items()}
-    return {name: it for name, it in named.items() if not _BUFFERS.fullmatch(name)}
+    return {f"transformer.{name}" if bare and name != HEAD else name: it for name, it in tensors.items()}
 
 
 @dataclasses.dataclass
 class _Source:
-    """The tensors of a model directory, by name. `rounds`: they are converted to another type if need be."""
+    """The tensors of a model directory, by name."""
 
     directory: Path
     tensors: dict[str, TensorInfo]
     vocab_size: int
-    rounds: bool
 
-    def check(self, wanted: Sequence[Parameter], dtype: torch.dtype, tied: bool) -> None:
-        """Raises ConversionError naming a tensor that is missing, left over, or of another shape or type."""
+    def check(self, wanted: Sequence[Parameter], tied: bool) -> None:
+        """Raises ConversionError naming a tensor that is missing, left over, or of another shape."""
         if tied and HEAD in self.tensors:
             self._check_tied(wanted[0].names[0])
         shapes = {name: shape for each in wanted for name, shape in each.shapes(self.vocab_size).items()}
@@ -111,21 +99,36 @@ class _Source:
                     f"{found.path}: {name} has the shape {list(found.shape)}, and {list(shape)} by {CONFIG}: both must "
                     "be of one model"
                 )
-            if found.dtype != dtype and not self.rounds:
-                raise ConversionError(f"{found.path}: {name} is {found.dtype}; give --params-dtype to convert it")
+
+    def params_dtype(self) -> str:
+        """The type of all tensors. Raises ConversionError if they are of several."""
+        types = {tensor.dtype for tensor in self.tensors.values()}
+        found = sorted(name for name, dtype in TORCH_DTYPES.items() if dtype in types)
+        if len(found) != 1:
+            raise ConversionError(
+                f"{self.directory}: its tensors are of several types ({', '.join(found)}); choose one with "
+                "--params-dtype, to which the others are rounded"
+            )
+        return found[0]
 
     def _check_tied(self, embedding: str) -> None:
-        """Leave a copy of the embedding as the head out."""
+        """Leave a copy of the embedding as the head out; it may have been rounded."""
         head, words = self.tensors.pop(HEAD), self.tensors.get(embedding)
-        if words is not None and not torch.equal(read_tensor(head), read_tensor(words)):
+        if words is None:
+            return
+        dtype = min((head.dtype, words.dtype), key=lambda each: each.itemsize)
+        if not torch.equal(read_tensor(head).to(dtype), read_tensor(words).to(dtype)):
             raise ConversionError(
                 f"{head.path}: {HEAD} differs from {embedding}, and {CONFIG} says tie_word_embeddings true: set that "
                 "to false if the head is one of its own"
             )
 
     def full(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Our parameter, with rows of zeros for tokens that are none."""
-        made = torch.zeros(parameter.part.shape, dtype=dtype)
+        """Our parameter; rows that pad the vocabulary are copies of the last token's.
+
+        They take part in the softmax, where zeros would outweigh every token whose logit is negative.
+        """
+        made = torch.empty(parameter.part.shape, dtype=dtype)
         for name, start, stop in parameter.rows(self.vocab_size):
             tensor = read_tensor(self.tensors[name])
             rows = made[start:stop]
@@ -135,6 +138,8 @@ class _Source:
                     f"{self.tensors[name].path}: {name} has values that {dtype} does not hold; give another "
                     "--params-dtype"
                 )
+        if parameter.part.vocabulary:
+            made[self.vocab_size :] = made[self.vocab_size - 1]
         return made
 
 

@@ -22,10 +22,14 @@ def new_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` to write into, which is renamed to `out` at the end, and removed after an error.
 
     What killed conversions to `out` have left is removed first. Raises ConversionError if `out` is there and not an
-    empty directory, OSError if the storage refuses.
+    empty directory, or is the working directory; OSError if the storage refuses.
     """
     if os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         raise ConversionError(f"--out {out}: is there already, and nothing is overwritten; give another, or remove it")
+    if out.name in ("", "..") or (out.is_dir() and out.samefile(".")):
+        raise ConversionError(
+            f"--out {out}: a directory is renamed to it, which the one at work cannot be; name a new one"
+        )
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     beginning = f"{_PREFIX}{out.absolute().name}_"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """The tensors of a model directory, by name. Reads headers alone.
+def find_tensors(directory: Path, unwanted: re.Pattern[str]) -> dict[str, TensorInfo]:
+    """The tensors of a model directory, by name, without those whose name is `unwanted`. Reads headers alone.
 
     Raises ConversionError naming the file that is missing, damaged, or of a type of numbers that is not here.
     """
@@ -159,6 +160,7 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         wanted = read_json(directory / INDEX).get("weight_map")
         if not isinstance(wanted, dict) or not all(type(file) is str for file in wanted.values()):
             raise ConversionError(f"{directory / INDEX}: has no weight_map of file names; copy it again")
+        wanted = {name: file for name, file in wanted.items() if not unwanted.fullmatch(name)}
     elif (directory / SINGLE).exists():
         wanted = None
     else:
@@ -171,7 +173,7 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         raise ConversionError(f"{directory / INDEX}: names {wrong[0]!r}, which is no file beside it; copy it again")
     found: dict[str, TensorInfo] = {}
     for name in sorted(files):
-        found |= _tensors_in(directory / name)
+        found |= _tensors_in(directory / name, unwanted)
     if wanted is not None and (missing := [name for name, file in wanted.items() if _file_of(found, name) != file]):
         raise ConversionError(f"{directory / INDEX}: {missing[0]} is not in {wanted[missing[0]]}; copy both again")
     return found
@@ -181,14 +183,18 @@ def _file_of(found: Mapping[str, TensorInfo], name: str) -> str | None:
     return found[name].path.name if name in found else None
 
 
-def _tensors_in(path: Path) -> dict[str, TensorInfo]:
+def _tensors_in(path: Path, unwanted: re.Pattern[str]) -> dict[str, TensorInfo]:
     try:
         check_regular(path, path.stat())
         header = read_header(path)
         size = path.stat().st_size
         entries = entries_of(header)
         entries.pop(METADATA, None)
-        return {name: _tensor(name, entry, path, len(header), size) for name, entry in entries.items()}
+        return {
+            name: _tensor(name, entry, path, len(header), size)
+            for name, entry in entries.items()
+            if not unwanted.fullmatch(name)
+        }
     except FileNotFoundError:
         raise ConversionError(f"{path}: missing, and {INDEX} names it; copy it again") from None
     except (CheckpointDamagedError, NotRegularFileError) as exc:

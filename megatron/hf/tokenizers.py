@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import shutil
 from pathlib import Path
@@ -26,6 +27,8 @@ _GPT2_CONFIG = {
     "eos_token": "<|endoftext|>",
     "unk_token": "<|endoftext|>",
 }
+logger = logging.getLogger(__name__)
+
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
@@ -80,14 +83,32 @@ def _missing(known: dict[str, Any], kind: str) -> str | None:
 
 
 def tokenizer_flags(directory: Path, vocab_size: int) -> str:
-    """The flags of this trainer for the tokenizer in a model directory; of NullTokenizer if there is none for us."""
-    if (directory / "tokenizer.model").is_file():
-        return f"--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {_quoted(directory / 'tokenizer.model')}"
-    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        files = f"--vocab-file {_quoted(directory / 'vocab.json')} --merge-file {_quoted(directory / 'merges.txt')}"
-        return f"--tokenizer-type GPT2BPETokenizer {files}"
-    return f"--tokenizer-type NullTokenizer --vocab-size {vocab_size - 1}"
+    """The flags of this trainer for the tokenizer in a model directory; of NullTokenizer if there is none for us.
+
+    Logs a warning if that tokenizer is not one of `vocab_size` tokens.
+    """
+    null = f"--tokenizer-type NullTokenizer --vocab-size {vocab_size - 1}"
+    for kind in ("GPTSentencePieceTokenizer", "GPT2BPETokenizer"):
+        files = {setting: str((directory / name).absolute()) for setting, name in _FILES[kind]}
+        if not all(Path(file).is_file() for file in files.values()):
+            continue
+        if problem := _problem(kind, files, vocab_size):
+            logger.warning(
+                "%s: the weights are of vocab_size %d: train with the tokenizer that they were trained with, "
+                "or with %s on data that has been tokenized by it",
+                problem,
+                vocab_size,
+                null,
+            )
+        words = [f"--{setting.replace('_', '-')} {shlex.quote(file)}" for setting, file in files.items()]
+        return " ".join([f"--tokenizer-type {kind}", *words])
+    return null
 
 
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path.absolute()))
+def _problem(kind: str, files: dict[str, Any], vocab_size: int) -> str | None:
+    """Why the tokenizer in `files` cannot be that of `vocab_size` tokens; None if it can."""
+    try:
+        size, _ = tokenizer_info(kind, **files)
+    except TokenizerError as exc:
+        return str(exc)
+    return None if size == vocab_size else f"the tokenizer of {' and '.join(files.values())} has {size} tokens"

@@ -14,7 +14,7 @@ from tests.dist.harness import LLAMA_STYLE, Zygote, losses
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
 
 pytestmark = pytest.mark.slow
-# Rows that pad the vocabulary, which are zero in what is imported, take part in the softmax: here there are none.
+# Rows that pad the vocabulary, which are copies in what is imported, take part in the softmax: here there are none.
 SIZES = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", *NO_DROPOUT,
     "--make-vocab-size-divisible-by", "1",
@@ -26,6 +26,7 @@ TRAINING = [
     "1",
 ]  # fmt: skip
 SAVED = 2
+SHIFT, DIVISIBLE_BY = 40.0, 128
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -49,3 +50,24 @@ def test_trainings_are_exported_and_begin_from_imports(
         launcher.train(Layout(2, 1, 1), *TRAINING, "--train-iters", "2", *words, *trace)
     of_run = {name: losses(tmp_path / name / "trace", 0, 0) for name in begun}
     assert of_run["imported"] == of_run["saved"] and len(of_run["saved"]) == 2
+    if style == "gpt2":
+        _make_logits_negative(exported[0])
+        printed = shlex.split(import_model(exported[0], tmp_path / "padded", None, DIVISIBLE_BY))
+        trace = ["--restart-trace-dir", str(tmp_path / "padded" / "trace")]
+        launcher.train(Layout(2, 1, 1), *TRAINING, "--train-iters", "1", *printed, *trace)
+        (loss,) = losses(tmp_path / "padded" / "trace", 0, 0).values()
+        assert loss == pytest.approx(min(of_run["saved"].items())[1], abs=0.5)
+
+
+def _make_logits_negative(model: Path) -> None:
+    """Shift all logits of a GPT-2 by about -SHIFT, which changes no probability of a token by much."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: it for path in model.glob("*.safetensors") for name, it in load_file(path).items()}
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    # The input of the first block is what it was; the head is tied to the words.
+    tensors["transformer.wte.weight"] += 4.0
+    tensors["transformer.wpe.weight"] -= 4.0
+    tensors["transformer.ln_f.bias"] -= SHIFT / (4.0 * 32)
+    save_file(tensors, model / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from megatron.config import ModelConfig
+from megatron.config import Config, ModelConfig
+from megatron.config.arguments import config_from_args, parse_args
 from megatron.hf.checkpoints import SavedModel, newest_checkpoint
 from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
@@ -49,7 +51,8 @@ HF: dict[str, Any] = {
     "llama": transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, rms_norm_eps=0.1, attention_dropout=0.25,
+        initializer_range=0.05,
     ),
     "llama_tied_biased": transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
@@ -62,7 +65,7 @@ HF: dict[str, Any] = {
     "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=64),
     "gpt2_untied_exact": transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, activation_function="gelu",
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, layer_norm_epsilon=0.1, attn_pdrop=0.25, resid_pdrop=0.3,
     ),
 }  # fmt: skip
 
@@ -115,13 +118,60 @@ def test_a_model_of_transformers_computes_the_same_here(tmp_path: Path, style: s
         keys = [each for each in parameters(saved.model, _architecture(style), PADDED) if each.layer == number]
         tensors = saved.layer(keys)
         module.load_state_dict({each.key: tensor for each, tensor in zip(keys, tensors, strict=True)}, strict=True)
-    assert not modules[1].word_embeddings.weight[VOCAB:].any()  # type: ignore[union-attr, operator]
+    assert parse(flags).model == saved.model
     found = logits(saved.model, modules, IDS)[..., :VOCAB]
     torch.testing.assert_close(found, their_logits(theirs), rtol=1e-4, atol=1e-4)
     export(tmp_path / "ours", tmp_path / "back", None, SHARD)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    settings = [key for key in OF_TRAINING if hasattr(theirs.config, key)]
+    assert settings and all(getattr(back.config, key) == getattr(theirs.config, key) for key in settings)
+    again = back.state_dict()
     assert again.keys() == theirs.state_dict().keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in theirs.state_dict().items())
+
+
+OF_TRAINING = (
+    "layer_norm_epsilon",
+    "rms_norm_eps",
+    "attn_pdrop",
+    "attention_dropout",
+    "resid_pdrop",
+    "initializer_range",
+)
+
+
+def parse(flags: str) -> Config:
+    """What pretrain_gpt.py makes of the printed flags."""
+    training = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--data-path", "unread"]
+    return config_from_args(parse_args([*shlex.split(flags), *training], {}), {})
+
+
+@pytest.mark.parametrize("style", ["gpt2", "gpt2_untied_exact"])
+def test_rows_that_pad_the_vocabulary_hardly_change_a_loss_of_negative_logits(tmp_path: Path, style: str) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(HF[style])
+    with torch.no_grad():
+        theirs.lm_head.weight += 1.0  # so a logit is the sum of ln_f's bias, and more
+        theirs.transformer.ln_f.bias[:] = -1.0
+    theirs.save_pretrained(tmp_path / "hf")
+    assert their_logits(theirs).max() < -20
+    import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
+    saved = SavedModel(newest_checkpoint(tmp_path / "ours", None))
+    modules = layers(saved.model)
+    for number, module in modules.items():
+        keys = [each for each in parameters(saved.model, _architecture(style), PADDED) if each.layer == number]
+        tensors = saved.layer(keys)
+        module.load_state_dict({each.key: tensor for each, tensor in zip(keys, tensors, strict=True)}, strict=True)
+    expected = their_logits(theirs)
+    copies = torch.cat([expected, expected[..., -1:].expand(-1, -1, PADDED - VOCAB)], dim=-1)
+    found = logits(saved.model, modules, IDS)
+    torch.testing.assert_close(found, copies, rtol=1e-4, atol=1e-4)
+    # What is left, by docs/hf.md: as if the last token were there 1 + 27 times.
+    more = torch.log1p((PADDED - VOCAB) * expected.softmax(-1)[..., -1])
+    torch.testing.assert_close(loss(found), loss(expected) + more, rtol=1e-4, atol=1e-4)
+
+
+def loss(of_logits: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(of_logits.movedim(-1, 1), IDS, reduction="none")
 
 
 def _architecture(style: str) -> str:
@@ -158,11 +208,34 @@ def test_gpt2_is_read_as_it_was_first_distributed(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "hf" / "model.safetensors")
-    import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
-    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
-    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
+    for dtype in (torch.float32, torch.uint8, torch.bool):  # by the version of transformers that wrote it
+        masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=dtype), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+        save_file(bare | masks, tmp_path / "hf" / "model.safetensors")
+        ours, back = (tmp_path / f"{name}_{dtype}" for name in ("ours", "back"))
+        import_model(tmp_path / "hf", ours, None, 128)
+        export(ours, back, None, SHARD)
+        found = transformers.AutoModelForCausalLM.from_pretrained(back).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_what_is_left_out_does_not_decide_the_type(tmp_path: Path) -> None:
+    """Rotary frequencies in fp32 beside fp16 weights, in a shard of their own; and a tied head."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = transformers.LlamaForCausalLM(HF["llama_tied_biased"]).half()
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64)}
+    more = {"more.safetensors": frequencies | {"lm_head.weight": tensors["model.embed_tokens.weight"].float()}}
+    places = {}
+    for file, content in {"model.safetensors": tensors, **more}.items():
+        save_file(content, tmp_path / "hf" / file)
+        places |= dict.fromkeys(content, file)
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "--fp16" in import_model(tmp_path / "hf", tmp_path / "ours", None, 128).split()
+    export(tmp_path / "ours", tmp_path / "back", None, 1 << 30)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], it) for name, it in tensors.items())
 
 
 def test_the_newest_or_the_named_checkpoint_is_exported(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -73,11 +75,14 @@ def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: 
     ("key", "value", "message"),
     [
         ("model_type", "falcon", "only llama, mistral, gpt2"),
+        ("model_type", ["llama"], "only llama, mistral, gpt2"),
         ("architectures", ["LlamaForSequenceClassification"], "only LlamaForCausalLM"),
         ("hidden_act", "gelu", "only 'silu'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "not scaled here"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 10000.0}, "not scaled here"),
         ("rope_parameters", {"rope_theta": 10000.5}, "a whole number"),
+        ("rope_parameters", {"rope_theta": math.inf}, "a whole number"),
+        ("rope_parameters", {"rope_theta": math.nan}, "a whole number"),
         ("rope_parameters", "linear", "not scaled here"),
         ("partial_rotary_factor", 0.5, "only 1.0"),
         ("sliding_window", 16, "no window here"),
@@ -86,9 +91,12 @@ def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: 
         ("num_key_value_heads", 3, "must divide --num-attention-heads 4"),
         ("hidden_size", "48", "a whole number from 1 on"),
         ("rms_norm_eps", None, "a number above 0"),
+        ("rms_norm_eps", math.inf, "a number above 0"),
+        ("rms_norm_eps", 10**400, "a number above 0"),
         ("tie_word_embeddings", "no", "must be true or false"),
         ("num_hidden_layers", 5, r"lacks model\.layers\.4\.input_layernorm\.weight and 8 more"),
         ("num_hidden_layers", 3, r"has also model\.layers\.3\.input_layernorm\.weight and 8 more"),
+        ("num_hidden_layers", 10**9, "is 1000000000: there are only 39 tensors"),
         ("vocab_size", 100, r"model\.embed_tokens\.weight has the shape \[101, 48\], and \[100, 48\] by config\.json"),
     ],
 )
@@ -99,6 +107,43 @@ def test_a_config_that_is_not_ours_is_refused_by_its_key(theirs: Path, key: str,
         import_model(theirs, theirs.parent / "out", None, 128)
     assert str(theirs) in str(refused.value)
     assert [path.name for path in theirs.parent.iterdir()] == ["hf"]
+
+
+def test_keys_that_are_absent_are_those_of_mistral(theirs: Path) -> None:
+    path = theirs / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    path.write_text(json.dumps(config | {"max_position_embeddings": 4097}))
+    with pytest.raises(ConversionError, match=r"sliding_window is 4096: .*an absent key is 4096"):
+        import_model(theirs, theirs.parent / "out", None, 128)
+    path.write_text(json.dumps(config))
+    import_model(theirs, theirs.parent / "short", None, 128)
+    path.write_text(json.dumps(config | {"max_position_embeddings": 4097, "sliding_window": None}))
+    assert "--seq-length 4097" in import_model(theirs, theirs.parent / "null", None, 128)
+    del config["num_key_value_heads"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConversionError, match="--num-key-value-heads 8: must divide --num-attention-heads 4"):
+        import_model(theirs, theirs.parent / "out", None, 128)
+
+
+def test_a_checkpoint_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
+    model = ModelConfig(**GPT2)
+    save(tmp_path / "save", model, drawn(model, padded=96), SINGLE, "torch", padded=96)
+    with pytest.raises(CheckpointDamagedError, match="101 tokens of 96 rows"):
+        export(tmp_path / "save", tmp_path / "out", None, 1 << 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["save"]
+
+
+def test_the_directory_at_work_is_no_place_to_write_to(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (Path(), Path("../here"), tmp_path / "here", Path("new/..")):
+        with pytest.raises(ConversionError, match=f"--out {out}: .*name a new one"):
+            import_model(theirs, out, None, 128)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "here"} and not list(Path().iterdir())
+    words = shlex.split(import_model(theirs, Path("an import"), None, 128))
+    assert words[:3] == ["--load", str(tmp_path / "here" / "an import"), "--finetune"]
 
 
 def _overwrite(path: Path, position: int, content: bytes) -> None:

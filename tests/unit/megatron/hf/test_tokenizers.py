@@ -49,6 +49,23 @@ def test_the_tokens_are_the_same_there(bpe: dict[str, Any], tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "GPT2BPETokenizer"])
+def test_a_tokenizer_of_another_size_is_told(
+    bpe: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    files: dict[str, Any] = {"tokenizer_model": SENTENCEPIECE} if kind != "GPT2BPETokenizer" else bpe
+    write_tokenizer(of_run(kind, files), 64, tmp_path)
+    size = build_tokenizer(kind, **files).vocab_size
+    assert f"--tokenizer-type {kind} " in tokenizer_flags(tmp_path, size) and not caplog.messages
+    assert f"--tokenizer-type {kind} " in tokenizer_flags(tmp_path, size + 3)
+    (told,) = caplog.messages
+    assert str(tmp_path) in told and f"has {size} tokens: the weights are of vocab_size {size + 3}: " in told
+    assert f"--tokenizer-type NullTokenizer --vocab-size {size + 2}" in told
+    (tmp_path / ("vocab.json" if kind == "GPT2BPETokenizer" else "tokenizer.model")).write_text("damage")
+    tokenizer_flags(tmp_path, size)
+    assert len(caplog.messages) == 2
+
+
 @pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "SentencePieceTokenizer"])
 def test_the_model_of_sentencepiece_is_copied(tmp_path: Path, kind: str) -> None:
     arguments, ours = (
