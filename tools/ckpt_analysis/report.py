@@ -131,7 +131,7 @@ class Report:
 
     @property
     def has_problems(self) -> bool:
-        """Whether there is a finding more severe than a note."""
+        """Whether there is a problem more severe than a note."""
         return any(problem.severity != NOTE for problem in self.problems)
 
 

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry("run", "One training from its first iteration to its end, over all its launches.", ("run",)),
+    Entry("run", "One training from its first iteration to its end, over all its cycles.", ("run",)),
     Entry(
         "cycle",
         "One start of all ranks of a run and what follows until they end, numbered from 0; a restart in place begins "
@@ -152,8 +152,9 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         "waiting",
-        "Time of a rank in its n-th `barrier` span of an operation; all leave together, so who waits least, or has no "
-        "such span, was waited for; skew is the longest less the shortest wait.",
+        "Time of a rank in a phase in which ranks meet (`barrier`, `rendezvous`, `communicators`, `first_step`) until "
+        "the last has come: all leave their n-th `barrier` of an operation together, so who waits least there, or has "
+        "no such span, was waited for; skew is the longest less the shortest wait in it.",
         ("wait", "waited for", "waiting", "skew"),
         "s",
     ),

@@ -43,7 +43,7 @@ KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `data` holds the same facts as the message, for programs."""
+    """One problem. `data` holds the same facts as the message, for programs."""
 
     kind: str
     message: str

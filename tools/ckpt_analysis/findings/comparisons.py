@@ -1,4 +1,7 @@
-"""Comparisons of ranks and hosts with the others in the same operation."""
+"""Comparisons of ranks and hosts with the others in the same operation.
+
+The median of ranks or hosts is the lower one everywhere here: of an even number the smaller of the two in the middle.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,12 @@ def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) 
     """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, median_ns, excess_ns.
 
     Operations in which many ranks did are left out: there the work is divided that way. Of so few ranks that a median
-    says nothing (`least_ranks`), one is slow if all others waited for `waited` of its excess over their lower median.
+    says nothing (`least_ranks`), one is slow if all others waited for `waited` of its excess over their median.
     """
     is_slowest = pl.col("own_ns") == pl.col("own_ns").max().over("group")
     waited_ns = pl.when(~is_slowest).then(pl.col("covered_ns") - pl.col("own_ns"))
-    few = pl.len().over("group") < limits["least_ranks"]
     finished = _uneven(totals, limits).with_columns(
-        pl.when(few).then(_lower_median("own_ns").over("group")).otherwise(pl.col("own_ns").median().over("group"))
-        .alias("median_ns"),
+        _median("own_ns").over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("ranks"),
         waited_ns.min().over("group").alias("waited_ns"),
@@ -40,15 +41,15 @@ def slow_hosts(
 ) -> pl.DataFrame:
     """Hosts whose median rank worked longer than those of the others: group, operation, host, own_ns, ...
 
-    `rank_hosts` has the columns group, rank, host. Further columns of the result: median_ns (the lower median of the
+    `rank_hosts` has the columns group, rank, host. Further columns of the result: median_ns (the median of the
     hosts' medians), excess_ns. Hosts with a single rank are left out: their rank is compared with other ranks.
     """
     finished = _uneven(totals, limits).join(rank_hosts, on=["group", "rank"])
     hosts = finished.group_by("group", "operation", "host").agg(
-        pl.col("own_ns").median(), pl.col("wall_ns").max(), pl.len().alias("ranks")
+        _median("own_ns"), pl.col("wall_ns").max(), pl.len().alias("ranks")
     )
     hosts = hosts.with_columns(
-        _lower_median("own_ns").over("group").alias("median_ns"),
+        _median("own_ns").over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("hosts"),
     )
@@ -81,8 +82,12 @@ def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[st
 
     The phase includes its detail, as in "flush/fsync". Phases of waiting are left out; None if there are no others.
     """
-    of_ranks = pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)).median()
-    table = _work(tables, group).group_by("phase", "detail").agg(of_ranks.alias("ranks_ns"), _median())
+    of_ranks = _median(pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)))
+    table = (
+        _work(tables, group)
+        .group_by("phase", "detail")
+        .agg(of_ranks.alias("ranks_ns"), _median("busy_ns").alias("median_ns"))
+    )
     return next(_largest(table).select(PHASE_NAME, pl.col("ranks_ns", "median_ns") / 1e9).iter_rows(), None)
 
 
@@ -96,7 +101,7 @@ def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank
         return f"it spends {found[1]:.3f} s in {found[0]}, the median rank {found[2]:.3f} s"
     starts = operations.filter(pl.col("group") == group)
     mine = pl.col("start_ns").filter(pl.col("rank") == rank).first()
-    late_s = starts.select(mine - pl.col("start_ns").median()).item() / 1e9
+    late_s = starts.select(mine - _median("start_ns")).item() / 1e9
     if late_s >= waited_s / 2:
         return f"it began {late_s:.3f} s after the median rank"
     most = "" if found is None else f"; most comes from {found[0]}"
@@ -105,19 +110,15 @@ def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank
 
 def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:
     """`against_median` for each rank: columns rank, phase, ranks_ns, median_ns."""
-    work = _work(tables, group).with_columns(_median().over("phase", "detail"))
+    work = _work(tables, group).with_columns(_median("busy_ns").over("phase", "detail").alias("median_ns"))
     table = work.rename({"busy_ns": "ranks_ns"})
     first = _largest(table).group_by("rank", maintain_order=True).first()
     return first.select("rank", PHASE_NAME, "ranks_ns", "median_ns")
 
 
-def _lower_median(column: str) -> pl.Expr:
-    """Of two, the smaller: their mean is neither's."""
-    return pl.col(column).quantile(0.5, interpolation="lower")
-
-
-def _median() -> pl.Expr:
-    return _lower_median("busy_ns").alias("median_ns")
+def _median(values: str | pl.Expr) -> pl.Expr:
+    """The lower median: a value of a rank that there is, where the mean of two is neither's."""
+    return (pl.col(values) if isinstance(values, str) else values).quantile(0.5, interpolation="lower")
 
 
 def _largest(table: pl.DataFrame) -> pl.DataFrame:

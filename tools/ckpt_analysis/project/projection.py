@@ -71,8 +71,8 @@ class Projection:
 
 ASSUMPTIONS = [
     "failures of nodes are independent and exponential; any of them stops the whole job",
-    "a save blocks and becomes durable in the measured times at every number of nodes: storage must give needed_GBps, "
-    "and the bandwidth of the save itself, at that scale",
+    "a save blocks and becomes durable in the measured times at every number of nodes: storage must give the needed "
+    "GB/s, and the bandwidth of the save itself, at that scale",
     "a restart takes the measured time at every number of nodes, and a failure during it starts it again",
     "no time is spent waiting for a spare node, and no step is slowed by a save in the background",
     "goodput counts steps that were kept, at the step time of the input",

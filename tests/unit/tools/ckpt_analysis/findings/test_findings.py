@@ -93,6 +93,14 @@ def test_of_few_ranks_the_one_that_the_others_wait_for_is_the_straggler(
     assert all(f"2.000 s of its own against 1.000 s of {compared}" in f.evidence for f in found)
 
 
+def test_own_time_and_its_phase_are_compared_with_the_same_median(tmp_path: Path) -> None:
+    """The lower one: the mean of the two ranks in the middle is no rank's."""
+    (found,) = findings(tmp_path, "straggling_rank", lambda log: save(log, (1000, 1100, 1400, 3000)[log.rank]), ranks=4)
+    assert found.data["median_s"] == pytest.approx(1.1)
+    assert "3.000 s of its own against 1.100 s of the median rank" in found.evidence
+    assert "most of it in flush/write (3.000 s against 1.100 s)" in found.evidence
+
+
 @pytest.mark.parametrize(("ranks", "slow", "met"), [(4, 1, True), (3, 1, False), (2, 1, False), (8, 2, False)])
 def test_few_or_many_slow_ranks_are_no_stragglers(tmp_path: Path, ranks: int, slow: int, met: bool) -> None:
     def make(log: RankLog) -> None:
