@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpointing.engines.registry import builtin_engines
 from restart_trace.command_line import CommandParser
 from tools.ckpt_analysis import cli as analysis
+from tools.ckpt_plan.step_time.devices import device_names
+from tools.restart_bench.presets import model_names
 
 FILE = Path(__file__).resolve().parents[1] / "examples_deepspeed" / "restart_bench" / "completion.sh"
 HEAD = """\
@@ -35,6 +38,17 @@ COMMANDS = {
     "ckpt-replay": "tools.ckpt_replay.cli",
     "hf-convert": "tools.hf_convert",
     "megatron-preprocess-data": "tools.preprocess_data",
+}
+
+
+# Option -> the names that its value may be, where the parser leaves it to the command to refuse others: for example
+# as it takes several, or more from a file.
+NAMES: dict[str, Callable[[], list[str]]] = {
+    "--engine": lambda: sorted(builtin_engines()),
+    "--engines": lambda: sorted(builtin_engines()),
+    "--model": model_names,
+    "--models": model_names,
+    "--step-time": device_names,
 }
 
 
@@ -82,6 +96,14 @@ def parser_of_analysis() -> argparse.ArgumentParser:
         of_command = commands.add_parser(name, help=command.HELP)  # without help shtab leaves it out
         command.add_arguments(of_command)
         add_shared_arguments(of_command)
+        if name == analysis.DEFAULT:  # the command of a directory without one
+            options = (
+                action
+                for action in of_command._actions
+                if action.option_strings and "--help" not in action.option_strings
+            )
+            for action in options:
+                parser._add_action(action)
     return parser
 
 
@@ -93,6 +115,7 @@ def script() -> str:
     for parser in [parser_of_analysis(), *map(parser_of, COMMANDS)]:
         for action in actions_of(parser):
             action.option_strings = completed_names(action)
+            action.choices = values_of(action)
             if action.nargs != 0 and action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         made = re.sub(r"\A(#.*\n|\n)+", "", shtab.complete(parser, shell="bash"))
@@ -107,6 +130,12 @@ def script() -> str:
 def completed_names(action: argparse.Action) -> list[str]:
     """Names of an option without torchrun's spellings, such as --max_restarts, which TAB could not tell from ours."""
     return [name for name in action.option_strings if "_" not in name]
+
+
+def values_of(action: argparse.Action) -> Any:
+    """The names that a value of an option may be; None if it is no name. Of commands: their parsers."""
+    known = [NAMES[name]() for name in action.option_strings if name in NAMES]
+    return action.choices if action.choices is not None or not known else known[0]
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -70,7 +70,7 @@ _shtab_ckpt_analysis_import_option_strings=(-h --help -o --output --from --world
 _shtab_ckpt_analysis_project_option_strings=(-h --help --nodes --mtbf-hours --interval-steps --failures-per-day --tier --step-seconds --blocked-seconds --durable-seconds --restart-seconds --checkpoint-bytes --ranks --tp --hosts --cores --checkpoint-files --plan --engine --write-GBps --read-GBps --what-if --placement --replicas --lost-nodes --format --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_sweep_option_strings=(-h --help -o --output --figures --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_bundle_option_strings=(-h --help -o --output --quiet --run-id --cache-dir --no-cache)
-_shtab_ckpt_analysis_option_strings=(-h --help)
+_shtab_ckpt_analysis_option_strings=(-h --help -o --output --figures --checkpoint --format --all --per-rank --strict --target --quiet --run-id --cache-dir --no-cache)
 
 _shtab_ckpt_analysis_report_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_report__o_COMPGEN=_shtab_compgen_files
@@ -138,7 +138,6 @@ _shtab_ckpt_analysis_project___hosts_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___cores_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___checkpoint_files_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___plan_COMPGEN=_shtab_compgen_files
-_shtab_ckpt_analysis_project___engine_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___write_GBps_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___read_GBps_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_project___what_if_COMPGEN=_shtab_compgen_files
@@ -157,6 +156,13 @@ _shtab_ckpt_analysis_bundle__o_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_bundle___output_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_bundle___run_id_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_analysis_bundle___cache_dir_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis__o_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___output_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___figures_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___checkpoint_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___target_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___run_id_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_analysis___cache_dir_COMPGEN=_shtab_compgen_files
 
 _shtab_ckpt_analysis_report___format_choices=(table json)
 _shtab_ckpt_analysis_summary___format_choices=(table json csv markdown)
@@ -166,9 +172,11 @@ _shtab_ckpt_analysis_export___format_choices=(parquet csv otlp prometheus tensor
 _shtab_ckpt_analysis_export___table_choices=(spans operations iterations events probes samples rank_phases rank_totals summary budget goodput findings problems)
 _shtab_ckpt_analysis_import___from_choices=(log otlp nvrx profiler)
 _shtab_ckpt_analysis_project___tier_choices=(storage local_memory peer)
+_shtab_ckpt_analysis_project___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_analysis_project___placement_choices=(group ring mixed)
 _shtab_ckpt_analysis_project___format_choices=(table json csv markdown)
 _shtab_ckpt_analysis_pos_0_choices=(report summary compare goodput timeline export follow validate import project sweep bundle)
+_shtab_ckpt_analysis___format_choices=(table json)
 
 _shtab_ckpt_analysis_report_pos_0_nargs=+
 _shtab_ckpt_analysis_report__h_nargs=0
@@ -233,6 +241,11 @@ _shtab_ckpt_analysis_bundle___no_cache_nargs=0
 _shtab_ckpt_analysis_pos_0_nargs=A...
 _shtab_ckpt_analysis__h_nargs=0
 _shtab_ckpt_analysis___help_nargs=0
+_shtab_ckpt_analysis___all_nargs=0
+_shtab_ckpt_analysis___per_rank_nargs=0
+_shtab_ckpt_analysis___strict_nargs=0
+_shtab_ckpt_analysis___quiet_nargs=0
+_shtab_ckpt_analysis___no_cache_nargs=0
 
 # Notes:
 # `COMPREPLY`: what will be rendered after completion is triggered
@@ -474,7 +487,6 @@ _shtab_restart_drill___node_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___persist_interval_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___seed_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___faults_COMPGEN=_shtab_compgen_files
-_shtab_restart_drill___engines_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___supervisors_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___injection_points_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___sample_COMPGEN=_shtab_compgen_files
@@ -487,6 +499,7 @@ _shtab_restart_drill___stop_COMPGEN=_shtab_compgen_files
 
 _shtab_restart_drill___fault_choices=(sigkill-one sigkill-all sigkill-launcher sigkill-node sigterm sigstop exception device-error disk-full truncate bitflip storage-fault:drop storage-fault:delay storage-fault:500 storage-fault:503 storage-fault:truncate storage-fault:etag storage-fault:first-byte storage-fault:rate-limit node-loss link-cut link-slow disk-slow rank-stopped)
 _shtab_restart_drill___supervisor_choices=(relaunch torchrun launch)
+_shtab_restart_drill___engines_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_drill_pos_0_nargs='*'
 _shtab_restart_drill__h_nargs=0
@@ -729,8 +742,9 @@ _shtab_restart_sweep_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___out_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___dir_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___config_COMPGEN=_shtab_compgen_files
-_shtab_restart_sweep___models_COMPGEN=_shtab_compgen_files
-_shtab_restart_sweep___engines_COMPGEN=_shtab_compgen_files
+
+_shtab_restart_sweep___models_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
+_shtab_restart_sweep___engines_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_sweep__h_nargs=0
 _shtab_restart_sweep___help_nargs=0
@@ -840,22 +854,22 @@ _shtab_restart_sweep() {
 complete -o bashdefault -o default -F _shtab_restart_sweep restart-sweep
 _shtab_ckpt_plan_option_strings=(-h --help --version --model --tp --pp --dp --zero --engine --vocab-size --iteration --upstream --compare-listing --files --run --all --tensors --host-memory --step-time --device-facts --recompute --recompute-on --ranks-per-host --blocked-target --durable-target --no-coordinator --format --verbose)
 
-_shtab_ckpt_plan___model_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___pp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___dp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___zero_COMPGEN=_shtab_compgen_files
-_shtab_ckpt_plan___engine_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___vocab_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___iteration_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___compare_listing_COMPGEN=_shtab_compgen_files
-_shtab_ckpt_plan___step_time_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___device_facts_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___recompute_on_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___ranks_per_host_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___blocked_target_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___durable_target_COMPGEN=_shtab_compgen_files
 
+_shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
+_shtab_ckpt_plan___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_ckpt_plan___step_time_choices=(h100 h200 a100)
 _shtab_ckpt_plan___recompute_choices=(auto none selective full)
 _shtab_ckpt_plan___format_choices=(table json)
 
@@ -971,7 +985,6 @@ _shtab_ckpt_plan() {
 complete -o bashdefault -o default -F _shtab_ckpt_plan ckpt-plan
 _shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
 
-_shtab_ckpt_replay___model_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___pp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___dp_COMPGEN=_shtab_compgen_files
@@ -980,7 +993,6 @@ _shtab_ckpt_replay___vocab_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___limit_bytes_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___small_tensors_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___small_tensor_bytes_COMPGEN=_shtab_compgen_files
-_shtab_ckpt_replay___engine_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___striping_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___stripe_command_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___dir_COMPGEN=_shtab_compgen_files
@@ -997,7 +1009,9 @@ _shtab_ckpt_replay___io_block_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_cache_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_deadline_COMPGEN=_shtab_compgen_files
 
+_shtab_ckpt_replay___model_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
 _shtab_ckpt_replay___sharding_choices=(zero1 full)
+_shtab_ckpt_replay___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_replay___operations_choices=(save_and_load save load)
 _shtab_ckpt_replay___step_work_choices=(matmul idle)
 _shtab_ckpt_replay___format_choices=(table json)

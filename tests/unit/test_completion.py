@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.completion import COMMANDS, FILE, actions_of, completed_names, parser_of, parser_of_analysis
+from tests.completion import COMMANDS, FILE, actions_of, completed_names, parser_of, parser_of_analysis, values_of
 from tests.unit.script_helpers import ROOT
 
 
@@ -65,6 +65,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         ("ckpt-analysis comp", "ckpt-analysis compare "),
         ("ckpt-analysis compare --fail", "ckpt-analysis compare --fail-if "),
         ("ckpt-analysis compare replay", "ckpt-analysis compare replay_of_disk.json "),
+        ("ckpt-analysis . --stri", "ckpt-analysis . --strict "),
+        ("ckpt-plan --engine laz", "ckpt-plan --engine lazy "),
+        ("ckpt-plan --model 70", "ckpt-plan --model 70b "),
+        ("ckpt-plan --step-time h2", "ckpt-plan --step-time h200 "),
+        ("restart-drill --engines laz", "restart-drill --engines lazy "),
         ("ckpt-analysis replay", "ckpt-analysis replay_of_disk.json "),
         ("restart-drill --fault bitf", "restart-drill --fault bitflip "),
         ("restart-drill --conf", "restart-drill --config "),
@@ -88,6 +93,6 @@ def test_the_file_has_the_options_of_the_parsers_and_their_values() -> None:
     text = FILE.read_text()
     for command in (None, *COMMANDS):
         for action in actions_of(parser_of_analysis() if command is None else parser_of(command)):
-            words = [*completed_names(action), *map(str, action.choices or ())]
+            words = [*completed_names(action), *map(str, values_of(action) or ())]
             missing = [word for word in words if not re.search(rf"[( ]{re.escape(word)}[ )]", text)]
             assert not missing, f"{command}: {missing}; see CONTRIBUTING.md, Add an option"
