@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if near := _mistyped(words[0]):
         print(f"{PROGRAM}: {visible(words[0])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
-    name = words.pop(0) if words[0] in COMMANDS else _default(Path(words[0]))
+    name = words.pop(0) if words[0] in COMMANDS else _default(words)
     command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
     try:
@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return COULD_NOT_RUN
 
 
-def _default(path: Path) -> str:
-    """The command that is meant where a path stands in its place."""
+def _default(words: list[str]) -> str:
+    """The command that is meant where a path, or a flag before it, stands in its place."""
+    path = next((Path(word) for word in words if not word.startswith("-") and Path(word).exists()), Path(words[0]))
     return SWEEP if holds_sweep(path) else REPLAY if is_json(path) else DEFAULT
 
 

@@ -124,7 +124,15 @@ def remark_on_problems(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def open_run(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> TraceAnalysis:
-    """`open_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed."""
+    """`open_trace` with the shared flags. Raises LogDirectoryError if nothing can be analysed.
+
+    Raises CouldNotRunError for the JSON of a replay, naming the commands that take it.
+    """
+    if is_json(directory):
+        raise CouldNotRunError(
+            f"{directory}: is no directory of a trace; of what `ckpt-replay --output` wrote, `ckpt-analysis compare "
+            f"{directory}` shows the saves and loads, and `ckpt-analysis project --nodes N {directory}` the goodput"
+        )
     return open_trace(
         directory,
         arguments.run_id,

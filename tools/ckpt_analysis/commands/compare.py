@@ -72,6 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _sweeps(arguments)
     conditions = [parse_condition(text) for text in arguments.fail_if]
     variants = read_variants(arguments.logdirs, arguments)
+    if len(variants) == 1 and variants[0].reports[0].replayed is not None:
+        raise CouldNotRunError(
+            f"{variants[0].reports[0].directory}: is a replay of one engine; give a second one to compare it with"
+        )
     comparison = compare_variants(variants, keep_first=arguments.keep_first)
     failed = failures(comparison, conditions)
     show(arguments, comparison, variants)

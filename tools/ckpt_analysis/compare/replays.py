@@ -51,7 +51,7 @@ def _report(figures: dict[str, Any], path: Path) -> Report:
 def _replayed(figures: dict[str, Any]) -> Replayed:
     limited = figures["limited"]
     return Replayed(
-        storage=f"{figures['directory']} ({figures['machine']['filesystem']})",
+        storage=figures["directory"] + (f" ({kind})" if (kind := figures["machine"]["filesystem"]) else ""),
         ranks=len(figures["ranks"]),
         world_size=math.prod(map(int, figures["layout"].values())),
         share=figures["bytes_per_rank"] / limited["full_bytes_per_rank"] if limited else 1.0,

@@ -176,3 +176,36 @@ def test_a_sample_that_is_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_flags_of_traces_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", replay(tmp_path / "x.json"), "--run-id", "a"]) == 2
     assert "--run-id: applies to single traces, not to a sweep or a replay's JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["report"], ["summary"], ["goodput"], ["project", "--what-if", "barrier=0.5"]])
+def test_commands_for_traces_name_those_that_take_a_replay(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = replay(tmp_path / "disk.json")
+    assert main([*command, path]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"ckpt-analysis: {path}: is no directory of a trace" in said
+    assert f"`ckpt-analysis compare {path}`" in said and f"`ckpt-analysis project --nodes N {path}`" in said
+
+
+def test_a_flag_may_stand_before_a_replay_without_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--all", replay(tmp_path / "disk.json")]) == 0
+    assert "lazy blocks training 800 times shorter than torch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_replay_of_one_engine_needs_a_second_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(replay(tmp_path / "disk.json"))
+    content = json.loads(path.read_text())
+    del content["engines"]["torch"]
+    path.write_text(json.dumps(content))
+    assert main([str(path)]) == 2
+    assert "disk.json: is a replay of one engine; give a second one to compare it with" in capsys.readouterr().err
+
+
+def test_object_storage_has_no_file_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = figures(samples(1.0))["machine"] | {"filesystem": None}
+    words = [replay(tmp_path / "store.json", "s3://bucket/prefix", machine=machine), replay(tmp_path / "disk.json")]
+    assert main(["compare", *words]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "s3://bucket/prefix: lazy blocks training" in told and "None" not in told
