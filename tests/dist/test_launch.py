@@ -16,6 +16,7 @@ import pytest
 
 from megatron.parallel.topology import Layout
 from megatron.processes.standby import WAITS
+from restart_trace.clock import now_ns
 from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, kill_all, losses, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
@@ -59,6 +60,9 @@ def start_of(trace: Path, cycle: int) -> tuple[int, int]:
     return begin, found[0]["process_start_ns"]
 
 
+KILLED_NS = "killed_ns"  # file of the time at which the ranks were killed
+
+
 def trained_and_killed(
     tmp_path: Path, dataset: list[str], *flags: str, standby: int = 0, held_at: int = HELD_AT, without: str = ""
 ) -> Path:
@@ -86,6 +90,7 @@ def trained_and_killed(
         wait_for(lambda: ready() or job.poll() is not None, f"iteration {held_at}")
         if without:
             (save / without).rename(tmp_path / without)
+        (tmp_path / KILLED_NS).write_text(str(now_ns()))
         kill_all([records(trace, 0, rank)[0]["pid"] for rank in (0, 1)])
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
         wait_for(lambda: marked(tmp_path) == [], "the end of all processes")
@@ -105,7 +110,7 @@ def trained_and_killed(
 def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, dataset: list[str]) -> None:
     trace = trained_and_killed(tmp_path, dataset, "--standby", standby=2)
     begin, forked = start_of(trace, 1)
-    killed = max(r["end_ns"] for r in records(trace, 0, 1) if r["type"] == "iteration")
+    killed = int((tmp_path / KILLED_NS).read_text())
     assert forked < killed < begin, "the start begins with the release of ranks that were there before the failure"
     for phase in ("model_build", "rendezvous", "communicators"):
         assert spans(trace, 1, phase) == [], "what was done ahead is no part of the restart"
