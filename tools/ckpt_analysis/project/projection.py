@@ -92,12 +92,13 @@ def project(inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], inte
             chosen += [
                 (rule, work_s)
                 for rule, work_of in _RULES.items()
-                if (work_s := work_of(costs, mtbf_s)) > 0  # a save that costs nothing has no best interval
+                if (work_s := work_of(costs, mtbf_s)) >= _LEAST_WORK_S
             ]
             rows += [_row(inputs, costs, count, hours, rule, work_s) for rule, work_s in chosen]
     return Projection("projection", inputs, answers, rows, ASSUMPTIONS)
 
 
+_LEAST_WORK_S = 1e-6  # a save that costs next to nothing has no best interval
 _RULES = {"young": young_work_s, "daly": daly_work_s, "optimum": optimal_work_s}
 
 

@@ -16,7 +16,7 @@ from megatron.hf.importing import import_model
 from megatron.parallel.topology import Layout
 from tests.unit.megatron.hf.models import LLAMA, drawn, save
 
-LAYERS = 16
+LAYERS = 16  # and the limit is that of four: one or two, and what the allocator keeps
 # What engine lazy reads through, whatever the model: two blocks for each of its threads.
 BUFFERS = {"torch": 0, "lazy": 48 << 20}
 
@@ -48,7 +48,7 @@ def test_memory_is_that_of_a_layer_or_two(tmp_path: Path) -> None:
             peak_growth(export, tmp_path / engine / name, tmp_path / engine / f"{name}_hf", None, 1 << 30)
             for name in ("small", "large")  # what is imported and allocated once is not counted
         ]
-        assert grown[1] < 3 * max(sizes) + BUFFERS[engine] < sum(sizes), (engine, grown, max(sizes))
+        assert grown[1] < 4 * max(sizes) + BUFFERS[engine] < sum(sizes), (engine, grown, max(sizes))
     for name in ("small", "large"):
         grown = peak_growth(import_model, tmp_path / "torch" / f"{name}_hf", tmp_path / name, None, 128)
-    assert grown < 3 * max(sizes), (grown, max(sizes))
+    assert grown < 4 * max(sizes), (grown, max(sizes))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tools.ckpt_analysis.trace_factory import ITERATION_MS, Options, write_trace
@@ -227,6 +227,7 @@ def test_rows() -> None:
     blocked_s=st.floats(0, 100), lag_s=st.floats(-50, 2000), restart_s=st.floats(0, 2000),
     step_s=st.floats(0.1, 60), hours=st.floats(0.1, 1e5),
 )  # fmt: skip
+@example(blocked_s=0.0, lag_s=5e-324, restart_s=0.0, step_s=1.0, hours=1.0)
 def test_the_answer_is_the_best_in_whole_steps_and_its_ends_are_sharp(
     blocked_s: float, lag_s: float, restart_s: float, step_s: float, hours: float
 ) -> None:
