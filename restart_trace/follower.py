@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from restart_trace.collector import INSTALL, PACKAGES, url_refusal
+
 _MODULE = "megatron_restart_tools.ckpt_analysis"  # of the distribution that this package is a part of
-_SDK = {
-    "opentelemetry.sdk": "opentelemetry-sdk",
-    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
-}
 _PLACE = str(Path(__file__).resolve().parents[1])  # of this package and the module
 _LONGEST_END_S = 5.0
 _LOWEST_PRIORITY = 19  # of the processor: the job comes first
@@ -26,11 +23,11 @@ _LOWEST_PRIORITY = 19  # of the processor: the job comes first
 
 def refusal(endpoint: str) -> str:
     """Why nothing can be sent to this endpoint, with the fix; "" if it can."""
-    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", endpoint):  # a path is added to it
-        return "is no URL of a collector: write it as http://HOST:4318"
-    for module, package in _SDK.items():
+    if wrong := url_refusal(endpoint):
+        return wrong
+    for module, package in PACKAGES.items():
         if not _is_there(module):
-            return f"{package} is not installed (the extra otlp): pip install {' '.join(_SDK.values())}, or drop it"
+            return f"{package} is not installed (the extra otlp): {INSTALL}, or drop it"
     return ""
 
 

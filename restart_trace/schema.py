@@ -207,7 +207,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "phase": Field("str", True, "see PHASES, or the name of a notice"),
         "detail": Field("str", False, "kind of fault, the text of a notice, or the error that ended a process"),
         "step": Field("int", False, "training iteration"),
-        "cycle": Field("int", False, "cycle that it is of: in a supervisor's events"),
+        "cycle": Field("int", False, "its cycle, in a supervisor's events"),
         "time_ns": Field("int", True, "monotonic, ns"),
         "wall_ns": Field("int", True, "Unix time, ns"),
     },

@@ -26,7 +26,7 @@ from restart_trace.recorder import untraced_operation
 logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What the model computes, and what config.json says of its training. All else is of the run.
+# Arguments that decide what the model computes, or that config.json has. All others belong to the run.
 SETTINGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
     "seq_length", "max_position_embeddings", "use_rotary_position_embeddings", "rotary_percent", "rope_theta",

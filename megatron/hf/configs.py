@@ -115,7 +115,7 @@ class ConfigFile:
     """The values of a config.json that is imported."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Raises ConversionError if it is of an architecture that ours does not compute."""
+        """Raises ConversionError for an architecture that this model does not compute."""
         self.path = path
         kind = values.get("model_type")
         self._values = values

@@ -1,6 +1,6 @@
 """Makes a checkpoint of ours of a Hugging Face model directory, one layer at a time.
 
-It is of engine torch and the layout TP1 PP1 DP1, without optimizer and random state: a training begins from it with
+Engine torch writes it for the layout TP1 PP1 DP1, without optimizer and random state: a training begins from it with
 --finetune, on any layout.
 """
 
@@ -101,12 +101,12 @@ class _Source:
                 )
 
     def params_dtype(self) -> str:
-        """The type of all tensors. Raises ConversionError if they are of several."""
+        """The type of all tensors. Raises ConversionError if they have several."""
         types = {tensor.dtype for tensor in self.tensors.values()}
         found = sorted(name for name, dtype in TORCH_DTYPES.items() if dtype in types)
         if len(found) != 1:
             raise ConversionError(
-                f"{self.directory}: its tensors are of several types ({', '.join(found)}); choose one with "
+                f"{self.directory}: its tensors have several types ({', '.join(found)}); choose one with "
                 "--params-dtype, to which the others are rounded"
             )
         return found[0]

@@ -94,7 +94,7 @@ def tokenizer_flags(directory: Path, vocab_size: int) -> str:
             continue
         if problem := _problem(kind, files, vocab_size):
             logger.warning(
-                "%s: the weights are of vocab_size %d: train with the tokenizer that they were trained with, "
+                "%s: the weights have vocab_size %d: train with the tokenizer that they were trained with, "
                 "or with %s on data that has been tokenized by it",
                 problem,
                 vocab_size,

@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from restart_trace.collector import url_refusal
+
 from ...common.cli import CHECK_FAILED, OK
 from ...common.escaping import visible
 from ..common.errors import CouldNotRunError
@@ -94,8 +96,8 @@ def _newest(directory: Path) -> int:
 
 
 def _endpoint(text: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL of a collector: write it as http://HOST:4318")
+    if wrong := url_refusal(text):
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
     return text
 
 

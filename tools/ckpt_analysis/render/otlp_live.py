@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from restart_trace.collector import INSTALL
 from restart_trace.regular import open_regular
 from restart_trace.schema import SCHEMA_VERSION
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
 
-PACKAGES = "the extra otlp: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _TRACES_PATH = "/v1/traces"
 _CONNECT_S, _ANSWER_S, _LAST_ANSWER_S = 3.0, 30.0, 3.0  # of a request, at most; the last at the end of the run
 _OF_SPANS = (400, 413)  # statuses that a smaller request may not get
@@ -59,7 +59,8 @@ class Collector:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ModuleNotFoundError as error:
-            raise CouldNotRunError(f"--otlp {endpoint}: {error.name} is not installed: {PACKAGES}") from None
+            reason = f"{error.name} is not installed: the extra otlp: {INSTALL}"
+            raise CouldNotRunError(f"--otlp {endpoint}: {reason}") from None
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would warn at each attempt
         self._session = _session()
         self._exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=_CONNECT_S, session=self._session)
@@ -112,10 +113,10 @@ class Collector:
     def _warn(self, what: str, status: int) -> None:
         if what not in self._told:
             self._told.add(what)
-            answer = f" (its answer: status {status})" if status else ""
+            answer = f" (it answers with status {status})" if status else ""
             self._tell(
-                f"--otlp {self._endpoint}: the collector {what}; training goes on, and what it has not got when the "
-                f"job ends is in the trace files: ckpt-analysis export --format otlp{answer}"
+                f"--otlp {self._endpoint}: the collector {what}{answer}; training goes on, and what the collector has "
+                "not got when the job ends is in the trace files: ckpt-analysis export --format otlp"
             )
 
 

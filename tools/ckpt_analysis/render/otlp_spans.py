@@ -9,6 +9,7 @@ same spans as a complete one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,7 @@ class _Operation:
     records_since_end: int = 0
 
 
-class FileSpans:
+class FileSpans(ABC):
     """The spans of one file. `offset_ns` is Unix time minus its monotonic time; `cycles` holds the traces by number."""
 
     def __init__(self, name: str, process: Record, offset_ns: int, cycles: dict[int, Cycle]) -> None:
@@ -131,13 +132,13 @@ class FileSpans:
         self._offset_ns = offset_ns
         self._cycles = cycles
 
+    @abstractmethod
     def feed(self, line: int, record: Record) -> Iterator[Span]:
         """The spans that end with the next record; `line` is its number in the file. The first is not given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, cycle: int) -> Iterator[Span]:
         """The spans of this cycle that no record ends: there are no further ones."""
-        raise NotImplementedError
 
     def resource(self) -> dict[str, Any]:
         """Attributes of the resource that the process is."""

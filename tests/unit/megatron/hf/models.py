@@ -47,7 +47,7 @@ def layers(model: ModelConfig, padded: int = PADDED, tp_rank: int = 0, tp: int =
 
 
 def drawn(model: ModelConfig, std: float = 0.3, padded: int = PADDED) -> dict[int, torch.nn.Module]:
-    """Layers with random weights, and what is of no token too."""
+    """Layers with random weights; the rows that pad the vocabulary are random, too."""
     modules = layers(model, padded)
     with torch.no_grad():
         for module in modules.values():

@@ -59,7 +59,7 @@ def test_a_tokenizer_of_another_size_is_told(
     assert f"--tokenizer-type {kind} " in tokenizer_flags(tmp_path, size) and not caplog.messages
     assert f"--tokenizer-type {kind} " in tokenizer_flags(tmp_path, size + 3)
     (told,) = caplog.messages
-    assert str(tmp_path) in told and f"has {size} tokens: the weights are of vocab_size {size + 3}: " in told
+    assert str(tmp_path) in told and f"has {size} tokens: the weights have vocab_size {size + 3}: " in told
     assert f"--tokenizer-type NullTokenizer --vocab-size {size + 2}" in told
     (tmp_path / ("vocab.json" if kind == "GPT2BPETokenizer" else "tokenizer.model")).write_text("damage")
     tokenizer_flags(tmp_path, size)
