@@ -46,7 +46,7 @@ INSTALL_REQUIRES = [
     "nvidia-ml-py>=12.0",  # GPU values of the trace
 ]
 TRAIN = [
-    "torch>=2.6",
+    "torch>=2.11",  # the oldest with which the tests pass (tests/torch_versions.sh)
     "deepspeed>=0.19",
     "sentencepiece>=0.2",
     "tokenizers>=0.20",
@@ -60,6 +60,8 @@ FIGURES = ["matplotlib>=3.8"]  # ckpt-analysis --figures
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
 S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
+TORCH_CHECKPOINTING = ["torch-checkpointing>=0.1.1"]  # ckpt-replay --engine torch_checkpointing
+SCOREBOARD = ["nvidia-resiliency-ext>=0.4", "torchft-nightly", "dlrover>=0.6"]  # benchmarks.restart_scoreboard
 CLIENTS = [
     "transformers>=5.0",
     "accelerate>=1.0",
@@ -72,6 +74,7 @@ DEV = [
     *FIGURES,
     *CLIENTS,
     *S3TORCHCONNECTOR,
+    *TORCH_CHECKPOINTING,
     "moto>=5.1",  # an S3 server
     "opentelemetry-proto>=1.40",  # reads exported spans in tests
     "prometheus-client>=0.20",  # and exported metrics
@@ -115,7 +118,7 @@ def package(**arguments: Any) -> None:
             version=VERSION,
             license="Apache-2.0",
             license_files=["LICENSE"],
-            python_requires=">=3.10,<3.14",  # what was run under which: docs/what_has_been_run.md
+            python_requires=">=3.10,<3.14",  # what was run under which: docs/results/README.md
             install_requires=INSTALL_REQUIRES,
             options={"build": {"build_base": place}, "egg_info": {"egg_base": place}},
             **arguments,
@@ -163,9 +166,11 @@ def megatron_restart() -> None:
             "engines": ENGINES,
             "s3": S3,
             "s3torchconnector": S3TORCHCONNECTOR,
+            "torch-checkpointing": TORCH_CHECKPOINTING,
             "otlp": OTLP,
             "figures": FIGURES,
             "clients": CLIENTS,
+            "scoreboard": SCOREBOARD,
             "dev": DEV,
         },
         entry_points={

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from restart_trace.collector import INSTALL, PACKAGES, url_refusal
+from restart_trace.collector import INSTALL, PACKAGES, endpoint_refusal
 
 _MODULE = "megatron_restart_tools.ckpt_analysis"  # of the distribution that this package is a part of
 _PLACE = str(Path(__file__).resolve().parents[1])  # of this package and the module
@@ -23,7 +23,7 @@ _LOWEST_PRIORITY = 19  # of the processor: the job comes first
 
 def refusal(endpoint: str) -> str:
     """Why nothing can be sent to this endpoint, with the fix; "" if it can."""
-    if wrong := url_refusal(endpoint):
+    if wrong := endpoint_refusal(endpoint):
         return wrong
     for module, package in PACKAGES.items():
         if not _is_there(module):

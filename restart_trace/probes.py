@@ -5,6 +5,7 @@ Every name ends in its unit. A value that is not available is left out, never gu
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from restart_trace.devices import accelerator_in_use, device_index, nvml_device
+
+logger = logging.getLogger(__name__)
 
 _IO_NAMES = {"rchar": "io_read_calls_bytes", "wchar": "io_write_calls_bytes"} | {
     "read_bytes": "io_read_storage_bytes",
@@ -23,7 +26,27 @@ _MEMINFO_NAMES = {"Cached": "page_cache_bytes", "Dirty": "dirty_bytes", "Writeba
 _ALL_LINKS = 0xFFFFFFFF  # scope of NVML's NVLink counters
 
 
-def make_probe(local_rank: int, *, bus: bool = False) -> Callable[[], Mapping[str, float]]:
+Probe = Callable[[], Mapping[str, float]]
+
+
+def forgiving(probe: Probe, what: str) -> Callable[[], dict[str, float] | None]:
+    """`probe`, with None in place of an error, such as of no open file left: the trace lacks `what`, logged once."""
+    told = False
+
+    def sample() -> dict[str, float] | None:
+        nonlocal told
+        try:
+            return dict(probe())
+        except Exception as exc:
+            if not told:
+                logger.warning("the trace lacks %s, which cannot be read: %r (said once)", what, exc)
+            told = True
+            return None
+
+    return sample
+
+
+def make_probe(local_rank: int, *, bus: bool = False) -> Probe:
     """Return a function that samples this process, its host and, if there is one, the GPU of this rank.
 
     With `bus` it also samples the traffic of PCIe and NVLink. Call it on a separate thread then, since NVML measures

@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +60,8 @@ class RankIdentity:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python, the kernel and the installed packages that matter to a restart. Imports none of them."""
+    from importlib import metadata  # a quarter of what importing the hooks takes, and only ranks need it
+
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for name in _PACKAGES:
         try:

@@ -14,18 +14,18 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from restart_trace import under_way
 from restart_trace.clock import now_ns, read_anchor
+from restart_trace.probes import Probe, forgiving
 from restart_trace.sampler import Sampler
 from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
 from restart_trace.sink import NullSink
 
-Probe = Callable[[], Mapping[str, float]]
 # Records that later records refer to, and the notice that records are missing. These must not be lost.
 _REQUIRED = ("process", "operation_begin", "operation_label")
 _RECORDS_LOST = "records_lost"
@@ -73,8 +73,9 @@ class Operation:
         *,
         contiguous: bool = False,
         inferred: bool = False,
+        weights_only: bool = False,
     ) -> None:
-        """`contiguous`, `inferred`: as in Recorder.begin."""
+        """`contiguous`, `inferred`, `weights_only`: as in Recorder.begin."""
         self._recorder = recorder
         self._contiguous_on = threading.get_ident() if contiguous else None
         self._open = 0  # number of open spans of that thread
@@ -94,7 +95,7 @@ class Operation:
         self._lock = threading.RLock()  # protects _read_ahead; reentrant for the reason given in Recorder
         # An untraced operation may never be ended.
         self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
-        said = given(self._labels | {"inferred": inferred or None})
+        said = given(self._labels | {"inferred": inferred or None, "weights_only": weights_only or None})
         recorder.write("operation_begin", operation=name, op=op_id, **said, start_ns=start_ns)
 
     def label(
@@ -279,7 +280,7 @@ class Recorder:
     def __init__(self, sink: Sink, process: Mapping[str, Any], probe: Probe | None = None) -> None:
         self._sink = sink
         self.enabled = not isinstance(sink, NullSink)
-        self._probe = probe
+        self._probe = None if probe is None else forgiving(probe, "samples of memory and I/O")
         self._op_ids = itertools.count()
         self.ended: Operation | None = None  # the latest operation that has ended
         # Required records that a full disk has refused so far. They are written before any other record.
@@ -299,14 +300,20 @@ class Recorder:
         After `close` nothing is written, not even by a thread that still works as the process ends.
         """
         record = fields if record_type == SPAN else {"type": record_type} | fields
+        if record_type not in _REQUIRED and fields.get("phase") != _RECORDS_LOST:
+            self._write(record)
+            return
+        with self._lock:
+            if not self._closed:
+                self._pending.append(record)
+                self._write_pending()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Write a record that may be lost."""
         with self._lock:
             if self._closed:
                 return
-            if record_type in _REQUIRED or fields.get("phase") == _RECORDS_LOST:
-                self._pending.append(record)
-                self._write_pending()
-                return
-            written = self._write_pending() and self._sink.write(record)
+            written = (not self._pending or self._write_pending()) and self._sink.write(record)
             lost = self._lost
             self._lost = 0 if written else lost + 1
         if written and lost:
@@ -331,10 +338,13 @@ class Recorder:
         start_ns: int | None = None,
         contiguous: bool = False,
         inferred: bool = False,
+        weights_only: bool = False,
     ) -> Operation:
         """Open an operation; the caller must end it. Prefer `operation`, which cannot be left open.
 
         `inferred`: it is made of single calls, which no library said to be one save or load.
+
+        `weights_only`: it saves weights alone, on some ranks or all: no checkpoint that a training resumes.
 
         `contiguous`: each span of the calling thread begins where the one before it ended, and the first where the
         operation began; for a thread whose work between two spans always belongs to the second.
@@ -343,7 +353,8 @@ class Recorder:
         sample = self.sample()  # taken before the start, written after it
         labels = {"tag": tag, "step": step, "engine": engine}
         start_ns = now_ns() if start_ns is None else start_ns
-        operation = Operation(self, name, op_id, start_ns, labels, contiguous=contiguous, inferred=inferred)
+        what = {"contiguous": contiguous, "inferred": inferred, "weights_only": weights_only}
+        operation = Operation(self, name, op_id, start_ns, labels, **what)
         self.probe(op_id, "start", sample)
         return operation
 
@@ -369,8 +380,10 @@ class Recorder:
             op.end(error)
 
     def iteration(self, step: int, start_ns: int, end_ns: int, loss: float | None = None) -> None:
-        optional = {} if loss is None or not math.isfinite(loss) else {"loss": loss}
-        self.write("iteration", step=step, start_ns=start_ns, end_ns=end_ns, **optional)
+        record: dict[str, Any] = {"type": "iteration", "step": step, "start_ns": start_ns, "end_ns": end_ns}
+        if loss is not None and math.isfinite(loss):
+            record["loss"] = loss
+        self._write(record)
 
     def event(
         self,
@@ -402,11 +415,11 @@ class Recorder:
         self.event("process", "ended", error)
 
     def sample(self) -> tuple[int, dict[str, float]] | None:
-        """(monotonic time in ns, memory and I/O counters); None without probes."""
+        """(monotonic time in ns, memory and I/O counters); None without probes, or if they fail: logged once."""
         if self._probe is None:
             return None
-        values = dict(self._probe())
-        return now_ns(), values
+        values = self._probe()
+        return None if values is None else (now_ns(), values)
 
     def probe(self, op_id: int, at: str, sample: tuple[int, dict[str, float]] | None) -> None:
         """Record the sample taken at the start or end of an operation."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from restart_trace.command_line import CommandParser
 from restart_trace.cycles import make_directory, newest_cycle
 from restart_trace.follower import refusal, start_follower
-from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
+from restart_trace.hooks.variables import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
 
 _STATUS = "exit status: as the command; 126 or 127 if it cannot be started, 2 for wrong arguments\n"
 _EPILOG = f"""\

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from restart_trace.clock import now_ns
 from restart_trace.device_threads import device_thread
+from restart_trace.probes import Probe, forgiving
 
 
 class Sampler:
     """Calls `write("sample", time_ns=..., values=...)` at once and then every `interval_s` seconds, until `stop`.
 
-    A sample that takes longer than the interval delays the next one; missed samples are not taken later.
+    A sample that takes longer than the interval delays the next one; missed samples are not taken later. If the probe
+    fails, that sample is missing, which is logged once.
     """
 
-    def __init__(self, write: Callable[..., Any], probe: Callable[[], Mapping[str, float]], interval_s: float) -> None:
+    def __init__(self, write: Callable[..., Any], probe: Probe, interval_s: float) -> None:
         self._write = write
-        self._probe = probe
+        self._probe = forgiving(probe, "samples at intervals")
         self._interval_ns = round(interval_s * 1e9)
         self._stopped = threading.Event()
         self._thread = device_thread(self._run, name="restart-trace-sampler")
@@ -33,7 +35,8 @@ class Sampler:
     def _run(self) -> None:
         due = now_ns()
         while not self._stopped.is_set():
-            values = dict(self._probe())
-            self._write("sample", time_ns=now_ns(), values=values)
+            values = self._probe()
+            if values is not None:
+                self._write("sample", time_ns=now_ns(), values=values)
             due = max(due + self._interval_ns, now_ns())
             self._stopped.wait((due - now_ns()) / 1e9)

@@ -1,4 +1,4 @@
-"""Record types, fields and phase names of the restart trace: the contract that docs/log_format.md describes.
+"""Record types, fields and phase names of the restart trace; docs/log_format.md says what records are for.
 
 This module, `reading` and `regular` are the only parts of the project that the offline tools import; they import
 nothing but the standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -85,7 +85,7 @@ class Field:
 _TYPE = {"type": Field("str", True, "record type")}
 _TAG = Field("str", False, "checkpoint tag, such as global_step5")
 _STEP = Field("int", False, "training iteration the operation belongs to")
-_ENGINE = Field("str", False, "class name of the engine that carries the operation out")
+_ENGINE = Field("str", False, "class name of its engine; of a load's label, of the one that wrote the checkpoint")
 
 # Axes of a layout. Every rank has a place on the first three; on the others only where the job has them.
 AXES = ("tp", "pp", "dp", "cp", "ep", "fsdp")
@@ -107,28 +107,28 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     | {
         "v": Field("int", True, "schema version of the file"),
         "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
-        "cycle": Field("int", True, "0 for the first start of the run, then one more per restart"),
+        "cycle": Field("int", True, "0 for the first start, then one more per restart; of a supervisor its first"),
         "rank": Field("int", True, "global rank; -1 for a supervisor"),
         **_COORDINATES,
         "role": Field("str", True, "rank or supervisor"),
         "instrument": Field("str", True, "trainer: this project's own code; hooks: restart_trace.hooks in another's"),
         "host": Field("str", True, "host name"),
-        "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
+        "boot_id": Field("str", True, "kernel boot id, with /time:[N] in a time namespace of its own; empty: unknown"),
         "pid": Field("int", True, "process id"),
         "cores": Field("str", False, "cores that the process may run on, as the kernel lists them: 0-3,8"),
-        "cpu_limit": Field("float", False, "cores' worth of time that a quota allows its control group; absent: none"),
-        "world_size": Field("int", True, "number of ranks"),
+        "cpu_limit": Field("float", False, "quota of its control group, in cores (docker run --cpus); absent: none"),
+        "world_size": Field("int", True, "number of ranks; 0 for a supervisor"),
         "layout": _LAYOUT,
         "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),
-        "process_start_source": Field("str", True, "os (10 ms resolution) or python (first line run)"),
-        "wall_ns": Field("int", True, "clock anchor: Unix time, ns ..."),
-        "monotonic_ns": Field("int", True, "... read at this moment of the monotonic clock, ns"),
+        "process_start_source": Field("str", True, "os (10 ms resolution) or python (first line run; no /proc)"),
+        "wall_ns": Field("int", True, "clock anchor: Unix time, ns at monotonic_ns"),
+        "monotonic_ns": Field("int", True, "clock anchor: time of the monotonic clock, ns"),
         "anchor_error_ns": Field("int", True, "upper bound on the error of the anchor, ns"),
         "engine_asked": Field("str", False, "value of --checkpoint-engine"),
         "durability": Field("str", False, "value of --checkpoint-durability"),
-        "versions": Field("object", True, "versions of Python and of the packages that matter"),
-        "environment": Field("object", True, "allow-listed environment variables"),
-        "argv": Field("list", True, "command line of the process"),
+        "versions": Field("object", True, "name -> version of Python, the kernel and the packages that matter"),
+        "environment": Field("object", True, "variables of a fixed list of names; *** replaces passwords in URLs"),
+        "argv": Field("list", True, "command line; *** replaces passwords in URLs and values of flags for secrets"),
     },
     # Where a rank stands, if that was not known when its process record was written.
     "coordinates": _TYPE | _COORDINATES | {"layout": _LAYOUT},
@@ -156,7 +156,8 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "tag": _TAG,
         "step": _STEP,
         "engine": _ENGINE,
-        "inferred": Field("bool", False, "true: single calls that no library said to be one save or load"),
+        "inferred": Field("bool", False, "true: single calls, as torch.save, that no library said to be one operation"),
+        "weights_only": Field("bool", False, "true: a save of weights, which is no checkpoint that a training resumes"),
         "start_ns": Field("int", True, "monotonic, ns"),
     },
     # What becomes known of an operation while it runs.
@@ -171,25 +172,25 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     SPAN: {
         "op": Field("int", True, "number of the operation"),
         "phase": Field("str", True, "see PHASES"),
-        "detail": Field("str", False, "see PHASES"),
+        "detail": Field("str", False, "there if and only if the phase has details: see PHASES"),
         "file": Field("str", False, "file name relative to the directory of the checkpoint's tag"),
         "bytes": Field("int", False, "bytes that this span moved, counted where they were moved"),
         "start_ns": Field("int", True, "monotonic, ns"),
-        "end_ns": Field("int", True, "monotonic, ns"),
+        "end_ns": Field("int", True, "not before start_ns"),
         "duration_ns": Field("int", False, "time spent in this phase, ns, if less than end_ns - start_ns"),
         "thread": Field("str", False, "thread name, if not MAIN_THREAD"),
         "blocking": Field("bool", False, "false if the training thread did not wait for it"),
         "error": Field("str", False, "exception that ended the span"),
-        "batches": Field("int", False, "batches that the span requested and did not train on"),
+        "batches": Field("int", False, "of data_skip: batches that were requested and not trained on"),
     },
     "operation_end": _TYPE
     | {
         "op": Field("int", True, "number of the operation"),
         "end_ns": Field("int", True, "monotonic, ns"),
         "outcome": Field("str", True, "ok or failed"),
-        "bytes": Field("int", False, "bytes this rank wrote or read"),
+        "bytes": Field("int", False, "state that this rank wrote or read; spans of a load may have moved more"),
         "num_files": Field("int", False, "files this rank wrote or read"),
-        "durable": Field("bool", False, "whether every file was synchronised to storage before the end"),
+        "durable": Field("bool", False, "whether every file was fsynced before the end"),
         "error": Field("str", False, "why it failed"),
     },
     # One per training iteration.
@@ -205,10 +206,10 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     | {
         "operation": Field("str", True, "failure, process, save, load or startup"),
         "phase": Field("str", True, "see PHASES, or the name of a notice"),
-        "detail": Field("str", False, "kind of fault, the text of a notice, or the error that ended a process"),
+        "detail": Field("str", False, "kind of fault, text of a notice, or error that ended a process"),
         "step": Field("int", False, "training iteration"),
-        "cycle": Field("int", False, "its cycle, in a supervisor's events"),
-        "time_ns": Field("int", True, "monotonic, ns"),
+        "cycle": Field("int", False, "launch that failed; only of a supervisor, which may report on several"),
+        "time_ns": Field("int", True, "when it happened, monotonic, ns, also if it was learnt later"),
         "wall_ns": Field("int", True, "Unix time, ns"),
     },
     # Samples at the boundaries of operations.
@@ -217,13 +218,13 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "op": Field("int", True, "number of the operation sampled"),
         "at": Field("str", True, "start or end"),
         "time_ns": Field("int", True, "monotonic, ns"),
-        "values": Field("object", True, "name -> number; the unit is the end of the name"),
+        "values": Field("object", True, "name -> number; the unit ends the name; absent: not available"),
     },
     # Samples every so many seconds, on request.
     "sample": _TYPE
     | {
         "time_ns": Field("int", True, "monotonic, ns"),
-        "values": Field("object", True, "name -> number; the unit is the end of the name"),
+        "values": Field("object", True, "name -> number; the unit ends the name; absent: not available"),
     },
 }
 

@@ -20,9 +20,11 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -36,7 +38,8 @@ from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request
 
 __all__ = [
-    "BUCKET", "Fault", "FaultProxy", "GoogleProxy", "ImpatientBucket", "Request", "Server", "environment_of", "serving",
+    "BUCKET", "Fault", "FaultProxy", "GoogleProxy", "ImpatientBucket", "Request", "Server", "Session",
+    "environment_of", "listings", "serving",
 ]  # fmt: skip
 
 BUCKET = "checkpoints"
@@ -142,6 +145,32 @@ class FaultProxy(storage_proxy.FaultProxy):
             yield self
 
 
+@dataclass
+class Session:
+    """Temporary credentials in a file at `path`, as a program beside the job renews them."""
+
+    path: Path
+    number: int = 0
+
+    def renew(self) -> None:
+        self.number += 1
+        key = f"[default]\naws_access_key_id = ASIASESSION{self.number}\naws_secret_access_key = secret\n"
+        self.path.with_suffix(".new").write_text(f"{key}aws_session_token = token-{self.number}\n")
+        self.path.with_suffix(".new").rename(self.path)
+
+    def environment(self, proxy: FaultProxy) -> dict[str, str]:
+        variables = {
+            "AWS_ACCESS_KEY_ID": "",
+            "AWS_SECRET_ACCESS_KEY": "",
+            "AWS_SHARED_CREDENTIALS_FILE": str(self.path),
+        }
+        return proxy.environment() | variables
+
+    def is_expired(self, request: Request, last: int) -> bool:
+        """Whether the request has credentials of before number `last`."""
+        return int(request.headers["X-Amz-Security-Token"].removeprefix("token-")) < last
+
+
 class GoogleProxy(FaultProxy):
     """Makes a store of Google's of the server, as far as the client sees it.
 
@@ -213,6 +242,12 @@ class GoogleProxy(FaultProxy):
 
 def _refused(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
     return status, {}, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+
+def listings(requests: list[Request]) -> list[str]:
+    """The prefix that each LIST of keys names."""
+    found = [re.search(r"[?&]list-type=2.*[?&]prefix=([^&]*)", request.path) for request in requests]
+    return [urllib.parse.unquote(match[1]) for match in found if match is not None]
 
 
 @contextlib.contextmanager

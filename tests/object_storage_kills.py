@@ -57,16 +57,21 @@ def writer(engine: str, generation: int, **options: Any) -> CheckpointWriter:
     return CheckpointWriter(made, planes[0], untraced_recorder(), identity, f"g{generation}", planes[1])
 
 
-def load(stored: StoredCheckpoints, candidate: StoredCandidate, engine: str = "torch") -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, every byte verified."""
+def load(
+    stored: StoredCheckpoints,
+    candidate: StoredCandidate,
+    engine: str = "torch",
+    files: Sequence[str] = tuple(_ELEMENTS),
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of these files, every byte verified."""
     assert candidate.manifest is not None
     reader, op = create_engine(engine, EngineOptions()), untraced_operation()
 
     def read(checkpoint: SavedCheckpoint) -> dict[str, torch.Tensor]:
-        return {name: state["w"].clone() for name, state in reader.load(list(_ELEMENTS), checkpoint, op).items()}
+        return {name: state["w"].clone() for name, state in reader.load(list(files), checkpoint, op).items()}
 
-    with contextlib.closing(NodeFiles(stored)) as files:
-        return first_undamaged(files.copies(candidate, reader, list(_ELEMENTS), [], op), read)
+    with contextlib.closing(NodeFiles(stored)) as fetched:
+        return first_undamaged(fetched.copies(candidate, reader, list(files), [], op), read)
 
 
 def _launch(uri: ObjectUri, root: Path, first: int, told: int, engine: str) -> None:

@@ -26,10 +26,6 @@ TESTS=(
     tests/unit/restart_trace/test_hooks.py tests/unit/restart_trace/test_reading.py
     tests/unit/tools/ckpt_analysis/metrics
 )
-NEED_TORCH=(
-    --deselect tests/unit/restart_trace/test_hooks.py::test_a_file_is_mapped_if_torchs_setting_says_so
-    --deselect tests/unit/restart_trace/test_hooks.py::test_files_that_ranks_name_after_themselves_are_one_save
-)
 
 # The interpreter of version $1: on PATH, or one of pyenv's, whose commands on PATH run only for versions chosen before.
 find_python() {
@@ -74,5 +70,5 @@ for version in "${versions[@]}"; do
     fi
     "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheel"
     trace_a_job "$venv/bin"
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${NEED_TORCH[@]}" "${TESTS[@]}"
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${TESTS[@]}"
 done

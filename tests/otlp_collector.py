@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -105,8 +106,11 @@ def exported(trace: Path, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def span_collector() -> Iterator[SpanCollector]:
-    """Start a collector at a free port of loopback; its `endpoint` is what --otlp takes."""
+def span_collector(certificate: Path | None = None) -> Iterator[SpanCollector]:
+    """Start a collector at a free port of loopback; its `endpoint` is what --otlp takes.
+
+    `certificate`: a file with one and its key; then the collector speaks TLS.
+    """
     collector = SpanCollector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -127,6 +131,11 @@ def span_collector() -> Iterator[SpanCollector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector.endpoint = f"http://127.0.0.1:{server.server_port}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        collector.endpoint = f"https://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

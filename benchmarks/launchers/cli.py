@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common.program import printed
+from benchmarks.common.rounds import add_flags, check_flags, in_turn
 from benchmarks.launchers.measure import sample
 from benchmarks.launchers.report import analyse, render
 from benchmarks.launchers.variants import DTYPES, VARIANTS, Setting, prepare_data
@@ -40,17 +41,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "script.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
-    parser.add_argument(
-        "--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="VARIANT",
-        help="leave the others out (default: all)",
-    )  # fmt: skip
+    add_flags(parser, list(VARIANTS), "VARIANT")
     parser.add_argument(
         "--engine", default="torch", metavar="NAME", help="checkpoint engine of the demonstration (default: torch)"
-    )
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to work (default: that for temporary files)")
-    parser.add_argument(
-        "--time-limit", type=float, default=300, metavar="S", help="seconds for each wait (default: 300)"
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     parser.add_argument("--dp", type=int, default=2, metavar="N", help="replicas of TP2 PP2 (default: 2)")
@@ -60,11 +53,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "without AVX-512",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
-    require_at_least(parser, arguments, 1, "repeat", "dp")
-    if arguments.time_limit <= 0:
-        parser.error(f"--time-limit {arguments.time_limit:g}: must be more than 0")
-    if arguments.dir is not None and not arguments.dir.is_dir():
-        parser.error(f"--dir {arguments.dir}: is no directory; give one that is there")
+    check_flags(parser, arguments)
+    require_at_least(parser, arguments, 1, "dp")
     return arguments
 
 
@@ -85,13 +75,10 @@ def _measured(arguments: argparse.Namespace) -> str:
 
 
 def _interleaved(arguments: argparse.Namespace, sample: Callable[[str], float]) -> dict[str, list[float]]:
-    """Seconds by variant and round. Every round has all variants, each time in another order."""
-    names = list(dict.fromkeys(arguments.only))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(arguments.repeat):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            samples[name].append(sample(name))
-            message = f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s"
-            print(message, file=sys.stderr, flush=True)
+    """Seconds by variant and round."""
+    samples: dict[str, list[float]] = {name: [] for name in arguments.only}
+    for number, name in in_turn(arguments.only, arguments.repeat):
+        samples[name].append(sample(name))
+        message = f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s"
+        print(message, file=sys.stderr, flush=True)
     return samples

@@ -25,17 +25,18 @@ from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 
-_FAULT_AFTER = 3  # steps after a checkpoint, as the demonstration
-_POLL_S = 0.002
-_GRACE_S = 20.0
-_ITERATION = re.compile(rb"(?:^|\s)iteration\s+(\d+)/\s*\d+\s+\|")
+FAULT_AFTER = 3  # steps after a checkpoint, as the demonstration
+POLL_S = 0.002
+GRACE_S = 20.0
+_ITERATION = re.compile(rb"(?:^|\s)iteration\s+(\d+)/\s*\d+\s+\|(?:.*?lm loss: ([-+.\deE]+|nan|inf))?")
 
 
 class IterationLines:
-    """Follows a log file; the iterations it reports, as they appear."""
+    """Follows a log file; the iterations it reports, as they appear. `losses`: of each, with its loss as it is told."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.losses: list[tuple[int, str]] = []
         self._position = 0
 
     def new(self) -> Iterator[int]:
@@ -47,7 +48,10 @@ class IterationLines:
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]
         self._position += len(whole)
-        yield from (int(match[1]) for match in map(_ITERATION.search, whole.splitlines()) if match)
+        for match in filter(None, map(_ITERATION.search, whole.splitlines())):
+            if match[2] is not None:
+                self.losses.append((int(match[1]), match[2].decode()))
+            yield int(match[1])
 
     def wait_for(self, wanted: Callable[[int], bool], launch: Launch, limit_s: float) -> int:
         """The first new iteration that is `wanted`. Raises MeasurementError if the launch ends or time passes first."""
@@ -58,12 +62,12 @@ class IterationLines:
                 if wanted(iteration):
                     return iteration
             if ended:
-                raise MeasurementError(f"it ended with exit code {launch.exit_code}: {self._last_words()}")
+                raise MeasurementError(f"it ended with exit code {launch.exit_code}: {self.last_words()}")
             if time.monotonic() > deadline:
-                raise MeasurementError(f"not within {limit_s:g} s; raise --time-limit: {self._last_words()}")
-            time.sleep(_POLL_S)
+                raise MeasurementError(f"not within {limit_s:g} s; raise --time-limit: {self.last_words()}")
+            time.sleep(POLL_S)
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         return self.path.read_text(errors="replace")[-2000:] if self.path.exists() else "it printed nothing"
 
 
@@ -86,7 +90,7 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
         failed_at = first_log.wait_for(
             functools.partial(_is_injection_point, variant, setting, launch), launch, limit_s
         )
-        ranks = [child for child in _children(launch) if child.name() not in (PROCESS_NAME, WAITS)]
+        ranks = [child for child in children(launch) if child.name() not in (PROCESS_NAME, WAITS)]
         if len(ranks) != setting.world_size:
             raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
         injected_ns = now_ns()
@@ -96,7 +100,7 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
             resumed = first_log.wait_for(lambda iteration: iteration <= failed_at, launch, limit_s)
             return _checked(_seconds_since(injected_ns), resumed, failed_at)
         launch.wait(limit_s)
-        launch.wait_until_gone(_GRACE_S)
+        launch.wait_until_gone(GRACE_S)
     with launched(argv, second_log.path, echo=False) as launch:
         resumed = second_log.wait_for(lambda iteration: True, launch, limit_s)
         return _checked(_seconds_since(injected_ns), resumed, failed_at)
@@ -104,19 +108,19 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
 
 def _is_injection_point(variant: str, setting: Setting, launch: Launch, iteration: int) -> bool:
     """Whether the fault is injected after this iteration."""
-    if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != _FAULT_AFTER:
+    if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != FAULT_AFTER:
         return False
-    return variant not in STANDBY or sum(child.name() == WAITS for child in _children(launch)) == setting.world_size
+    return variant not in STANDBY or sum(child.name() == WAITS for child in children(launch)) == setting.world_size
 
 
-def _children(launch: Launch) -> list[psutil.Process]:
+def children(launch: Launch) -> list[psutil.Process]:
     """What the launcher has started."""
     return [child for launcher in launch.launcher() for child in launcher.children()]
 
 
 def _checked(restart_s: float, resumed: int, failed_at: int) -> float:
     """`restart_s`, if the restart was one. Raises MeasurementError if it did not go on from the checkpoint."""
-    saved = failed_at - _FAULT_AFTER
+    saved = failed_at - FAULT_AFTER
     if resumed != saved + 1:
         raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {saved}")
     return restart_s

@@ -13,13 +13,13 @@ from benchmarks.common.ranks import MeasurementError
 from megatron.net.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-_PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
-TP, PP = 2, 2  # of the preset
+TP, PP = 2, 2  # of the demonstration
 SAVE_INTERVAL = 5
 ITERATIONS = 40  # more than a sample needs: nothing ends by itself before the fault
 DTYPES = ("bf16", "fp32")
 _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
 
+PLAIN = "benchmarks.launchers.plain_deepspeed"
 BASELINE = "plain"
 IN_PLACE = "fork-in-place"
 STANDBY = {"fork-standby": "1", "fork-standby-load": "load"}  # name -> STANDBY of the preset
@@ -42,10 +42,14 @@ class Setting:
     dp: int
     engine: str
     dtype: str  # of DTYPES
+    tp: int = TP
+    pp: int = PP
+    iterations: int = ITERATIONS
+    restarts: int = 1  # in place
 
     @property
     def world_size(self) -> int:
-        return TP * PP * self.dp
+        return self.tp * self.pp * self.dp
 
     @property
     def data(self) -> Path:
@@ -82,37 +86,50 @@ def command(variant: str, setting: Setting, save: Path) -> list[str]:
 
 
 def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
-    """What the preset's script would run: it is asked."""
+    """What the preset's launch would run: it is asked."""
     settings = {
         "DRY_RUN": "1", "KILL_AT": "none", "DEVICE": "cpu", "SKIP_SETUP": "1", "PYTHON": sys.executable,
         "WORK_DIR": str(setting.directory), "SAVE_DIR": str(save), "DP": str(setting.dp), "ENGINE": setting.engine,
-        "ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "DTYPE": setting.dtype,
+        "ITERS": str(setting.iterations), "SAVE_INTERVAL": str(SAVE_INTERVAL), "DTYPE": setting.dtype,
         "NODE_RANK": "0",  # each launch gets its identity from its environment
     }  # fmt: skip
     if variant == "torchrun":
         settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(free_port())}
     else:
-        settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1" if restarts_in_place(variant) else "0"}
+        settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": str(setting.restarts if restarts_in_place(variant) else 0)}
         settings |= {"STANDBY": STANDBY[variant]} if variant in STANDBY else {}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    done = subprocess.run(["bash", str(_PRESET)], env=kept | settings, capture_output=True, text=True)
+    preset = f"tiny_tp{setting.tp}_pp{setting.pp}"
+    launch = [sys.executable, "-m", "tools.restart_bench", "run", preset]
+    done = subprocess.run(launch, cwd=ROOT, env=kept | settings, capture_output=True, text=True)
     if done.returncode:
-        raise MeasurementError(f"{_PRESET.name} failed: {done.stderr[-2000:]}")
+        raise MeasurementError(f"{preset} failed: {done.stderr[-2000:]}")
     return shlex.split(done.stdout)
 
 
-def _plain(setting: Setting, save: Path) -> list[str]:
+def environment_of_plain(setting: Setting) -> list[str]:
+    """Words that run what follows as the demonstration's ranks are run on CPUs."""
     environment = {
         "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "", "LOCAL_SIZE": str(setting.world_size),
+        "CUDA_VISIBLE_DEVICES": "", "LOCAL_SIZE": str(setting.world_size), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
+    return ["env", *(f"{name}={value}" for name, value in environment.items())]
+
+
+def arguments_of_plain(setting: Setting, save: Path) -> list[str]:
+    """The command line of a plain script, which saves to and resumes from `save`."""
     return [
-        "env", *(f"{name}={value}" for name, value in environment.items()),
+        "--data", str(setting.data / "corpus_text_document"), "--save", str(save),
+        "--tensor-parallel", str(setting.tp), "--pipeline-parallel", str(setting.pp), "--vocab-size", str(_VOCABULARY),
+        "--global-batch", str(setting.global_batch), "--iterations", str(setting.iterations),
+        "--save-interval", str(SAVE_INTERVAL), "--dtype", setting.dtype,
+    ]  # fmt: skip
+
+
+def _plain(setting: Setting, save: Path) -> list[str]:
+    return [
+        *environment_of_plain(setting),
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(setting.world_size),
         "--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(free_port()),
-        "--max_restarts", "0", str(Path(__file__).with_name("plain_deepspeed.py")),
-        "--data", str(setting.data / "corpus_text_document"), "--save", str(save),
-        "--tensor-parallel", str(TP), "--pipeline-parallel", str(PP), "--vocab-size", str(_VOCABULARY),
-        "--global-batch", str(setting.global_batch), "--iterations", str(ITERATIONS),
-        "--save-interval", str(SAVE_INTERVAL), "--dtype", setting.dtype,
+        "--max_restarts", "0", "-m", PLAIN, *arguments_of_plain(setting, save),
     ]  # fmt: skip

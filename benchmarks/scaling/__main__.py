@@ -22,7 +22,7 @@ from tools.make_synthetic_dataset import write_dataset
 
 _EPILOG = """\
 examples:
-  %(prog)s                          four sizes, some minutes: the tables of docs/scaling.md
+  %(prog)s                          four sizes, some minutes: the tables of docs/cluster.md
   %(prog)s --ranks 8 64             to see that it works
 
 exit status: 0 measured, 2 could not run

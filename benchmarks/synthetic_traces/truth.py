@@ -38,6 +38,7 @@ def make_truth(times: Times, cycles: list[Cycle], failure: dict[str, int]) -> di
         "run_id": RUN_ID,
         "ranks": {"expected": shape.ranks, "present": len(visible[1])},
         "saves": [_known(_save(times, save, visible[c.number]), shape) for c in cycles for save in c.saves],
+        "weights": [],  # no save of weights is written
         "loads": [_known(_load(times, cycles[1], visible[1]), shape)],
         "launches": [_start(times, cycles[0], visible[0])],
         "restarts": [_restart(times, cycles, failure, visible)],

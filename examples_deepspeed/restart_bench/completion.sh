@@ -65,7 +65,7 @@ _shtab_ckpt_analysis_goodput_option_strings=(-h --help --format --quiet --run-id
 _shtab_ckpt_analysis_timeline_option_strings=(-h --help -o --output --ranks --checkpoint --cycle --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_export_option_strings=(-h --help -o --output --format --table --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_follow_option_strings=(-h --help --otlp --cycles --while-pid --quiet --run-id --cache-dir --no-cache)
-_shtab_ckpt_analysis_validate_option_strings=(-h --help --quiet --run-id --cache-dir --no-cache)
+_shtab_ckpt_analysis_validate_option_strings=(-h --help --mlperf --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_import_option_strings=(-h --help -o --output --from --world-size --force --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_project_option_strings=(-h --help --nodes --mtbf-hours --interval-steps --failures-per-day --tier --step-seconds --blocked-seconds --durable-seconds --restart-seconds --checkpoint-bytes --ranks --tp --hosts --cores --checkpoint-files --plan --engine --write-GBps --read-GBps --what-if --placement --replicas --lost-nodes --format --quiet --run-id --cache-dir --no-cache)
 _shtab_ckpt_analysis_sweep_option_strings=(-h --help -o --output --figures --quiet --run-id --cache-dir --no-cache)
@@ -172,7 +172,7 @@ _shtab_ckpt_analysis_export___format_choices=(parquet csv otlp prometheus tensor
 _shtab_ckpt_analysis_export___table_choices=(spans operations iterations events probes samples rank_phases rank_totals summary budget goodput findings problems)
 _shtab_ckpt_analysis_import___from_choices=(log otlp nvrx profiler)
 _shtab_ckpt_analysis_project___tier_choices=(storage local_memory peer)
-_shtab_ckpt_analysis_project___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_ckpt_analysis_project___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_analysis_project___placement_choices=(group ring mixed)
 _shtab_ckpt_analysis_project___format_choices=(table json csv markdown)
 _shtab_ckpt_analysis_pos_0_choices=(report summary compare goodput timeline export follow validate import project sweep bundle)
@@ -218,6 +218,7 @@ _shtab_ckpt_analysis_follow___quiet_nargs=0
 _shtab_ckpt_analysis_follow___no_cache_nargs=0
 _shtab_ckpt_analysis_validate__h_nargs=0
 _shtab_ckpt_analysis_validate___help_nargs=0
+_shtab_ckpt_analysis_validate___mlperf_nargs=0
 _shtab_ckpt_analysis_validate___quiet_nargs=0
 _shtab_ckpt_analysis_validate___no_cache_nargs=0
 _shtab_ckpt_analysis_import__h_nargs=0
@@ -499,7 +500,7 @@ _shtab_restart_drill___stop_COMPGEN=_shtab_compgen_files
 
 _shtab_restart_drill___fault_choices=(sigkill-one sigkill-all sigkill-launcher sigkill-node sigterm sigstop exception device-error disk-full truncate bitflip storage-fault:drop storage-fault:delay storage-fault:500 storage-fault:503 storage-fault:truncate storage-fault:etag storage-fault:first-byte storage-fault:rate-limit node-loss link-cut link-slow disk-slow rank-stopped)
 _shtab_restart_drill___supervisor_choices=(relaunch torchrun launch)
-_shtab_restart_drill___engines_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_restart_drill___engines_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_drill_pos_0_nargs='*'
 _shtab_restart_drill__h_nargs=0
@@ -736,21 +737,23 @@ _shtab_restart_launch() {
 }
 
 complete -o bashdefault -o default -F _shtab_restart_launch restart-launch
-_shtab_restart_sweep_option_strings=(-h --help --version --out --dir --config --dry-run --models --engines --reduced --retry-failed --no-report)
+_shtab_restart_sweep_option_strings=(-h --help --version --out --dir --config --dry-run --models --engines --reduced --submit --allocation --retry-failed --no-report)
 
 _shtab_restart_sweep_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___out_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___dir_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___config_COMPGEN=_shtab_compgen_files
+_shtab_restart_sweep___allocation_COMPGEN=_shtab_compgen_files
 
-_shtab_restart_sweep___models_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
-_shtab_restart_sweep___engines_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_restart_sweep___models_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
+_shtab_restart_sweep___engines_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_sweep__h_nargs=0
 _shtab_restart_sweep___help_nargs=0
 _shtab_restart_sweep___version_nargs=0
 _shtab_restart_sweep___dry_run_nargs=0
 _shtab_restart_sweep___reduced_nargs=0
+_shtab_restart_sweep___submit_nargs=0
 _shtab_restart_sweep___retry_failed_nargs=0
 _shtab_restart_sweep___no_report_nargs=0
 
@@ -867,8 +870,8 @@ _shtab_ckpt_plan___ranks_per_host_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___blocked_target_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___durable_target_COMPGEN=_shtab_compgen_files
 
-_shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
-_shtab_ckpt_plan___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
+_shtab_ckpt_plan___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_plan___step_time_choices=(h100 h200 a100)
 _shtab_ckpt_plan___recompute_choices=(auto none selective full)
 _shtab_ckpt_plan___format_choices=(table json)
@@ -1009,10 +1012,10 @@ _shtab_ckpt_replay___io_block_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_cache_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_deadline_COMPGEN=_shtab_compgen_files
 
-_shtab_ckpt_replay___model_choices=(tiny 1b 3b 7b llama7b 13b 33b llama65b 70b 405b 1t)
+_shtab_ckpt_replay___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
 _shtab_ckpt_replay___sharding_choices=(zero1 full)
-_shtab_ckpt_replay___engine_choices=(datastates dcp dcp-async fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
-_shtab_ckpt_replay___operations_choices=(save_and_load save load)
+_shtab_ckpt_replay___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
+_shtab_ckpt_replay___operations_choices=(save_and_load save load saves_then_loads)
 _shtab_ckpt_replay___step_work_choices=(matmul idle)
 _shtab_ckpt_replay___format_choices=(table json)
 _shtab_ckpt_replay___checkpoint_durability_choices=(fsync none)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError
 from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.lost_peers import comes_from_another_rank, text_of
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,32 @@ class CheckpointRejectedError(CheckpointDamagedError):
 
     def __str__(self) -> str:
         return "; ".join(self.args)
+
+
+class FailedAloneError(RuntimeError):
+    """This rank failed where others waited for it, outside of an agreement: its process has to end."""
+
+
+class _NotAnsweredError(CheckpointError):
+    """Another rank did not answer a rank: where that one, or a third, tells what is wrong, this says nothing more."""
+
+
+@contextlib.contextmanager
+def exchanging(control: ControlPlane, what: str) -> Iterator[None]:
+    """The body is a collective of torch, in which others wait for this rank until its process ends.
+
+    It must be no part of an agreement, since those never come to one. Raises FailedAloneError in place of an Exception
+    that is this rank's own, and has told the ranks that wait for it in an agreement.
+    """
+    try:
+        yield
+    except Exception as exc:
+        if comes_from_another_rank(exc):
+            raise
+        logger.exception("rank %d: the %s failed", control.rank, what)
+        failure = f"the {what} failed: {text_of(exc)}"
+        control.give_up(failure)
+        raise FailedAloneError(f"rank {control.rank}: {failure}") from exc
 
 
 def run_on_all_ranks(
@@ -75,7 +102,7 @@ def _agreed(
 ) -> Any:
     """As `run_on_all_ranks`; `distribute` sends rank 0's result, or the error, to the ranks.
 
-    An error that ends the run precedes a damaged checkpoint.
+    An error that ends the run precedes a damaged checkpoint, and one of a rank itself that of a rank without an answer.
     """
     mine, cause = _attempt(work, control.rank, op, phase)
     with op.span("barrier"):
@@ -85,7 +112,7 @@ def _agreed(
         errors = [item for item in gathered if isinstance(item, CheckpointError)]
         refusals = [error for error in errors if not isinstance(error, CheckpointRejectedError)]
         if refusals:
-            verdict = refusals[0]
+            verdict = min(refusals, key=lambda error: isinstance(error, _NotAnsweredError))
         elif errors:
             verdict = CheckpointRejectedError(*(why for error in errors for why in error.args))
         else:
@@ -110,4 +137,5 @@ def _attempt(work: Callable[[], Any], rank: int, op: Operation, phase: str | Non
         return exc, exc
     except Exception as exc:  # any error: the other ranks wait for an answer
         logger.exception("rank %d: a step of the load failed", rank)
-        return CheckpointError(f"rank {rank}: {type(exc).__name__}: {exc}"), exc
+        kind = _NotAnsweredError if comes_from_another_rank(exc) else CheckpointError
+        return kind(f"rank {rank}: {type(exc).__name__}: {exc}"), exc

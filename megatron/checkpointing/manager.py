@@ -95,6 +95,11 @@ class Checkpointer:
         if self._store is not None:
             self._store.close()
 
+    def prune_alone(self, step: int) -> None:
+        """On rank 0, after `close`, once the other ranks have ended: remove what --keep-last does not keep any more."""
+        if isinstance(self._store, SaveDirectory) and self._store.keep_last is not None:
+            self.writer.prune_alone(self._store, step)
+
     def finished(self) -> list[BackgroundSave]:
         """The asynchronous saves that have ended since the last call, oldest first. Does not wait."""
         ended = self.background.finished()

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from megatron.config.errors import ConfigError, refuse
 from megatron.config.flags import FlagGroup, flag
-from megatron.config.uris import ObjectUri, is_uri, location_of
+from megatron.config.uris import URI_FORM, ObjectUri, is_uri, location_of
 
-# Those whose saves, loads and restarts are tested with object storage.
-ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy", "dcp", "dcp-async")
-_OWN_IO = "its library does its own I/O, made for a file system"
-_NOT_OF_OBJECT_STORAGE = {
-    "fastpersist": _OWN_IO,
-    "fastpersist-decoupled": _OWN_IO + ", in a process that knows no uploads",
-    "torchsnapshot": _OWN_IO,
-    "datastates": _OWN_IO + " on a GPU's host",
-    "none": "it writes nothing, so a directory does as well",
-    "memory": "its restarts in place have not been tried with a store behind them",
-}
 _OF_MEMORY = ("persist_interval", "replicas", "failure_domain", "peer_timeout", "replication_traffic")
 
 
@@ -27,7 +17,7 @@ _OF_MEMORY = ("persist_interval", "replicas", "failure_domain", "peer_timeout", 
 class CheckpointConfig(FlagGroup):
     """Checkpointing: saving, loading, verifying."""
 
-    save: str | None = flag(None, "directory, or s3://BUCKET/PREFIX, to save checkpoints to")
+    save: str | None = flag(None, f"directory, or {URI_FORM}, to save checkpoints to")
     save_interval: int | None = flag(None, "iterations between saves; needed with --save", least=1)
     keep_last: int | None = flag(
         None,
@@ -42,13 +32,38 @@ class CheckpointConfig(FlagGroup):
     )
     no_save_optim: bool = flag(False, "save no optimizer state", needs="save")
     no_save_rng: bool = flag(False, "save no random-number state", needs="save")
-    load: str | None = flag(
+    export_hf_interval: int | None = flag(
         None,
-        "directory, or s3://BUCKET/PREFIX, to load a checkpoint from; if it has none, training starts from iteration 0",
+        "iterations between exports of saved checkpoints as Hugging Face models, which a process beside the training "
+        "writes; a multiple of --save-interval (docs/hf.md)",
+        least=1,
+        needs="save",
+    )
+    export_hf_dir: str | None = flag(
+        None,
+        "directory in which --export-hf-interval writes a model directory iteration_N for each export (default: hf in "
+        "--save)",
+        needs="export_hf_interval",
+    )
+    export_hf_wait: float | None = flag(
+        None,
+        "seconds for which the end of training waits for exports (default: 300); the next start makes those that are "
+        "left",
+        least=0,
+        needs="export_hf_interval",
+    )
+    load: str | None = flag(
+        None, f"directory, or {URI_FORM}, to load a checkpoint from; if it has none, training starts from iteration 0"
     )
     load_tag: str | None = flag(
         None,
         "which checkpoint of --load to load, such as global_step5 (default: the newest complete one)",
+        needs="load",
+    )
+    ckpt_fully_parallel_load: bool = flag(
+        False,
+        "each data-parallel replica reads a part of the weights and broadcasts it to the others, which pays where the "
+        "network is faster than the storage (default: each reads all weights of its stage)",
         needs="load",
     )
     load_timeout: float | None = flag(
@@ -190,6 +205,7 @@ class CheckpointConfig(FlagGroup):
                 "them, or use --direct-io auto"
             )
         self._check_memory()
+        self._check_exports()
         if self.start_over is not None:
             self._check_start_over(self.start_over)
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
@@ -219,6 +235,32 @@ class CheckpointConfig(FlagGroup):
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
 
+    def _check_exports(self) -> None:
+        """What --export-hf-interval asks of saves, and of --export-hf-dir."""
+        if self.export_hf_dir is not None and (not self.export_hf_dir or is_uri(self.export_hf_dir)):
+            self.refuse("export_hf_dir", "exports are written to a directory; give one")
+        if self.export_hf_interval is None or self.save_interval is None:
+            return
+        drop = "or drop the flag"
+        if is_uri(self.save):
+            why = f"exports read checkpoints in directories, and --save {self.save} is none; give a directory, {drop}"
+            self.refuse("export_hf_interval", why)
+        if self.checkpoint_engine == "none":
+            self.refuse("export_hf_interval", f"--checkpoint-engine none writes nothing to export; use another, {drop}")
+        stored, of = self.save_interval, f"--save-interval {self.save_interval}"
+        if self.persist_interval is not None:
+            stored *= self.persist_interval
+            of += f" x --persist-interval {self.persist_interval}, which are on storage"
+        if self.export_hf_interval % stored:
+            self.refuse("export_hf_interval", f"must be a multiple of {stored} ({of}): checkpoints are exported")
+
+    @property
+    def export_directory(self) -> str | None:
+        """Where --export-hf-interval writes exports; None without it."""
+        if self.export_hf_interval is None or self.save is None:
+            return None
+        return self.export_hf_dir or os.path.join(self.save, "hf")
+
     @property
     def in_object_storage(self) -> bool:
         """Whether checkpoints are saved to or loaded from object storage."""
@@ -232,15 +274,8 @@ class CheckpointConfig(FlagGroup):
         if not self.in_object_storage:
             for name in ("storage_cache", "storage_deadline"):
                 if getattr(self, name) != getattr(CheckpointConfig, name):
-                    self.refuse(name, "does nothing without a --save or --load of s3://BUCKET/PREFIX; drop the flag")
+                    self.refuse(name, f"does nothing without a --save or --load of {URI_FORM}; drop the flag")
             return
-        engine = self.checkpoint_engine
-        if engine not in ENGINES_OF_OBJECT_STORAGE:
-            why = _NOT_OF_OBJECT_STORAGE.get(engine, "an engine of another package has not been tried there")
-            *names, last = ENGINES_OF_OBJECT_STORAGE
-            self.refuse(
-                "checkpoint_engine", f"does not save to object storage: {why}; use {', '.join(names)} or {last}"
-            )
         if is_uri(self.load) and self.prefetch_on_start:
             raise ConfigError(f"--prefetch-on-start reads files ahead, and --load {self.load} has none; drop the flag")
         if is_uri(self.load) and self.universal_checkpoint:

@@ -221,6 +221,8 @@ class Config:
             )
         if self.parallel.sequence_parallel and not self.parallel.splits_sequence:
             yield _info("--sequence-parallel: no effect, --tensor-model-parallel-size is 1")
+        if self.checkpoint.ckpt_fully_parallel_load and self.parallel.data_parallel_size == 1:
+            yield _info("--ckpt-fully-parallel-load: no effect, there is one data-parallel replica")
         if self.parallel.splits_sequence and self.model.hidden_dropout:
             yield _info(
                 "--sequence-parallel: TP ranks draw dropout masks of their own; with --hidden-dropout losses are not "

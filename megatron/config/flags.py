@@ -130,7 +130,8 @@ class FlagGroup:
         spec = next(spec_of(field) for field in dataclasses.fields(self) if field.name == name)
         if spec is None or spec.parse is None:
             return flag_name(name)
-        return f"{flag_name(name)} {spec.choices[0] if spec.choices else 'DIR'}"
+        value = "N" if spec.parse in (int, float) else "DIR"
+        return f"{flag_name(name)} {spec.choices[0] if spec.choices else value}"
 
     def refuse(self: Any, name: str, why: str) -> NoReturn:
         """Raise ConfigError "<flag> <value>: <why>" about the field `name`."""

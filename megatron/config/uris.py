@@ -1,19 +1,20 @@
-"""--save and --load as URIs: s3://BUCKET/PREFIX names checkpoints in a bucket of an S3-compatible object store."""
+"""--save and --load as URIs, which name checkpoints in a bucket of an object store: s3://BUCKET/PREFIX."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from megatron.config.errors import refuse
 
-_SCHEME = "s3"
+SCHEMES = ("s3",)  # megatron/fileio/objects/bucket.py has the client of each
+URI_FORM = "s3://BUCKET/PREFIX"  # in texts for users
 _BUCKET = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,62}")
 # A key may be of any characters; these need no quoting in a URL, in a log, or on a command line.
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,-]+(/[A-Za-z0-9!_.*'()=+@,-]+)*")
-_FIX = "give s3://BUCKET/PREFIX"
+_FIX = f"give {URI_FORM}"
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)")
 
 
@@ -23,9 +24,10 @@ class ObjectUri:
 
     bucket: str
     prefix: str
+    scheme: str = SCHEMES[0]
 
     def __str__(self) -> str:
-        return f"{_SCHEME}://{self.bucket}/{self.prefix}"
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
     def key(self, name: str) -> str:
         """The key of what is called `name` below the prefix."""
@@ -37,7 +39,7 @@ Location: TypeAlias = Path | ObjectUri  # where checkpoints are
 
 def below(place: Location, name: str) -> Location:
     """What is called `name` in a directory, or below a prefix."""
-    return place / name if isinstance(place, Path) else ObjectUri(place.bucket, place.key(name))
+    return place / name if isinstance(place, Path) else replace(place, prefix=place.key(name))
 
 
 def location_of(flag: str, text: str) -> Location:
@@ -58,7 +60,7 @@ def is_uri(text: str | None) -> bool:
 def parse_uri(flag: str, text: str) -> ObjectUri:
     """Raises ConfigError naming `flag` for a URI that names no prefix of a bucket."""
     scheme, _, rest = text.partition("://")
-    if scheme != _SCHEME:
+    if scheme not in SCHEMES:
         refuse(flag, text, f"{scheme}:// is not supported; {_FIX}, or a directory")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")
@@ -68,4 +70,4 @@ def parse_uri(flag: str, text: str) -> ObjectUri:
         refuse(flag, text, f"names no prefix: a bucket is not a run's alone; {_FIX}")
     if not _PREFIX.fullmatch(prefix) or any(part in (".", "..") for part in prefix.split("/")):
         refuse(flag, text, f"the prefix has parts that are empty, '.' or '..', or characters to avoid in keys; {_FIX}")
-    return ObjectUri(bucket, prefix)
+    return ObjectUri(bucket, prefix, scheme)

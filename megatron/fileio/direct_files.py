@@ -6,6 +6,7 @@ Where a file system refuses, `auto` falls back to buffered I/O and says so once 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
+_FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 _told: set[Path] = set()
 
 
@@ -85,6 +87,24 @@ def refuse_direct(path: Path, mode: str) -> None:
 def make_buffered(fd: int) -> None:
     """Take O_DIRECT off an open descriptor."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def allocate(fd: int, num_bytes: int, *, keep_size: bool = False) -> None:
+    """Reserve the space of an open file, which gets that size unless `keep_size`.
+
+    Direct writes into reserved space go on side by side; ext4 takes those that extend a file, or fill its holes, one
+    after the other. A file system that reserves nothing (fallocate(2)) leaves the file as it is: servers answer that
+    in several ways. Raises OSError for what a write would raise, too.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)  # os.posix_fallocate would write to every block there
+    mode = _FALLOC_FL_KEEP_SIZE if keep_size else 0
+    number = errno.EINTR if num_bytes else 0
+    with UnderWay(STORAGE, "allocation of", fd):
+        while number == errno.EINTR:
+            failed = libc.fallocate64(fd, mode, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
+            number = ctypes.get_errno() if failed else 0
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        raise OSError(number, os.strerror(number))
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:

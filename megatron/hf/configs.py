@@ -59,7 +59,7 @@ def architecture_of(model: ModelConfig) -> str:
     if flags:
         why = "rotary" if name == LLAMA else "no rotary"
         raise ConversionError(
-            f"{', '.join(flags)}: {name}, which this command writes for a model with {why} embeddings, cannot express "
+            f"{', '.join(flags)}: {name}, which hf-convert writes for a model with {why} embeddings, cannot express "
             "it exactly; export a model that was trained without it"
         )
     return name

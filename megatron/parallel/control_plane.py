@@ -70,10 +70,10 @@ class ControlPlane:
             failed = self._tree.up(None if error is None else error.encode())
             return self.broadcast(failed and [(rank, content.decode()) for rank, content in failed])
 
-    def give_up(self) -> None:
-        """Close the connections, so that ranks that wait for this one fail at once, and all hear of it."""
+    def give_up(self, why: str = "could not agree with the others") -> None:
+        """Close the connections, so that ranks that wait for this one fail at once, and all hear why."""
         if self._tree is not None:
-            self._tree.give_up("could not agree with the others")
+            self._tree.give_up(why)
 
     def close(self) -> None:
         """Close the connections after the last agreement."""

@@ -1,8 +1,8 @@
 """Matrix products, in which bf16 and fp16 are widened to fp32 on CPUs that are slow with them.
 
 torch 2.13 multiplies matrices of these types element by element on processors for which oneDNN has no kernels (bf16
-needs AVX-512 or AMX, fp16 more): an iteration of the demonstration takes three times as long (docs/decisions.md). The
-sums are in fp32 either way; only their order differs. All other tensors are multiplied as they are.
+needs AVX-512 or AMX, fp16 more): an iteration of the demonstration takes three times as long. The sums
+are in fp32 either way; only their order differs. All other tensors are multiplied as they are.
 """
 
 from __future__ import annotations

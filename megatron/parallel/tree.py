@@ -5,8 +5,10 @@ no rank has more than 1 + LEADERS + LOCAL connections, however many ranks there 
 branches meet; what goes down is passed on as it came. Nothing here imports torch.
 
 A rank that can no longer agree tells its neighbours why before it closes its connections, and they theirs. So all
-ranks hear of a rank that has ended at their next agreement at the latest. Who is missing when a deadline has passed is
-not for the tree to say: a neighbour that is silent may itself wait (megatron.startup.roll_call).
+ranks hear of a rank that has ended at their next agreement at the latest. An operation for which everything has
+arrived is done even so: what a rank was sent in full does not depend on what came after it. Who is missing when a
+deadline has passed is not for the tree to say: a neighbour that is silent may itself wait
+(megatron.startup.roll_call).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from megatron.net.connection import Connection
@@ -77,6 +79,11 @@ class Neighbour(Connection):
         self.keep_alive(idle_s=60, interval_s=10, count=6)
         self.name = f"rank {rank} on {host}"
         self.frames: deque[tuple[str, int, bytes]] = deque()
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether its part of an operation is the next of `frames`, and not the end of all agreements."""
+        return bool(self.frames) and self.frames[0][0] not in (_LOST, _LATE)
 
     def take(self) -> None:
         """Add what has come to `frames`."""
@@ -197,14 +204,16 @@ class Tree:
     def _begin(self) -> None:
         if self._lost is not None:
             raise AgreementLostError(f"an earlier agreement of the ranks has failed: {self._lost}") from self._lost
+        if any(c.frames and not c.has_answered for c in self._open.values()):
+            self._check([])
         self._number += 1
         self._deadline = time.monotonic() + self._timeout_s
 
     def _receive(self, kind: str, senders: Sequence[Neighbour]) -> list[bytes]:
         """What each of them sends in this operation."""
         others = [c for c in self._open.values() if c not in senders]  # they are sent to afterwards
-        while not all(c.frames for c in senders):
-            self._wait([*(c for c in senders if not c.frames), *others])
+        while not all(c.has_answered for c in senders):
+            self._wait([*(c for c in senders if not c.has_answered), *others])
         found: list[bytes] = []
         for connection in senders:
             theirs, number, content = connection.frames.popleft()
@@ -218,16 +227,18 @@ class Tree:
         return found
 
     def _send(self, kind: str, receivers: Sequence[Neighbour], contents: Sequence[bytes]) -> None:
+        if ended := [c for c in receivers if c.ended is not None]:
+            self._check(ended)  # before the others are sent what these cannot get
         for connection, content in zip(receivers, contents, strict=True):
             connection.send(kind, self._number, content)
             if connection.unsent and connection.ended is None:  # else it may not be polled any more
                 self._poll.modify(connection, select.POLLIN | select.POLLOUT)
-        self._check(receivers, lambda c: c.unsent)
         while any(c.unsent for c in receivers):
             self._wait([c for c in receivers if c.unsent])
 
     def _wait(self, needed: Iterable[Neighbour]) -> None:
         """Until something can be received or sent. Raises if one of `needed` has ended."""
+        self._check(needed)
         left = self._deadline - time.monotonic()
         if left <= 0:
             silent = ", ".join(c.name for c in needed)
@@ -240,16 +251,15 @@ class Tree:
                 connection.take()
             if connection.ended is not None:
                 self._poll.unregister(connection)
-        self._check(needed, lambda c: not c.frames or c.unsent)
 
-    def _check(self, needed: Iterable[Neighbour], waits: Callable[[Neighbour], bool]) -> None:
+    def _check(self, needed: Iterable[Neighbour]) -> None:
         """Raise if a neighbour has told of an end, or has itself ended though it is waited for."""
         for connection in self._open.values():
             for kind, _, content in connection.frames:
                 if kind in (_LOST, _LATE):
                     self._fail(kind, content.decode(), told_by=connection)
         for connection in needed:
-            if connection.ended is not None and waits(connection):
+            if connection.ended is not None and (not connection.frames or connection.unsent):
                 self._fail(_LOST, f"lost the connection to {connection.name}: it {connection.ended}")
 
     def _fail(self, kind: str, why: str, told_by: Neighbour | None = None) -> NoReturn:

@@ -36,6 +36,7 @@ SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"
 GRACE_S = 30.0  # where it is not set: as torchrun, DeepSpeed's launcher and Slurm (KillWait) have it
 _END_LAUNCHERS = ("SIGUSR1", "SIGUSR2")  # torchrun and DeepSpeed's launcher handle neither
 _DEEPSPEED_LAUNCHER = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py")
+_watched: set[int] = set()  # by end_after_process
 _DEEPSPEED_RUNNER = ("deepspeed.launcher.runner", "deepspeed/launcher/runner.py", "deepspeed", "ds")
 
 
@@ -141,6 +142,17 @@ def _tell_of_orphan(adopter: int) -> None:
         )
 
 
+def end_after_process(pid: int) -> None:
+    """Have a thread end this process when the process `pid` ends. Further calls for the same process have no effect.
+
+    For a helper that a thread of its parent started, with which the kernel's signal would come. Ends this process at
+    once if the other has ended.
+    """
+    if sys.platform == "linux" and pid not in _watched:
+        _watched.add(pid)
+        _end_after_thread(pid, None, 0.0)
+
+
 def _end_with(ancestor: int, asks: signal.Signals | None, grace_s: float) -> None:
     """As `end_with_parent`, with an ancestor further up, too: then a thread waits for its end.
 
@@ -148,13 +160,17 @@ def _end_with(ancestor: int, asks: signal.Signals | None, grace_s: float) -> Non
     """
     if ancestor == os.getppid() and asks is None:
         end_with_parent(ancestor)
-        return
+    else:
+        _end_after_thread(ancestor, asks, grace_s)
+
+
+def _end_after_thread(ancestor: int, asks: signal.Signals | None, grace_s: float) -> None:
     try:
         fd = _pidfd_open(ancestor)
     except ProcessLookupError:
         _end()
     except OSError as error:  # a kernel without it
-        logger.warning("this rank does not notice the end of its launcher (pid %d): %s", ancestor, error)
+        logger.warning("this process does not notice the end of process %d: %s", ancestor, error)
         return
     threading.Thread(target=_end_after, args=(fd, asks, grace_s), name="launcher-watch", daemon=True).start()
 

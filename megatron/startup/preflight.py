@@ -1,8 +1,8 @@
 """Checks of a run's input files and directories, before anything heavy is imported.
 
-Made on every host: a node sees what it lacks itself, and no rank is left waiting for one that gave up. Standard
-library only: what is read here are headers and lengths, so that a wrong path or a damaged file costs milliseconds
-instead of a start-up.
+Made on every host: a node sees what it lacks itself, and no rank is left waiting for one that gave up. Of what is in
+object storage rank 0 alone finds out; if it gives up, the launcher ends the others. Standard library only: what is read
+here are headers and lengths, so that a wrong path or a damaged file costs milliseconds instead of a start-up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import logging
 import mmap
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class Checked(NamedTuple):
 
 
 def check_before_imports(config: Config) -> Checked:
-    """All cheap checks of flags and files.
+    """All cheap checks of flags and files; of what is in object storage on rank 0 alone, which tells the others later.
 
     Raises ConfigError, CheckpointError or OSError, naming flag, file and fix.
     """
@@ -71,18 +72,73 @@ def check_before_imports(config: Config) -> Checked:
     from megatron.checkpointing.preflight.compatibility import check_newest
     from megatron.checkpointing.preflight.directories import check_save
 
-    check_engine_name(config.checkpoint.checkpoint_engine)
+    check_engine_name(config.checkpoint.checkpoint_engine, in_object_storage=config.checkpoint.in_object_storage)
     with store_refusals(config):
-        later = is_later_start(config)
+        later = False
+        if config.parallel.rank == 0 or not is_uri(config.checkpoint.save):
+            list_save_once(config.checkpoint)
+            later = is_later_start(config)
+        if is_told(config, later):
+            return _check_host(config)
         back_to = goes_back_to(config, later)
-        config = of_this_start(config, later, back_to)
+        save, config = config.checkpoint.save, of_this_start(config, later, back_to)
+        if config.checkpoint.load != save:
+            _list_once("--load", config.checkpoint.load, config.checkpoint)
         check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
         check_not_lost(config)
         check_copies(config)
+        check_exports(config)
         vocab_size, eod = check_inputs(config)
         padded = check_newest(config, Layout(*config.parallel.sizes), vocab_size)
         return Checked(Vocabulary(vocab_size, padded, eod), later, back_to)
+
+
+def is_told(config: Config, later: bool) -> bool:
+    """Whether rank 0 tells this rank which checkpoints there are: hundreds of hosts must not all list a bucket.
+
+    `later`: this start goes on from a directory of --save, so that a bucket of --load is not asked.
+    """
+    options = config.checkpoint
+    return config.parallel.rank != 0 and (is_uri(options.save) or (is_uri(options.load) and not later))
+
+
+def list_save_once(options: CheckpointConfig) -> None:
+    """On rank 0, as the start begins: list --save for all of it, if in object storage. Raises ObjectStoreError."""
+    if options.in_object_storage:
+        from megatron.checkpointing.store.bucket.checkpoints import drop_listings
+
+        drop_listings()
+        _list_once("--save", options.save, options)
+
+
+def _list_once(flag: str, uri: str | None, options: CheckpointConfig) -> None:
+    if uri is None or not is_uri(uri):
+        return
+    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+    from megatron.checkpointing.store.bucket.generations import ended_generation
+
+    stored = open_checkpoints(flag, uri, options)
+    stored.bucket.check_reachable(stored.uri.key(""))
+    stored.list_once(ended_generation(stored.bucket, stored.uri) if flag == "--save" else None)
+
+
+def _check_host(config: Config) -> Checked:
+    """What a host that is_told can lack itself: the store, its own disk, the data. Raises as check_before_imports.
+
+    Whether this start goes on from a --save in object storage is not known yet, so --load is not looked at then.
+    """
+    from megatron.checkpointing.preflight.repeated_errors import publish_crashes, remove_old_crashes
+
+    options = config.checkpoint
+    flag, uri = ("--save", options.save) if is_uri(options.save) else ("--load", options.load)
+    stored = _check_storage_of_host(flag, uri or "", options)
+    publish_crashes(options)
+    remove_old_crashes(stored.root)
+    check_copies(config)
+    check_exports(config)
+    vocab_size, eod = check_inputs(config, load=False)
+    return Checked(Vocabulary(vocab_size, vocab_size, eod), False, None)
 
 
 def check_not_lost(config: Config) -> None:
@@ -167,7 +223,7 @@ def check_without_writing(config: Config, *, with_data: bool) -> None:
     """
     from megatron.checkpointing.engines.registry import check_engine_name
 
-    check_engine_name(config.checkpoint.checkpoint_engine)
+    check_engine_name(config.checkpoint.checkpoint_engine, in_object_storage=config.checkpoint.in_object_storage)
     check_copies(config)
     if with_data:
         check_data(config.data)
@@ -206,6 +262,67 @@ def check_copies(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def check_exports(config: Config) -> None:
+    """Check that --export-hf-interval can export this model, and on rank 0 the directory.
+
+    A path that is in the way is a warning for a run that has saved: it should train on, whatever becomes of exports.
+    Raises: ConfigError naming each flag that Hugging Face's architectures do not have, or the path that is in the way.
+    """
+    options = config.checkpoint
+    if options.export_directory is None:
+        return
+    from megatron.hf.configs import architecture_of
+    from megatron.hf.errors import ConversionError
+
+    try:
+        architecture_of(config.model)
+    except ConversionError as error:
+        flag = f"--export-hf-interval {options.export_hf_interval}"
+        raise ConfigError(f"{flag}: {error}, or drop the flag") from error
+    if config.parallel.rank == 0:
+        _check_export_directory(config, options.export_directory)
+
+
+def _check_export_directory(config: Config, directory: str) -> None:
+    from megatron.checkpointing.preflight.first_start import holds_checkpoints
+
+    options = config.checkpoint
+    default = f"--export-hf-interval {options.export_hf_interval}:"
+    flag = default if options.export_hf_dir is None else "--export-hf-dir"
+    another = "give another --export-hf-dir, or remove it"
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        raise ConfigError(f"{flag} {directory}: is there and no directory; {another}")
+    check_writable(flag, directory, sync=False)
+    in_the_way = list(_exports_in_the_way(config, directory))
+    if in_the_way and not holds_checkpoints(options):
+        what = f"{flag} {in_the_way[0]}: is there, and not of this run, which would export to it"
+        raise ConfigError(f"{what}; {another}")
+    if in_the_way:
+        logger.warning(
+            "%s %s: is there, and not of this run, which leaves it alone and makes no such export (%d in all); %s",
+            flag, in_the_way[0], len(in_the_way), another,
+        )  # fmt: skip
+
+
+def _exports_in_the_way(config: Config, directory: str) -> Iterator[Path]:
+    """What is called as an export of this run will be, and is none of its own."""
+    from megatron.checkpointing.store.naming import tag_of
+    from megatron.checkpointing.store.ownership import run_id_of
+    from megatron.hf.source import Source, is_export_of
+
+    save, interval = Path(config.checkpoint.save or ""), config.checkpoint.export_hf_interval or 1
+    run_id, last = run_id_of(save), config.training.train_iters
+    for name in sorted(os.listdir(directory)):
+        found = re.fullmatch("iteration_([1-9][0-9]{0,17})", name)
+        if found is None or int(found[1]) % interval or int(found[1]) > last:
+            continue
+        out = Path(directory, name)
+        source = Source.of_export(out)
+        mine = source is not None and source.is_of_run(run_id, save, out)
+        if not mine and not is_export_of(out, save / tag_of(int(found[1]))):
+            yield out
+
+
 def check_tensorboard(config: Config) -> None:
     """Raises ConfigError if TensorBoard is asked for, by flag or in DeepSpeed's file, and is not installed."""
     path = config.parallel.deepspeed_config
@@ -229,7 +346,7 @@ def check_otlp(config: Config) -> None:
         raise ConfigError(f"--otlp {endpoint}: {reason}")
 
 
-def check_inputs(config: Config) -> tuple[int, int]:
+def check_inputs(config: Config, *, load: bool = True) -> tuple[int, int]:
     """Check datasets, tokenizer files, the --load directory, and that what is asked for can be written.
 
     Returns what check_tokenizer does.
@@ -241,7 +358,8 @@ def check_inputs(config: Config) -> tuple[int, int]:
     """
     first = config.parallel.rank == 0
     tokenizer = check_data(config.data)
-    check_load(config.checkpoint, warn=first)
+    if load:
+        check_load(config.checkpoint, warn=first)
     check_tensorboard(config)
     check_otlp(config)
     for flag, directory in (
@@ -267,20 +385,17 @@ def check_data(data: DataConfig) -> tuple[int, int]:
 def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that object storage answers to --save and --load, that --load-tag is there, and what else is.
 
-    Removes what killed processes have left on this node, and old records of crashes there. Whether --save can be
-    written is found out when it is claimed.
+    Whether --save can be written is found out when it is claimed.
 
     Raises: ConfigError naming flag, URI and fix; ObjectStoreError.
     """
     from megatron.checkpointing.preflight.repeated_errors import remove_old_crashes
-    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
-    from megatron.fileio.objects.node_directory import remove_abandoned
 
     for flag, uri in (("--save", checkpoint.save), ("--load", checkpoint.load)):
         if uri is None or not is_uri(uri):
             continue
-        stored = open_checkpoints(flag, uri, checkpoint)
-        stored.bucket.check_reachable(stored.uri.key(""))
+        stored = _check_storage_of_host(flag, uri, checkpoint)
+        remove_old_crashes(stored.root)
         if flag == "--load" and checkpoint.load_tag is not None and stored.newest_manifest(checkpoint.load_tag) is None:
             there = ", ".join(sorted({tag for tag, _ in stored.listed()})) or "none"
             raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {uri}; there are: {there}")
@@ -288,9 +403,21 @@ def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> 
             stored.check_latest()
         if flag == "--save" or uri != checkpoint.save:
             _check_prefix(flag, stored, checkpoint, warn)
-        check_writable("--storage-cache", str(stored.root), sync=False)
-        remove_abandoned(stored.root)
-        remove_old_crashes(stored.root)
+
+
+def _check_storage_of_host(flag: str, uri: str, checkpoint: CheckpointConfig) -> StoredCheckpoints:
+    """Check that `uri` answers to this host, and the host's own disk.
+
+    Removes what killed processes have left on this node. Raises as check_object_storage.
+    """
+    from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
+    from megatron.fileio.objects.node_directory import remove_abandoned
+
+    stored = open_checkpoints(flag, uri, checkpoint)
+    stored.bucket.check_reachable(stored.uri.key(""))
+    check_writable("--storage-cache", str(stored.root), sync=False)
+    remove_abandoned(stored.root)
+    return stored
 
 
 def _check_prefix(flag: str, stored: StoredCheckpoints, checkpoint: CheckpointConfig, warn: bool) -> None:

@@ -31,6 +31,7 @@ from restart_trace.recorder import Operation, Recorder
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.memory.early_copy import EarlyCopy
     from megatron.checkpointing.store.bucket.generations import ObjectOwnership
+    from megatron.training.hf_exports import HFExports
     from megatron.training.standby import LoadsAhead
 
 logger = logging.getLogger(__name__)
@@ -208,8 +209,11 @@ class CheckpointSaves:
     `took_s`: seconds from the start of the last save on storage until it was committed; None before the first.
     """
 
-    def __init__(self, checkpointer: Checkpointer, engine: Any, device: Any) -> None:
-        """`device`: torch.device of this rank's state. Collective; raises ConfigError as `memory_is_ready`."""
+    def __init__(self, checkpointer: Checkpointer, engine: Any, device: Any, exports: HFExports | None = None) -> None:
+        """`device`: torch.device of this rank's state. `exports`: with --export-hf-interval, on rank 0.
+
+        Collective; raises ConfigError as `memory_is_ready`.
+        """
         self.failed = False
         self.took_s: float | None = None
         self._device = device
@@ -217,6 +221,7 @@ class CheckpointSaves:
         self._checkpointer = checkpointer
         self._engine = engine
         self._background = checkpointer.background
+        self._exports = exports
         self._control = checkpointer.context.control
         self._save_dir = checkpointer.context.config.checkpoint.save
         self.asynchronous = checkpointer.context.checkpoint_engine.asynchronous
@@ -247,10 +252,12 @@ class CheckpointSaves:
         if self._checkpointer.last_saved_step == step:
             return
         start = time.monotonic()
+        if self._exports is not None:
+            self._exports.saving(step)
         try:
             self._checkpointer.save(self._engine, progress, on_storage=on_storage)
         except CheckpointSaveError as error:
-            self._failed(str(error))
+            self._failed(step, str(error))
             return
         if self.asynchronous:
             self._report()  # the previous save, for which this one has waited
@@ -259,6 +266,8 @@ class CheckpointSaves:
         self.failed = False
         self.took_s = time.monotonic() - start
         logger.info("saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, self.took_s)
+        if self._exports is not None:
+            self._exports.committed(step)
 
     def _for_memory_alone(self, step: int) -> bool:
         """Whether --persist-interval keeps the save of this step in memory only."""
@@ -268,7 +277,8 @@ class CheckpointSaves:
         return step // options.save_interval % options.persist_interval != 0
 
     def poll(self) -> None:
-        """Report asynchronous saves that have ended. Does not wait; ranks may see the end at different iterations.
+        """Report asynchronous saves and exports that have ended. Does not wait; ranks may see an end at different
+        iterations.
 
         Called after each iteration: collective until the memory for saves is ready on all ranks, and raises ConfigError
         on all of them if it cannot be had. Raises AgreementLostError if the ranks can no longer agree on saves, as
@@ -276,6 +286,8 @@ class CheckpointSaves:
         """
         if not self._memory_is_ready:
             self._memory_is_ready = memory_is_ready(self._checkpointer, self._device)
+        if self._exports is not None:
+            self._exports.poll()
         if self._background.pending is not None:
             self._report()
             self._check_agreement()
@@ -311,12 +323,16 @@ class CheckpointSaves:
         """Release the resources of the engine. No save may be pending."""
         self._checkpointer.close()
 
+    def prune_alone(self, step: int) -> None:
+        """On rank 0, once the others have ended: remove what --keep-last had left while it was exported."""
+        self._checkpointer.prune_alone(step)
+
     def _report(self) -> None:
         for save in self._checkpointer.finished():
             if save.error is None:
                 self._committed(save)
             elif self._checkpointer.writer.superseded is None:  # otherwise the error that ends the run reports it
-                self._failed(save.error)
+                self._failed(save.step, save.error)
 
     def _check_agreement(self) -> None:
         """Raises AgreementLostError if no save is possible any more, since a restart is better than not saving."""
@@ -324,8 +340,10 @@ class CheckpointSaves:
         if lost is not None:
             raise lost("the ranks can no longer agree on checkpoints, as reported above; restart the job")
 
-    def _failed(self, error: str) -> None:
+    def _failed(self, step: int, error: str) -> None:
         self.failed = True
+        if self._exports is not None:
+            self._exports.failed(step)
         if self._control.rank == 0:
             logger.error("%s; the previous checkpoint is untouched and training goes on", error)
 
@@ -344,3 +362,5 @@ class CheckpointSaves:
             "durable" if save.durable else "complete",
             self.took_s,
         )
+        if self._exports is not None:
+            self._exports.committed(save.step)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpointing.state.collect import Progress
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.parallel.control_plane import ControlPlane
 from megatron.startup.initialize import Runtime
+from megatron.startup.preflight import Vocabulary
 from megatron.training.helpers import Helpers
 from restart_trace.device_threads import device_thread
 
@@ -48,6 +50,23 @@ class BatchRequest:
     last_stage: bool  # needs labels and loss mask
     position_ids: bool  # whether position ids are among the inputs: only learned positions use them
     eod_token: int | None  # with --eod-mask-loss
+
+
+def agreed_vocabulary(config: Config, vocabulary: Vocabulary, control: ControlPlane) -> Vocabulary:
+    """Rank 0's, which has seen the checkpoint; collective.
+
+    Raises ConfigError on every rank, naming the host and the fix, if the tokenizer of any host is another one.
+    """
+    first = control.broadcast(vocabulary)
+    mine, wanted = (f"it has {each.size} tokens and {each.eod} ends a document" for each in (vocabulary, first))
+    differ = control.agree(f"{os.uname().nodename}, {mine}" if mine != wanted else None)
+    if differ:
+        rank, told = differ[0]
+        raise ConfigError(
+            f"--tokenizer-type {config.data.tokenizer_type}: on rank {rank}, {told}, on rank 0 {wanted}; give every "
+            "host the same files and flags"
+        )
+    return first
 
 
 def batch_request(config: Config, runtime: Runtime, eod_token: int | None) -> BatchRequest:

@@ -31,6 +31,17 @@ class ExitConditions:
         for name in self._training.stops_at:
             signal.signal(signal.Signals[name], self._on_signal)
 
+    def catch_all(self) -> None:
+        """Call when all is trained and saved: no signal ends the process any more, but all set `signalled`."""
+        for name in (*EXIT_SIGNALS, "SIGHUP"):
+            if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # as nohup has it, or after a signal
+                signal.signal(signal.Signals[name], self._on_signal)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal that asks for the end has reached this rank; others may not have got it."""
+        return self._signalled is not None
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = signal.Signals(signum).name
         _ignore_further_signals()

@@ -11,8 +11,10 @@ import re
 import traceback
 from types import FrameType
 
+from megatron.checkpointing.agreement import FailedAloneError
 from megatron.config import Config
-from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
+from megatron.parallel.lost_peers import comes_from_another_rank, has_timed_out, text_of
+from megatron.parallel.tree import AgreementLostError
 from megatron.startup.watch import Watch
 
 # module:function -> what a rank is doing; the innermost one on the stack counts.
@@ -28,14 +30,7 @@ ACTIVITIES = {
     "megatron.training.checkpoints:_check_agreement": "on a checkpoint, in the background,",
     "megatron.training.trainer:_shut_down": "at the end of the run",
 }
-_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
-_CONNECTION_LOST = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|pair closure|socket.*(closed|error)|recv.*0 bytes"
-    r"|ncclRemoteError|ncclSystemError|communicator was aborted|remote process exited",
-    re.IGNORECASE,
-)
 _OF_C10D = "torch.distributed.distributed_c10d"
-_TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b")
 # A worker that the kernel ends when memory runs out, and devices that fail.
 _OF_HOST = re.compile(
     r"DataLoader worker \(pid.*?(killed by signal|exited unexpectedly)"
@@ -45,12 +40,15 @@ _TEXT_LENGTH = 300
 
 
 def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
-    """One line about what failed because of another rank or this host; None if `error` is of another kind.
+    """One line about what failed because of another rank or this host, or in an exchange with other ranks; None if
+    `error` is of another kind.
 
     The caller prints it and ends the process. It names the rank that this rank waited for, if `watch` can find it.
     """
-    text = _text(error)
+    text = text_of(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, FailedAloneError):
+        return str(error)
     if comes_from_host(error):
         return (
             f"this host or its device failed {_activity(frames)} ({text[:_TEXT_LENGTH]}): see the kernel's log (dmesg: "
@@ -76,29 +74,9 @@ def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
     )
 
 
-def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether `error` only means that another rank does not answer, or has ended: not what is wrong itself."""
-    text = _text(error)
-    of_transport = isinstance(error, RuntimeError) and _TRANSPORT.search(text) is not None
-    lost = _TIMED_OUT.search(text) or _CONNECTION_LOST.search(text)
-    return isinstance(error, AgreementLostError) or (of_transport and lost is not None)
-
-
 def comes_from_host(error: BaseException) -> bool:
     """Whether `error` means that a data worker was ended from outside, or that a device failed."""
-    return isinstance(error, RuntimeError) and _OF_HOST.search(_text(error)) is not None
-
-
-def has_timed_out(error: BaseException) -> bool:
-    """Whether `error` means that a wait for other ranks has passed its deadline, as further waits would."""
-    if isinstance(error, AgreementLostError):
-        return isinstance(error, AgreementTimeoutError)
-    text = _text(error)
-    return isinstance(error, RuntimeError) and bool(_TRANSPORT.search(text) and _TIMED_OUT.search(text))
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return isinstance(error, RuntimeError) and _OF_HOST.search(text_of(error)) is not None
 
 
 def _operation(frames: list[FrameType]) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from megatron.training.checkpoints import CheckpointSaves
     from megatron.training.data import DataIterators
     from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.hf_exports import HFExports
     from megatron.training.log import TrainingLog
     from megatron.training.profiling import StepProfiler
     from megatron.training.statistics import TrainingStatistics
@@ -66,6 +67,8 @@ class Trainer:
     statistics: TrainingStatistics
     profiler: StepProfiler
     errors: StepErrors
+    exports: HFExports | None  # with --export-hf-interval, on rank 0
+    stopped: bool = False  # by an exit condition, before the end of the run
 
 
 def pretrain(
@@ -116,6 +119,8 @@ def pretrain(
         _shut_down(trainer)
         beginning.check_still_owner()
         beginning.recorder.process_ended("a save failed" if trainer.saves.failed else None)
+        if trainer.exports is not None:
+            _finish_exports(trainer, trainer.exports)
         beginning.recorder.close()
         beginning.end_following()
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
@@ -151,6 +156,7 @@ class Start:
         self.ownership: Ownership | ObjectOwnership | None = None
         self._follower: subprocess.Popen[bytes] | None = None
         self.prefetch: Prefetch | None = None
+        self._is_told = False
         self.early_copy: EarlyCopy | None = None
 
     def begin(self, released_ns: int | None = None) -> None:
@@ -159,17 +165,29 @@ class Start:
         Raises CheckpointError, ConfigError, OSError or ValueError.
         """
         from megatron.checkpointing.preflight.prefetch import start_prefetch
-        from megatron.startup.preflight import goes_back_to, is_later_start
+        from megatron.startup.preflight import goes_back_to, is_later_start, is_told, list_save_once, store_refusals
 
+        self._is_told = told = is_told(self._config, self.later_start)
+        if released_ns is not None and not told:  # the ranks that this one replaces may have saved since its checks
+            with store_refusals(self._config):
+                list_save_once(self._config.checkpoint)
         self.ownership = claim_save_directory(self._config)
         self.recorder, self.startup, cycle = _open_trace(self._config, self._entered_ns, released_ns)
         self._follower = _start_follower(self._config, cycle)
         self.begun_ns = released_ns or self.begun_ns
-        if released_ns is not None:  # the ranks that this one replaces may have saved since its checks
+        if released_ns is not None and not told:
             self.later_start = is_later_start(self._config)
             self.back_to = goes_back_to(self._config, self.later_start)
-        self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
+        if not told:
+            self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
+
+    def end_listing(self) -> None:
+        """The state is restored: what was listed for this start may be out of date from here on."""
+        if self._config.checkpoint.in_object_storage:
+            from megatron.checkpointing.store.bucket.checkpoints import drop_listings
+
+            drop_listings()
 
     def end_following(self) -> None:
         """After the end of the training: wait until its last spans are sent (--otlp), a few seconds at most.
@@ -191,10 +209,13 @@ class Start:
     def agreed(self, control: ControlPlane) -> tuple[Config, FirstStart]:
         """The configuration of this start and how its run began, as rank 0 decides; collective. Raises ConfigError."""
         from megatron.checkpointing.preflight.first_start import FirstStart, passed_over
+        from megatron.checkpointing.preflight.prefetch import start_prefetch
         from megatron.startup.preflight import how_the_run_began
 
         begins = how_the_run_began(self._config) if control.rank == 0 else FirstStart()
         self.later_start, self.back_to, begins = control.broadcast((self.later_start, self.back_to, begins))
+        if self._is_told:
+            self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         if self.later_start and control.rank == 0:
             logger.info("%s", passed_over(self._config.checkpoint))
         return self.config, begins
@@ -278,7 +299,7 @@ def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: R
 
 def _train_to_the_last_commit(trainer: Trainer) -> None:
     """Train. No save is pending afterwards, unless a save hangs while an exception ends training."""
-    from megatron.training.lost_ranks import has_timed_out
+    from megatron.parallel.lost_peers import has_timed_out
 
     try:
         train(trainer)
@@ -294,11 +315,19 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     trainer.errors.close(trained=True)
 
 
+def _finish_exports(trainer: Trainer, exports: HFExports) -> None:
+    """On rank 0, when all else is done and the other ranks have ended, or are about to: nothing here fails the run."""
+    trainer.exits.catch_all()
+    exports.finish(lambda: trainer.stopped or trainer.exits.signalled)
+    trainer.saves.prune_alone(trainer.progress.iteration)
+
+
 def is_its_own(error: BaseException) -> bool:
     """Whether the training itself went wrong: not another rank, the host, --save, or who ends this process."""
     from megatron.checkpointing.engines.errors import CheckpointError
+    from megatron.parallel.lost_peers import comes_from_another_rank
     from megatron.startup.injected_faults import InjectedFault
-    from megatron.training.lost_ranks import comes_from_another_rank, comes_from_host
+    from megatron.training.lost_ranks import comes_from_host
 
     of_others = isinstance(error, (CheckpointError, ConfigError, InjectedFault))
     outside = of_others or comes_from_another_rank(error) or comes_from_host(error)
@@ -345,16 +374,16 @@ def claim_save_directory(config: Config) -> Ownership | ObjectOwnership | None:
 def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarted: bool) -> ObjectOwnership | None:
     """As `claim_save_directory`, for a --save that is a URI."""
     from megatron.checkpointing.store.bucket.checkpoints import open_checkpoints
-    from megatron.checkpointing.store.bucket.generations import check_not_in_use, claim
+    from megatron.checkpointing.store.bucket.generations import claim
     from megatron.startup.preflight import store_refusals
 
+    if config.parallel.rank != 0:  # the request of each host would be a listing, or several
+        return None
     stored = open_checkpoints("--save", save, config.checkpoint)
     with store_refusals(config):
-        if config.parallel.rank == 0:
-            return claim(stored.bucket, stored.uri, key, take_over=take_over, restarted=restarted)
-        if not take_over and config.parallel.local_rank == 0:
-            check_not_in_use(stored.bucket, stored.uri, key)
-    return None
+        ownership = claim(stored.bucket, stored.uri, key, take_over=take_over, restarted=restarted)
+        stored.claimed(ownership.generation)
+    return ownership
 
 
 def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup, int]:
@@ -413,16 +442,25 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
         recorder.sample_every(interval, make_probe(config.parallel.local_rank, bus=True))
 
 
+def _layers_to_load(config: Config, runtime: Runtime, model: Any) -> list[str]:
+    """Names of the files with the layers that this rank reads in a load, if they are in files of their own."""
+    from megatron.checkpointing.state.replicas import layers_read_by
+    from megatron.checkpointing.state.shard_metadata import layers_of
+    from megatron.checkpointing.store.naming import RankPlace
+
+    place = RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype)
+    return layers_read_by(layers_of(model), place, divided=config.checkpoint.ckpt_fully_parallel_load)
+
+
 def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Set up everything that the first iteration needs; collective."""
     from megatron.checkpointing.preflight.repeated_errors import StepErrors
     from megatron.checkpointing.state.changed_flags import input_contents
     from megatron.checkpointing.state.collect import Progress
-    from megatron.checkpointing.store.naming import layer_file
     from megatron.fileio.host_memory import available_memory
     from megatron.startup.initialize import initialize_megatron
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory
-    from megatron.training.data import batch_request, build_data_iterators
+    from megatron.training.data import agreed_vocabulary, batch_request, build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import check_free_space
     from megatron.training.log import TrainingLog
@@ -435,7 +473,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     with startup.phase("engine_init"):
         free = available_memory()  # before the rendezvous, so that no rank of this host has allocated any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
-    control = runtime.control
+    control, vocabulary = runtime.control, agreed_vocabulary(config, vocabulary, runtime.control)
     model = _build_model(config, runtime, vocabulary.padded, providers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     batch_fn = functools.partial(providers.batch_fn, request=batch_request(config, runtime, vocabulary.eod))
@@ -450,7 +488,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     recorder, prefetch = beginning.recorder, beginning.prefetch
     _sample_continuously(config, recorder)
     if prefetch is not None:
-        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
+        prefetch.also(_layers_to_load(config, runtime, model))
     with runtime.communicators.apart_from("engine_init"):
         checkpointer = build_checkpointer(
             config, runtime, control, recorder, beginning.ownership, vocabulary[:2], prefetch, beginning.early_copy,
@@ -462,9 +500,9 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     with startup.phase("engine_init"):
         runtime_line = _record_runtime(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
         _mark_ranges(recorder, config, runtime.device)
-    progress = _restore_or_begin(checkpointer, engine, startup)
+    progress = _restore_or_begin(checkpointer, engine, beginning)
     with startup.phase("engine_init"):
-        check_free_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
+        check_free_space(config, parameters, runtime.coordinates.dp, progress.iteration, control, beginning.ownership)
     with startup.phase("data_build"):
         if config.checkpoint.save is not None and runtime.coordinates.dp == 0:
             input_contents(config.data)  # read here, not within the first save
@@ -474,9 +512,10 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     reserve_slots(checkpointer, runtime, parameters, startup.operation)
     with startup.phase("engine_init"):
         logger.info("%s", runtime_line)
+        exports = _begin_exports(checkpointer, progress)
         return Trainer(
             config, engine, data, progress, recorder, startup,
-            CheckpointSaves(checkpointer, engine, runtime.device),
+            CheckpointSaves(checkpointer, engine, runtime.device, exports),
             ExitConditions(config, control, beginning.begun_ns),
             log,
             TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
@@ -485,7 +524,22 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
                 config.checkpoint, begins, checkpointer.context.generation, progress.iteration, control.rank,
                 run_id=checkpointer.context.run_id, back_to=beginning.back_to,
             ),
+            exports,
         )  # fmt: skip
+
+
+def _begin_exports(checkpointer: Checkpointer, progress: Progress) -> HFExports | None:
+    """With --export-hf-interval, on rank 0: the exports of this run, beginning with what it goes on from."""
+    from megatron.training.hf_exports import HFExports
+
+    context = checkpointer.context
+    if context.control.rank != 0 or context.config.checkpoint.export_hf_interval is None:
+        return None
+    exports = HFExports(
+        context.config.checkpoint, context.run_id, context.generation, checkpointer.writer.in_use, context.recorder
+    )
+    exports.resumed(progress.iteration)
+    return exports
 
 
 def _begin_after_standby(
@@ -544,14 +598,15 @@ def _record_runtime(
     )
 
 
-def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:
+def _restore_or_begin(checkpointer: Checkpointer, engine: Any, beginning: Start) -> Progress:
     """Load a checkpoint if --load has one, otherwise initialise the state. Ends the prefetch in either case."""
     from megatron.checkpointing.state.collect import Progress
     from megatron.training.checkpoints import initialize_state, restore
 
-    context = checkpointer.context
+    context, startup = checkpointer.context, beginning.startup
     with startup.phase_beside_operation("engine_init"):
         progress = restore(checkpointer, engine)
+        beginning.end_listing()
         if context.prefetch is not None:
             context.prefetch.close()
         if context.early_copy is not None:
@@ -603,6 +658,7 @@ def train(trainer: Trainer) -> None:
         reason = trainer.exits.reason(progress.iteration)
         if reason is not None:
             logger.info("stopping after iteration %d: %s", progress.iteration, reason)
+            trainer.stopped = True
             trainer.saves.save(progress)
             return
     _evaluate(trainer, "validation")

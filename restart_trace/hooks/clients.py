@@ -20,11 +20,12 @@ _TRAINER_LOADS = (
 
 def hook_accelerate(session: Session, module: ModuleType) -> None:
     """Hook accelerate.accelerator."""
-    wrap(module.Accelerator, "save_state", _around(session, "save", "accelerate", lambda call: call.result))
+    wrap(module.Accelerator, "save_state", operation_around(session, "save", "accelerate", lambda call: call.result))
+    wrap(module.Accelerator, "save_model", _weights(session, "accelerate", _save_directory))
     wrap(
         module.Accelerator,
         "load_state",
-        _around(session, "load", "accelerate", lambda call: call.arguments()["input_dir"]),
+        operation_around(session, "load", "accelerate", lambda call: call.arguments()["input_dir"]),
     )
 
 
@@ -40,7 +41,8 @@ def hook_transformers(session: Session, module: ModuleType) -> None:
         with session.load_part(directory, "transformers"):
             yield
 
-    wrap(module.Trainer, "_save_checkpoint", _around(session, "save", "transformers", _checkpoint_of_trainer))
+    wrap(module.Trainer, "_save_checkpoint", operation_around(session, "save", "transformers", _checkpoint_of_trainer))
+    wrap(module.Trainer, "save_model", _weights(session, "transformers", _directory_of_model))
     for name in _TRAINER_LOADS:
         wrap(module.Trainer, name, part)
 
@@ -53,12 +55,18 @@ def _checkpoint_of_trainer(call: Call) -> str | None:
     return os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
 
 
+def _directory_of_model(call: Call) -> str:
+    """The directory that Trainer.save_model writes the weights to."""
+    arguments = call.arguments()
+    return arguments["output_dir"] or arguments["self"].args.output_dir
+
+
 def hook_lightning(session: Session, module: ModuleType) -> None:
     """Hook Lightning's trainer. It loads by torch.load."""
     wrap(
         module.Trainer,
         "save_checkpoint",
-        _around(session, "save", "lightning", lambda call: call.arguments()["filepath"]),
+        operation_around(session, "save", "lightning", lambda call: call.arguments()["filepath"]),
     )
 
 
@@ -81,6 +89,26 @@ def hook_lightning_files(session: Session, module: ModuleType) -> None:
     wrap(module, "_atomic_save", write)
 
 
+def hook_torchtitan(session: Session, module: ModuleType) -> None:
+    """Hook torchtitan's checkpoint manager, which saves and loads by DCP; in the background: that alone is hooked."""
+    around = operation_around(session, "save", "torchtitan", lambda call: call.arguments()["checkpoint_id"])
+
+    @contextmanager
+    def save(call: Call) -> Iterator[None]:
+        if call.arguments()["async_mode"].value != "disabled":
+            yield
+            return
+        with around(call):
+            yield
+
+    wrap(module.CheckpointManager, "dcp_save", save)
+    wrap(
+        module.CheckpointManager,
+        "dcp_load",
+        operation_around(session, "load", "torchtitan", lambda call: call.arguments()["checkpoint_id"]),
+    )
+
+
 def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
     """Hook the function `name` of `module`, such as "Trainer.save". `kind`: "save" or "load".
 
@@ -95,11 +123,11 @@ def hook_function(session: Session, kind: str, name: str, module: ModuleType) ->
         raise TypeError(f"{module.__name__}:{name} is a generator or a coroutine: name a function that calls it")
     if isinstance(owner, type):  # an inherited method is hooked in the class that defines it
         owner = next(one for one in owner.__mro__ if last in vars(one))
-    wrap(owner, last, _around(session, kind))
+    wrap(owner, last, operation_around(session, kind))
 
 
 def hook_models(session: Session, module: ModuleType) -> None:
-    """Hook transformers.modeling_utils: a model that is built with weights from files."""
+    """Hook transformers.modeling_utils: a model that is built with weights from files, and one that is saved."""
 
     @contextmanager
     def model_build(call: Call) -> Iterator[None]:
@@ -107,6 +135,7 @@ def hook_models(session: Session, module: ModuleType) -> None:
             yield
 
     wrap(module.PreTrainedModel, "from_pretrained", model_build)
+    wrap(module.PreTrainedModel, "save_pretrained", _weights(session, "transformers", _save_directory))
 
 
 def hook_safetensors(session: Session, module: ModuleType) -> None:
@@ -137,22 +166,25 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
     wrap(module, "load_file", hooked("load", 0))
 
 
-def _around(
+def operation_around(
     session: Session,
     kind: str,
     library: str | None = None,
     place: Callable[[Call], str | os.PathLike[str] | None] = lambda call: None,
+    *,
+    weights_only: bool = False,
 ) -> Around:
     """One operation around the library's save or load. The library's own part is one opaque `library_call`.
 
     `place`: the directory or file of the checkpoint, asked before the call, and after it if it is not known before. A
-    library below, such as DeepSpeed, may name the checkpoint and its engine, too: then that counts.
+    library below, such as DeepSpeed, may name the checkpoint and its engine, too: then that counts. What saves
+    `weights_only` is not the engine of the job.
     """
 
     @contextmanager
     def around(call: Call) -> Iterator[None]:
         path = place(call)  # a trainer of another version may raise here: before an operation is open
-        running = session.begin(kind)
+        running = session.begin(kind, weights_only=weights_only)
         if running is None:
             yield
             return
@@ -166,9 +198,19 @@ def _around(
         if path is not None and "://" not in os.fspath(path):
             path = os.path.abspath(path)
             directory = path if os.path.isdir(path) else os.path.dirname(path)
-            session.record_directory(kind, directory, library if kind == "save" else None)
+            session.record_directory(kind, directory, library if kind == "save" and not weights_only else None)
 
     return around
+
+
+def _weights(session: Session, library: str, place: Callable[[Call], str | os.PathLike[str] | None]) -> Around:
+    """One save around a function that writes weights alone to the directory `place`, which some jobs do on one rank."""
+    return operation_around(session, "save", library, place, weights_only=True)
+
+
+def _save_directory(call: Call) -> str | os.PathLike[str]:
+    directory: str | os.PathLike[str] = call.arguments()["save_directory"]
+    return directory
 
 
 def _label(running: Running, path: str | os.PathLike[str] | None, library: str | None) -> None:

@@ -14,10 +14,10 @@ from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
 from restart_trace.recorder import given
 
-# The parts of DeepSpeedEngine.save_checkpoint outside of its checkpoint engine: they gather and copy the state.
+# The parts of a save by DeepSpeedEngine outside of its checkpoint engine: they gather and copy the state.
 _COLLECTING = (
     "_create_checkpoint_file", "_create_zero_checkpoint_files", "_save_checkpoint", "_save_moe_checkpoint",
-    "_save_zero_checkpoint",
+    "_save_zero_checkpoint", "_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict",
 )  # fmt: skip
 # The parts of load_checkpoint: each applies what was read to model and optimizer, and gathers, within one call.
 _RESTORING = ("_load_checkpoint", "_load_zero_checkpoint")
@@ -64,6 +64,19 @@ class DeepSpeedHooks:
                 self._uncommitted = running
 
     @contextmanager
+    def save_weights(self, call: Call) -> Iterator[None]:
+        """Around save_16bit_model, which writes all weights into one file; with ZeRO-3 only if the config allows it."""
+        arguments = call.arguments()
+        engine, directory = arguments["self"], arguments["save_dir"]
+        if engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save():
+            yield
+            return
+        with self._operation("save", engine, directory, weights_only=True) as running:
+            if running is not None:
+                running.operation.label(tag=arguments["save_filename"], step=engine.global_steps)
+            yield
+
+    @contextmanager
     def load(self, call: Call) -> Iterator[None]:
         """Around load_checkpoint. Tag and step are known at its end."""
         arguments = call.arguments()
@@ -75,13 +88,15 @@ class DeepSpeedHooks:
                 running.operation.label(tag=tag, step=arguments["self"].global_steps)
 
     @contextmanager
-    def _operation(self, kind: str, engine: Any, directory: Any) -> Iterator[Running | None]:
+    def _operation(
+        self, kind: str, engine: Any, directory: Any, *, weights_only: bool = False
+    ) -> Iterator[Running | None]:
         """A new save or load, or DeepSpeed's part of one that a library has begun."""
         checkpoint_engine = type(engine.checkpoint_engine)
         for one in checkpoint_engine.__mro__:
             self._hook_checkpoint_engine(one)
         self._session.record_directory(kind, os.path.abspath(directory), checkpoint_engine.__name__)
-        begun = self._session.begin(kind)
+        begun = self._session.begin(kind, weights_only=weights_only)
         running = begun or self._session.running()
         if running is None:
             yield None
@@ -95,11 +110,10 @@ class DeepSpeedHooks:
     def commit_decoupled(self, call: Call) -> Iterator[None]:
         """Around _commit_decoupled_checkpoint, which waits for the helper process before the optimizer's step."""
         running, self._uncommitted = self._uncommitted, None
-        if running is None or not self._session.resume(running):
+        if running is None:
             yield
             return
-        running.unfinished = False
-        with self._session.until_end(running), running.phase("commit", "publish"):
+        with self._session.resumed(running), running.phase("commit", "publish"):
             yield
 
     def phase(self, name: str) -> Around:
@@ -156,6 +170,7 @@ def hook(session: Session, deepspeed: ModuleType) -> None:
     wrap(deepspeed, "initialize", hooks.initialize)
     wrap(deepspeed.PipelineModule, "__init__", hooks.model_build)
     wrap(engine, "save_checkpoint", hooks.save)
+    wrap(engine, "save_16bit_model", hooks.save_weights)
     wrap(engine, "load_checkpoint", hooks.load)
     wrap(engine, "_checkpoint_tag_validation", hooks.phase("tag_validation"))
     wrap(engine, "_commit_decoupled_checkpoint", hooks.commit_decoupled)

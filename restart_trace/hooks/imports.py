@@ -6,19 +6,16 @@ that the program imports at top level, so that it learns when the module has bee
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import logging
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import ModuleType
-from typing import Any
+import time
+from _thread import get_ident
 
-from restart_trace.clock import now_ns
-
-logger = logging.getLogger(__name__)
+TYPE_CHECKING = False  # that of `typing`, which takes as long to import as Python to start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
 class ImportWatcher:
@@ -39,19 +36,19 @@ class ImportWatcher:
         self._announced = announced
         self._began = began
         self._imported = imported
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._outermost: str | None = None  # the module that the program itself is importing
         self._looking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if self._looking or threading.get_ident() != self._thread:
+    ) -> ModuleSpec | None:
+        if self._looking or get_ident() != self._thread:
             return None
         first = self._outermost is None
         if not first and name not in self._watched and name not in self._announced:
             return None
-        start_ns = now_ns()
+        start_ns = time.monotonic_ns()
         self._looking = True  # imports until then are not the program's
         try:
             if name in self._announced:
@@ -64,9 +61,14 @@ class ImportWatcher:
         return spec
 
     def imported_already(self, module: ModuleType) -> None:
-        """Run the actions for a module that was imported before."""
-        for action in self._watched.get(module.__name__, ()):
-            self._guarded(partial(action, module))
+        """Run the actions for a module that was imported before. What they import is not the program's."""
+        outermost = self._outermost
+        self._outermost = outermost or module.__name__
+        try:
+            for action in self._watched.get(module.__name__, ()):
+                self._guarded(action, module)
+        finally:
+            self._outermost = outermost
 
     def _watch(self, loader: Any, name: str, start_ns: int, first: bool) -> None:
         """Wrap the loader of one module, so that its end is noticed."""
@@ -83,22 +85,25 @@ class ImportWatcher:
             finally:
                 if first:
                     self._outermost = None
-                    end_ns = now_ns()
-                    self._guarded(lambda: self._imported(start_ns, end_ns))
+                    end_ns = time.monotonic_ns()
+                    self._guarded(self._imported, start_ns, end_ns)
             self.imported_already(module)
 
         loader.exec_module = exec_module
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _guarded(self, action: Callable[..., None], *given: Any) -> None:
         try:
-            action()
+            action(*given)
         except Exception as exc:
-            logger.error("restart_trace: %s: %s; the module is not traced", type(exc).__name__, exc)
+            import logging
+
+            text = "restart_trace: %s: %s; the module is not traced"
+            logging.getLogger(__name__).error(text, type(exc).__name__, exc)
 
 
 def _find_among_others(
     watcher: ImportWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> importlib.machinery.ModuleSpec | None:
+) -> ModuleSpec | None:
     """The spec that the other finders return."""
     for finder in sys.meta_path:
         if finder is watcher or not hasattr(finder, "find_spec"):

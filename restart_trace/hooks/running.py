@@ -54,9 +54,13 @@ class Running(Timeline):
             self.operation.num_files = (self.operation.num_files or 0) + 1
 
     def moved(self, parts: set[tuple[str, int, Any]]) -> None:
-        """Count parts of files that the open library_call has written or read: (file's name, bytes, which part)."""
+        """Count parts of files that a library has written or read: (file's name, bytes, which part).
+
+        If a library_call is open, they are its bytes.
+        """
         total = sum(num_bytes for _, num_bytes, _ in parts)
-        self._open[-1].bytes = total
+        if self._open[-1].phase == "library_call":
+            self._open[-1].bytes = total
         self.operation.bytes = (self.operation.bytes or 0) + total
         self.operation.num_files = (self.operation.num_files or 0) + len({name for name, _, _ in parts})
 

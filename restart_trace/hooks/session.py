@@ -22,6 +22,7 @@ from restart_trace import cycles
 from restart_trace.clock import now_ns
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.timeline import Timeline
+from restart_trace.hooks.variables import RANK_PID_VARIABLE
 from restart_trace.mounts import storage_fields
 from restart_trace.process import RankIdentity, rank_fields
 from restart_trace.recorder import Recorder, given
@@ -29,10 +30,6 @@ from restart_trace.schema import COUNT, RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
 
-DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # directory of the trace; unset: nothing is traced
-# Functions besides DeepSpeed's that save or load a checkpoint, separated by blanks.
-FUNCTION_VARIABLES = {"save": "RESTART_TRACE_HOOKS_SAVES", "load": "RESTART_TRACE_HOOKS_LOADS"}
-_RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # pid of the rank that this process is or descends from
 _SHORT_IMPORT_NS = 100_000  # shorter imports are not recorded
 # Programs that run in a process which is not a rank, even if its environment has RANK.
 _LAUNCHERS = {
@@ -49,19 +46,21 @@ class Session:
     A save or load of another thread is in the background: its spans are not blocking.
     """
 
-    def __init__(self, trace_dir: Path, installed_ns: int) -> None:
+    def __init__(self, trace_dir: Path, installed_ns: int, imports: Sequence[tuple[int, int]] = ()) -> None:
+        """`imports`: begin and end (ns) of those that the program has made since `installed_ns`."""
         self.trace_dir = trace_dir
         self.recorder: Recorder | None = None  # once this process is known to be a rank
         self.startup: Startup | None = None
         self._starting: Timeline | None = None  # timeline of the start-up
-        self._of_thread = threading.local()  # `running`: the save or load in progress
+        self._of_thread = _thread_state()  # `running`: the save or load in progress
         self._idle: tuple[Running, int] | None = None  # one that may go on, and since when it waits (ns)
         self._step: int | None = None  # newest step of the run
         self._installed_ns = installed_ns
-        self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
+        self._imports = [*imports]  # before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
         self._is_compiling = False
+        self._backward_passes = 0  # which the training thread is in
         self._exit_status: object = None
         self._has_ended = False
         self._rank = 0  # of the recorder
@@ -82,7 +81,7 @@ class Session:
         If the trace directory cannot be written, that is logged once and the rank is not traced.
         """
         opened = self.recorder is not None or self._refused
-        if opened or os.environ.setdefault(_RANK_PID_VARIABLE, _pid()) != _pid():
+        if opened or os.environ.setdefault(RANK_PID_VARIABLE, _pid()) != _pid():
             return
         try:
             self._open(rank, world_size)
@@ -143,8 +142,10 @@ class Session:
 
         Directories with the same parent count as one, since some trainers use a new directory for each checkpoint.
         """
-        recorded = self._recorded.get("runtime", {}).get(f"{kind}_dir")
-        if recorded is None or os.path.dirname(recorded) != os.path.dirname(directory):
+        runtime = self._recorded.get("runtime", {})
+        recorded = runtime.get(f"{kind}_dir")
+        names_engine = engine_used is not None and "engine_used" not in runtime
+        if recorded is None or names_engine or os.path.dirname(recorded) != os.path.dirname(directory):
             self.record_runtime(given({"engine_used": engine_used}) | storage_fields(kind, directory))
 
     def _record(self, record_type: str, fields: Mapping[str, Any]) -> None:
@@ -176,6 +177,44 @@ class Session:
             self._is_compiling = False
             startup.spent(since_ns, starting.since_ns)
 
+    def backward(self) -> AbstractContextManager[None] | None:
+        """The body is a backward pass, which other threads may work on while this one waits.
+
+        None: the start-up is over, so that it does not matter.
+        """
+        return None if self.startup is None or self.startup.operation is None else self._backward()
+
+    @contextmanager
+    def _backward(self) -> Iterator[None]:
+        mine = self._is_mine()
+        self._backward_passes += mine
+        try:
+            yield
+        finally:
+            self._backward_passes -= mine
+
+    def compiled_backward(self, start_ns: int, end_ns: int) -> None:
+        """As `compiling`, of what was compiled just now in a backward pass that this thread runs or training waits for.
+
+        What another thread compiles while training goes on is not recorded: training does not wait for it.
+        """
+        startup = self.startup
+        if startup is None or startup.operation is None or self._is_compiling or self.running() is not None:
+            return
+        if not self._is_mine() and not self._backward_passes:
+            return
+        assert self._starting is not None
+        self._starting.interrupted("compile", start_ns, end_ns)
+        startup.spent(start_ns, end_ns)
+
+    def computes(self) -> bool:
+        """Whether this is the training thread, outside of any save or load. One that may go on ends now."""
+        if not self.is_training_thread() or self.running() is not None:
+            return False
+        if self._idle is not None:
+            self.end_idle()
+        return True
+
     def running(self) -> Running | None:
         """The save or load in progress on this thread."""
         return getattr(self._of_thread, "running", None)
@@ -185,13 +224,17 @@ class Session:
         running = self.running()
         return nullcontext() if running is None else running.phase(phase, detail)
 
-    def begin(self, kind: str, *, inferred: bool = False) -> Running | None:
-        """Begin a save or load on this thread; None if nothing is traced, or it is a part of one in progress."""
+    def begin(self, kind: str, *, inferred: bool = False, weights_only: bool = False) -> Running | None:
+        """Begin a save or load on this thread; None if nothing is traced, or it is a part of one in progress.
+
+        `inferred`, `weights_only`: as in Recorder.begin.
+        """
         if self.recorder is None or self.running() is not None:
             return None
         if self._is_mine():
             self.end_idle()
-        operation = self.recorder.begin(kind, step=self._step if kind == "save" else None, inferred=inferred)
+        step = self._step if kind == "save" else None
+        operation = self.recorder.begin(kind, step=step, inferred=inferred, weights_only=weights_only)
         running = Running(operation, kind, blocking=self._is_mine(), inferred=inferred)
         self._of_thread.running = running
         return running
@@ -253,7 +296,8 @@ class Session:
             self._idle = None
             running = idle
         else:
-            engine = function if kind == "save" else None  # what a job saves with is its engine
+            named = inferred and "engine_used" in self._recorded.get("runtime", {})  # a library that saves checkpoints
+            engine = function if kind == "save" and not named else None  # what a job saves with is its engine
             self.record_directory(kind, os.path.dirname(os.path.abspath(path)), engine)
             begun = self.begin(kind, inferred=inferred)
             assert begun is not None
@@ -303,6 +347,28 @@ class Session:
         self.recorder.process_ended(reason)
 
     @contextmanager
+    def resumed(self, running: Running) -> Iterator[None]:
+        """The body is the rest of a save that a thread left open, which then ends.
+
+        If another operation is in progress on this thread, that one goes on afterwards; it is the one that blocks. If
+        the save itself is still in progress here, the body is a part of it.
+        """
+        outer = self.running()
+        if outer is running:
+            running.unfinished = False
+            yield
+            return
+        self._of_thread.running = None
+        self.resume(running)
+        running.blocking = running.blocking and outer is None
+        running.unfinished = False
+        try:
+            with self.until_end(running):
+                yield
+        finally:
+            self._of_thread.running = outer
+
+    @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:
         """The body is the rest of the save or load, which then ends unless the body sets `running.unfinished`."""
         error: str | None = None
@@ -319,7 +385,8 @@ class Session:
     def iteration(self, step: int, source: str, first_ns: int, start_ns: int, end_ns: int) -> None:
         """Record iteration `step`, numbered by `source`, from start_ns to end_ns; training began at first_ns."""
         if self.recorder is not None and self.startup is not None:
-            self.record_runtime({"step_source": source})
+            if self._recorded.get("runtime", {}).get("step_source") != source:
+                self.record_runtime({"step_source": source})
             self._step = None if source == COUNT else step
             self.recorder.iteration(step, start_ns, end_ns)
             self.startup.iteration_done(step, first_ns, end_ns, numbered=source != COUNT)
@@ -336,7 +403,7 @@ class Session:
 
     def is_training_thread(self) -> bool:
         """Whether this is the thread that trains, in a process that is traced."""
-        return self.recorder is not None and self._is_mine()
+        return self.recorder is not None and threading.get_ident() == self._thread
 
     def _start_up(self) -> Timeline | None:
         in_progress = self.startup is not None and self.startup.operation is not None and self._is_mine()
@@ -348,25 +415,19 @@ class Session:
     def _forked(self) -> None:
         """In a forked child: it becomes a rank itself if a launcher forked it; otherwise nothing is recorded."""
         if self.recorder is not None or "RANK" in os.environ:
-            os.environ.setdefault(_RANK_PID_VARIABLE, "0")
+            os.environ.setdefault(RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._idle = self._step = None
-        self._of_thread = threading.local()
+        self._of_thread = _thread_state()
         self._imports, self._recorded = [], {}
         self._exit_status, self._has_ended = None, False
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 
 
-def check_function(name: str) -> str:
-    """Check the name of a function, "package.module:f" or "package.module:Class.f", and return it.
-
-    Raises ValueError if it has another form, or names a function of the script itself, which is not imported.
-    """
-    module, _, function = name.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
-        raise ValueError(f"{name!r} names no function: give mypackage.module:f or mypackage.module:Class.f")
-    if module == "__main__":
-        raise ValueError(f"{name!r} is defined in the script itself and cannot be hooked there: move it to a module")
-    return name
+def _thread_state() -> threading.local:
+    """The state of each thread. Of this one it has the attribute `running`: to look for a missing one costs more."""
+    state = threading.local()
+    state.running = None
+    return state
 
 
 def program_of(command: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -38,16 +38,18 @@ class Steps:
 
     def begin(self) -> None:
         """The training thread begins to compute: the first call of an iteration counts."""
-        if self._begun_ns or not self._session.is_training_thread() or self._session.running() is not None:
+        if self._begun_ns or not self._session.computes():
             return
-        self._session.end_idle()
-        starting = self._session.is_starting()
+        self._begun_ns = self._requested_ns() if self._batches else now_ns()
+        self._first_ns = self._first_ns or self._begun_ns
+
+    def _requested_ns(self) -> int:
+        """When the first batch was requested that is trained on; those before it were skipped."""
         requested, self._batches = self._batches, []
-        skipped = max(len(requested) - self.gathered - self._ahead, 0) if starting else 0
+        skipped = max(len(requested) - self.gathered - self._ahead, 0) if self._session.is_starting() else 0
         if skipped:
             self._session.data_skip(requested[0], requested[skipped], skipped)
-        self._begun_ns = requested[skipped] if requested else now_ns()
-        self._first_ns = self._first_ns or self._begun_ns
+        return requested[skipped]
 
     def end(self, step: int, source: str) -> None:
         """Iteration `step` has ended."""
@@ -62,35 +64,29 @@ class Steps:
         if self._session.is_training_thread():
             self.end(step, PROGRAM)
 
-    @contextmanager
-    def forward(self, call: Call) -> Iterator[None]:
-        """Around the forward pass of a module; those of an evaluation do not count."""
-        if call.args[0].training:
+    def forward(self, call: Call) -> None:
+        """Before the forward pass of a module; those of an evaluation do not count."""
+        if not self._begun_ns and call.args[0].training:
             self.begin()
-        yield
 
-    @contextmanager
-    def backward(self, call: Call) -> Iterator[None]:
+    def backward(self, call: Call) -> AbstractContextManager[None] | None:
         """Around a backward pass."""
-        self.begin()
-        yield
+        if not self._begun_ns:
+            self.begin()
+        return self._session.backward()
 
-    @contextmanager
-    def batch(self, call: Call) -> Iterator[None]:
-        """Around a request of a batch. Those of another data loader, such as an evaluation's, do not count."""
-        if self._session.is_training_thread() and not self._begun_ns:
+    def batch(self, call: Call) -> None:
+        """Before a request of a batch. Those of another data loader, such as an evaluation's, do not count."""
+        if not self._begun_ns and self._session.is_training_thread():
             if id(call.args[0]) != self._loader:
                 self._loader, self._batches = id(call.args[0]), []
                 self._ahead, self._next_ahead = self._next_ahead, 0
             self._batches.append(now_ns())
-        yield
 
-    @contextmanager
-    def iterator_ahead(self, call: Call) -> Iterator[None]:
-        """Around the beginning of an iteration that requests each batch while the one before is trained on."""
+    def iterator_ahead(self, call: Call) -> None:
+        """Before the beginning of an iteration that requests each batch while the one before is trained on."""
         if self._session.is_training_thread():
             self._next_ahead = 1
-        yield
 
     @contextmanager
     def prefetched(self, call: Call) -> Iterator[None]:
@@ -99,16 +95,15 @@ class Steps:
         if self._session.is_training_thread():
             self._ahead = len(call.args[0].batches)
 
-    @contextmanager
-    def optimizer_step(self, call: Call) -> Iterator[None]:
-        """Around the end of a step of a torch optimizer. Of several optimizers the first counts while it exists."""
-        yield
+    def optimizer_step(self, call: Call) -> None:
+        """At the end of a step of a torch optimizer. Of several optimizers the first counts while it exists."""
         optimizer = call.args[0]
         if self._told_by != OPTIMIZER or not self._session.is_training_thread():
             return
-        if self._optimizer() is None:
+        counting = self._optimizer()
+        if counting is None:
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
+        elif counting is not optimizer:
             return
         self._count += 1
         self.end(*self._number(optimizer))
@@ -160,7 +155,7 @@ def hook_optimizers(steps: Steps, module: ModuleType) -> None:
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not hook.off:
-            hook.leave(hook.enter(Call(_no_signature, (optimizer,), {})), None)
+            hook.enter(Call(_no_signature, (optimizer,), {}))
 
     module.register_optimizer_step_post_hook(stepped)
 

@@ -15,12 +15,13 @@ from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import ITERATIONS, SCRIPT, Job, Preset, in_an_allocation
 from tests.cluster.slurm import Slurm
 from tests.dist.harness import HANGS_S, losses, wait_for
+from tools.restart_bench.launcher_entries import BY_SLURM, FROM_ONE_NODE, ON_EACH_NODE
 
 pytestmark = pytest.mark.slow
-LAUNCHERS = ("torchrun", "fork", "deepspeed")
+LAUNCHERS = (*ON_EACH_NODE, *FROM_ONE_NODE)
 # Launches over two hosts: with a coordinator of megatron.launch, and in an allocation of a real Slurm, too.
 COORDINATED = "fork_with_restarts"
-LAUNCHES = (*LAUNCHERS, COORDINATED, "srun")
+LAUNCHES = (*LAUNCHERS, COORDINATED, *BY_SLURM)
 
 
 def launches(names: Sequence[str], in_the_suite: Sequence[str]) -> pytest.MarkDecorator:
@@ -79,7 +80,7 @@ def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset
     assert f"on {one.name}" not in said
 
 
-@launches(("fork", "deepspeed"), in_the_suite=("deepspeed",))  # torchrun: above
+@launches([name for name in LAUNCHERS if name != "torchrun"], in_the_suite=("deepspeed",))  # torchrun: above
 def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster, preset: Preset) -> None:
     one, other, *_ = cluster.compute_nodes
     job = preset.job(f"wrong_key_{launcher}", [one, other])
@@ -91,7 +92,7 @@ def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster,
     assert f"on {other.name} (root@{other.name}: Permission denied" in said
 
 
-@launches((*LAUNCHERS, "srun"), in_the_suite=("fork", "srun"))
+@launches((*LAUNCHERS, *BY_SLURM), in_the_suite=("fork", "srun"))
 def test_a_port_that_is_taken_is_named_by_every_launcher(
     launcher: str, cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
 ) -> None:

@@ -26,6 +26,7 @@ from tests.cluster.jobs import (
 )
 from tests.cluster.slurm import Slurm
 from tests.dist.harness import HANGS_S, losses, wait_for
+from tools.restart_bench.launcher_entries import FROM_ONE_NODE, IN_PLACE, ON_EACH_NODE
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +51,10 @@ def assert_resumed_exactly(job: Job) -> None:
     ("killed", "resumes", "nodes"),
     [
         (("torchrun", "deepspeed"), "fork", 2),
-        pytest.param(("torchrun",), "torchrun", 2, marks=pytest.mark.nightly(minutes=1)),
-        pytest.param(("deepspeed",), "deepspeed", 2, marks=pytest.mark.nightly(minutes=2)),
-        pytest.param(("fork",), "fork", 4, marks=pytest.mark.nightly(minutes=1)),
+        *(
+            pytest.param((name,), name, 4 if name in IN_PLACE else 2, marks=pytest.mark.nightly(minutes=2))
+            for name in (*ON_EACH_NODE, *FROM_ONE_NODE)
+        ),
     ],
 )
 def test_over_a_hostfile(killed: tuple[str, ...], resumes: str, nodes: int, cluster: Cluster, preset: Preset) -> None:

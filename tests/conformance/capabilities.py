@@ -7,11 +7,11 @@ python -m tests.conformance.capabilities --write docs/engines.md    replace it b
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.compare import differences
 from tests.conformance.damage import OTHER, REFUSED, damaged, flipped, outcome, pickles, positions
 from tests.conformance.states import DTYPES, RARE_DTYPES, RARE_STATES, STATES, tensor
-from tests.conformance.subjects import (
-    EXCEPTIONS,
-    EXPECTED,
-    Saved,
-    Subject,
-    all_engines,
-    file_states,
-    traced,
-    wait_in_thread,
-)
+from tests.conformance.subjects import Saved, Subject, all_engines, file_states, traced, wait_in_thread
+from tests.engines import EXCEPTIONS, EXPECTED
+from tools.common.marked import between_markers, replaced
 
-BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
+NAME = "capabilities"  # of the markers
 NAMES = [f"layer_{i:02d}-model_00-model_states.pt" for i in range(3)]
 LARGE_BYTES = 16 << 20
 FLIPS = 24
+REFUSED_BY_ALL = ("range", "class of its own", "function", "sparse tensor", "meta tensor")
 
 
 def example_states() -> dict[str, Any]:
@@ -56,6 +50,11 @@ class Seen:
     synchronised: Saved
     processes: int  # that the engine started
     _next: int = 0
+
+    @cached_property
+    def refused_values(self) -> list[str]:
+        states = {name: build() for name, build in RARE_STATES.items() if not name.startswith("torch.")}
+        return list(_not_kept(self, states))
 
     def room(self) -> Path:
         self._next += 1
@@ -134,9 +133,12 @@ def refused_dtypes(seen: Seen) -> str:
     return ", ".join(f"`{name}`" for name in _not_kept(seen, dtypes)) or "none"
 
 
-def refused_values(seen: Seen) -> str:
-    states = {name: build() for name, build in RARE_STATES.items() if not name.startswith("torch.")}
-    return ", ".join(_not_kept(seen, states)) or "none"
+def refused_by_all(seen: Seen) -> str:
+    return ", ".join(name for name in seen.refused_values if name in REFUSED_BY_ALL)
+
+
+def refused_besides(seen: Seen) -> str:
+    return ", ".join(name for name in seen.refused_values if name not in REFUSED_BY_ALL) or "none"
 
 
 def _not_kept(seen: Seen, states: dict[str, Any]) -> Iterable[str]:
@@ -179,23 +181,21 @@ COLUMNS: dict[str, Callable[[Seen], str]] = {
     "finds a flipped bit": finds_flipped_bit,
     "readable without a manifest": without_manifest,
     "refused dtypes": refused_dtypes,
-    "refused values": refused_values,
+    "refused by all": refused_by_all,
+    "other refused values": refused_besides,
     "unpickles": pickled,
     "files for 3 states of 4 tensors": files,
     "processes of its own": processes,
     "package": package,
 }
+# What is observed of every engine alike: the text before the table says it.
+ALIKE = {"fsync": "yes", "finds a flipped bit": "yes", "refused dtypes": "none"}
+ALIKE |= {"refused by all": ", ".join(REFUSED_BY_ALL)}
+SHOWN = [heading for heading in COLUMNS if heading not in ALIKE]
 
 
 def _children() -> int:
-    """Child processes; the tracker that multiprocessing keeps for itself is no engine's."""
-    found = 0
-    for child in psutil.Process().children(recursive=True):
-        try:
-            found += "resource_tracker" not in " ".join(child.cmdline())
-        except psutil.Error:  # it has just ended
-            continue
-    return found
+    return len(psutil.Process().children(recursive=True))
 
 
 def observe(name: str, directory: Path) -> dict[str, str]:
@@ -220,11 +220,11 @@ def exception_row(name: str) -> dict[str, str]:
 
 
 def row(name: str, cells: dict[str, str]) -> str:
-    return f"| `{name}` | " + " | ".join(cells[heading] for heading in COLUMNS) + " |"
+    return f"| `{name}` | " + " | ".join(cells[heading] for heading in SHOWN) + " |"
 
 
 def header() -> str:
-    return "| engine | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|"
+    return "| engine | " + " | ".join(SHOWN) + " |\n" + "|---" * (len(SHOWN) + 1) + "|"
 
 
 def table() -> str:
@@ -241,17 +241,7 @@ def table() -> str:
 
 def table_in(document: str) -> str:
     """The text between the markers. Raises ValueError if they are not both there, each on its line."""
-    match = re.search(rf"^{BEGIN}\n(.*?\n)??{END}$", document, re.DOTALL | re.MULTILINE)
-    if match is None:
-        raise ValueError(f"the document must hold the lines {BEGIN} and {END}")
-    return (match.group(1) or "").rstrip("\n")
-
-
-def replaced(document: str, new: str) -> str:
-    """The document with `new` between the markers."""
-    table_in(document)
-    before, rest = document.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END, 1)[1]}"
+    return between_markers(document, NAME)
 
 
 def main(argv: list[str]) -> int:
@@ -261,7 +251,7 @@ def main(argv: list[str]) -> int:
     if asked.write is None:
         print(table())
     else:
-        asked.write.write_text(replaced(asked.write.read_text(), table()))
+        asked.write.write_text(replaced(asked.write.read_text(), NAME, table()))
     return 0
 
 

@@ -21,11 +21,8 @@ from megatron.checkpointing.engines.registry import builtin_engines, create_engi
 from restart_trace.reading import RecordContext
 from restart_trace.recorder import Operation, Recorder
 from restart_trace.schema import check_record, type_of
+from tests.engines import EXPECTED
 
-# Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
-EXPECTED = ("torch", "lazy", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async")
-# Engines that cannot be put through it here, and why; test_exceptions.py holds them to that.
-EXCEPTIONS = {"none": "writes nothing", "datastates": "saves from CUDA devices only"}
 ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
 WAIT_S = 300.0
 

@@ -202,11 +202,16 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
 def test_phases_of_a_save_account_for_the_time_it_blocks(
     subject: Subject, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a save large enough to be timed, in processor time of this process, which others do not lengthen."""
+    """Of a save large enough to be timed, in processor time of this process, which others do not lengthen.
+
+    The writer of `dcp-async` begins before `begin_save` returns and would count: there it is that of this thread, which
+    makes the copies itself.
+    """
+    spent_ns = time.thread_time_ns if subject.name == "dcp-async" else time.process_time_ns
     states = {SHARD: {f"master.{i}": tensor(torch.float32, 1 << 20, seed=i) for i in range(8)}}
     subject.save(states, directory)  # what is done once only: buffers, threads
     for module in [m for m in sys.modules.values() if getattr(m, "now_ns", None) is clock.now_ns]:
-        monkeypatch.setattr(module, "now_ns", time.process_time_ns)
+        monkeypatch.setattr(module, "now_ns", spent_ns)
     best = 0.0
     for attempt in range(8):
         where = directory.parent / f"timed_{attempt}"

@@ -15,9 +15,10 @@ from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedC
 from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
 from megatron.checkpointing.engines.registry import builtin_engines, create_engine, engine_names
 from restart_trace.recorder import untraced_operation
-from tests.conformance.subjects import EXCEPTIONS, EXPECTED, all_engines
+from tests.conformance.subjects import all_engines
 from tests.dist.conftest import data_flags
 from tests.dist.harness import ROOT
+from tests.engines import EXCEPTIONS, EXPECTED
 
 MODEL = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
@@ -52,7 +53,7 @@ def refused(tmp_path: Path, engine: str, *, without: str = "") -> str:
 
 
 def test_every_engine_is_in_the_suite() -> None:
-    """Whoever adds an engine adds it here, or says why it cannot be put through the suite."""
+    """Or has a reason why it cannot be put through it."""
     assert sorted([*EXPECTED, *EXCEPTIONS]) == sorted(all_engines())
 
 

@@ -5,7 +5,7 @@ HELD_AFTER: so many iterations after its start (13 if unset, two saves of five a
     a rank waits until the drill has injected a fault into its launch once more; for ever where no drill does.
 
 `held_environment` makes the ranks of a program wait that is started with it (by scripts/held/sitecustomize.py),
-scripts/held_training.py those of the zygote.
+scripts/held_training.py those of the zygote. With FORKED_WRITERS such ranks fork their writers (forked_writers.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.dist import forked_writers
+from tests.dist.forked_writers import FORKED_WRITERS
 
 HELD = Path(__file__).with_name("scripts") / "held"
 HELD_TRAINING = str(HELD.with_name("held_training.py"))
@@ -32,8 +35,15 @@ def held_environment(cycles: int, after: int = 13) -> dict[str, str]:
     }
 
 
+def forking_environment() -> dict[str, str]:
+    """Variables of a command whose ranks wait for no fault, and fork their writers."""
+    return held_environment(cycles=0) | {FORKED_WRITERS: "1"}
+
+
 def patch(training: Any) -> None:
     """Have the training of this process wait; `training` is the module megatron.training.trainer."""
+    if FORKED_WRITERS in os.environ:
+        forked_writers.install()
     train_step, trained = training._train_step, 0
     after = int(os.environ.get("HELD_AFTER", "13"))
 

@@ -32,9 +32,16 @@ JOBS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "transformers": (["hf_alone.py"], (2, 4)),
     "accelerate": (["accelerate_alone.py"], (2, 4)),
     "lightning": (["lightning_ddp.py"], (2, 4)),
+    "save_16bit_model": (["model_export.py", "deepspeed"], (2,)),
+    "save_model": (["model_export.py", "trainer"], (2,)),
+    "save_model_zero3": (["model_export.py", "trainer_zero3"], (2,)),
+    "accelerate_save_model": (["model_export.py", "accelerate"], (2,)),
+    "save_pretrained": (["model_export.py", "pretrained"], (2,)),
 }
 SPAWNING = "spawn_checkpoint.py"
-# Kinds of jobs in the order of the guide's table, and the program of each, here and in test_hooks.py
+EXPORT = "model_export.py"
+MEGATRON_CORE, TORCHTITAN = "megatron_core.py", "titan_checkpoint.py"  # run by test_other_environments.py
+# Kinds of jobs, to which the guide refers, and the program of each, here and in test_hooks.py
 KINDS = {
     "DDP, `torch.save` to a path, into an open file, or in a thread": "ddp_snapshot.py",
     "FSDP2, `dcp.save` and `dcp.async_save`": "fsdp_checkpoint.py",
@@ -45,10 +52,14 @@ KINDS = {
     "Accelerate with DeepSpeed": "accelerate_loop.py",
     "Lightning with DDP": "lightning_ddp.py",
     "DeepSpeed, as an engine and as a PipelineModule": "plain_deepspeed.py",
+    "weights alone: `save_16bit_model` with ZeRO-3, `save_model` of Trainer and Accelerate, `save_pretrained`": EXPORT,
+    "megatron-core's `dist_checkpointing`, `save` and its asynchronous save": MEGATRON_CORE,
+    "torchtitan's CheckpointManager, synchronous and asynchronous": TORCHTITAN,
 }
+# Most of what lightning imports is torchmetrics; its own modules are hooked as they are imported.
 LIBRARIES = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "transformers.trainer",
-    "transformers.models.llama.modeling_llama", "accelerate",
+    "transformers.models.llama.modeling_llama", "accelerate", "torchmetrics",
 )  # fmt: skip
 # Files that no hook sees: DCP's metadata, and the settings that transformers' Trainer writes itself
 UNSEEN = (".metadata", ".json")
@@ -98,8 +109,9 @@ def launch(zygote: Zygote, name: str, steps: int, directory: Path, trace_dir: Pa
     return run
 
 
-# An open file and Accelerate's own calls end in the torch.save that "path" and "transformers" have, too.
-NIGHTLY = ("file", "accelerate")
+# An open file and Accelerate's own calls end in the torch.save that "path" and "transformers" have, too; and weights
+# alone are saved by calls that "save_16bit_model" and "save_model" have.
+NIGHTLY = ("file", "accelerate", "save_model_zero3", "accelerate_save_model", "save_pretrained")
 
 
 @pytest.fixture(
@@ -220,7 +232,8 @@ def covered_ns(operation: list[dict[str, Any]]) -> int:
 
 def test_bytes_are_those_on_the_disk(job: Job) -> None:
     """Of the newest save; and of the loads, each of which reads what the first launch saved."""
-    save = job.report["saves"][-1]
+    kind = "weights" if JOBS[job.name][0][0] == EXPORT else "saves"
+    save = job.report[kind][-1]
     newest = list((job.directory / "traced").rglob(save["tag"]))[0]
     on_disk = sizes(newest)
     assert (save["bytes"], save["num_files"]) == (sum(on_disk), len(on_disk))
@@ -239,7 +252,7 @@ def sizes(path: Path) -> list[int]:
 
 def test_a_save_on_another_thread_does_not_block(job: Job) -> None:
     if job.name not in ("thread", "async_save"):
-        assert all(save["blocked_s"] > 0 for save in job.report["saves"])
+        assert all(save["blocked_s"] > 0 for save in (*job.report["saves"], *job.report["weights"]))
         return
     (save,) = job.report["saves"]
     if job.name == "thread":
@@ -261,7 +274,7 @@ def test_making_directories_is_a_phase(job: Job) -> None:
     """Where the library makes the checkpoint's: on a busy metadata server it may take long."""
     spans = [span for operation in job.operations("save", 0) for span in operation]
     made = any(span.get("phase") == "make_directory" for span in spans)
-    assert made is (job.name in ("save", "async_save", "transformers", "accelerate", "lightning"))
+    assert made is (job.name not in ("path", "file", "thread"))
 
 
 def test_skipped_batches_are_a_phase(job: Job) -> None:
@@ -296,9 +309,7 @@ exec {sys.executable} {SCRIPTS / SPAWNING}
     assert start["finished_ranks"] == RANKS and report["budget"]["training_s"] > 0
 
 
-def test_the_guide_lists_the_jobs_of_these_tests() -> None:
-    run = {words[0] for words, *_ in (*JOBS.values(), *CLIENTS.values())} | {SPAWNING}
+def test_the_guide_refers_to_the_jobs_of_these_tests() -> None:
+    run = {words[0] for words, *_ in (*JOBS.values(), *CLIENTS.values())} | {SPAWNING, MEGATRON_CORE, TORCHTITAN}
     assert set(KINDS.values()) == run
-    rows = [f"| {kind} | `{program}` |" for kind, program in KINDS.items()]
-    guide = (ROOT / "docs" / "guides" / "trace_your_job.md").read_text()
-    assert "\n".join(["| job | program |", "|---|---|", *rows]) + "\n\n" in guide
+    assert "`tests/dist/test_any_job.py`" in (ROOT / "docs" / "guides" / "trace_your_job.md").read_text()

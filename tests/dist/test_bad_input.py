@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.engines.registry import builtin_engines
+from megatron.checkpointing.engines.registry import builtin_engines, redistributable_engines
 from megatron.parallel.topology import Layout
 from tests.dist.conftest import data_flags
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Zygote
@@ -236,9 +236,10 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
         "64 here; kv_channels is 8 in the checkpoint and 16 here; give the flags of the run that saved it, or another "
         "--load"
     )
+    *others, last = redistributable_engines()
     message = (
         f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2, and only a checkpoint of --checkpoint-engine "
-        "torch, lazy, memory, fastpersist or fastpersist-decoupled can be loaded onto another layout: start with "
+        f"{', '.join(others)} or {last} can be loaded onto another layout: start with "
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 on 2 ranks"
     )
     assert refused([*flags, "--load-tag", "global_step2"], world_size=4) == message

@@ -16,13 +16,15 @@ import pytest
 from megatron.fileio.objects.s3 import Bucket
 from tests.dist.harness import ROOT, records, wait_for
 from tests.object_storage import BUCKET, environment_of, serving
-from tools.ckpt_analysis.cli import main as compare
+from tools.ckpt_analysis.cli import main as analysis
+from tools.ckpt_replay.cli import main as replay_here
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
 
 MIB = 1 << 20
 WITHOUT_DATASTATES = ["--engine datastates"] if importlib.util.find_spec("datastates") is None else []
-COMMAND = [sys.executable, "-m", "tools.ckpt_replay", "--steps-between", "0", "--no-cold"]
+OPTIONS = ["--steps-between", "0", "--no-cold"]
+COMMAND = [sys.executable, "-m", "tools.ckpt_replay", *OPTIONS]
 SMALL = ["--small-tensors", "16", "--small-tensor-bytes", "64KiB"]
 MEASURES = ("blocked_s", "durable_s", "load_warm_s", "load_warm_again_s", "peak_rss_bytes")
 PLUGINS = '''
@@ -101,7 +103,7 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
 
 
-def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
+def test_two_ranks_of_70b_with_two_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, trace = tmp_path / "target", tmp_path / "trace"
     repeats = 1  # of more: test_engines_that_fail_are_named_and_the_others_are_measured
     found = figures(
@@ -114,7 +116,7 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         target,
     )  # fmt: skip
     assert found == json.loads((tmp_path / "out.json").read_text())
-    assert compare(["compare", str(tmp_path / "out.json"), "--fail-if", "durable_s>99999"]) == 0
+    assert analysis(["compare", str(tmp_path / "out.json"), "--fail-if", "durable_s>99999"]) == 0
     assert found["ranks"] == [0, 1] and " (one value each). Load of the machine before: " in found["verdict"]
     assert found["bytes_per_rank"] == pytest.approx(8 * MIB, rel=0.25)
     assert found["limited"]["full_bytes_per_rank"] > 15e9
@@ -133,7 +135,9 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         assert found["storage"][key] is None or found["storage"][key] > 0
     assert found["storage"]["write_buffered_fsync_gbps"] > 0
     assert not list(target.iterdir()), "something was left"
-    _check_trace(trace, repeats)
+    capsys.readouterr()
+    assert analysis([str(trace), "--format", "json"]) == 0
+    _check_trace(trace, json.loads(capsys.readouterr().out), repeats)
 
 
 def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) -> None:
@@ -148,6 +152,35 @@ def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) 
     tiers = [r["tier"] for r in loads if r["operation"] == "load"]
     assert sorted(tiers) == ["local_memory"] * 4 + ["peer"] * 4
     assert not list(target.iterdir()), "something was left"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
+@pytest.mark.parametrize("durability", ["fsync", "none"])
+def test_torch_checkpointing(tmp_path: Path, durability: str) -> None:
+    """Meta's library beside an engine: what it loads is what was saved; its save counts to the end of an fsync."""
+    argv = [
+        "--model", "tiny", "--tp", "1", "--pp", "1", "--dp", "2", "--ranks", "0-1", "--engine", "torch_checkpointing",
+        "--repeat", "1", "--steps-between", "1", "--step-work", "idle", "--no-storage", "--format", "json",
+        "--checkpoint-durability", durability, "--trace-dir", str(tmp_path / "trace"), "--dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    (tmp_path / "out").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "out").iterdir()), "something was left"
+    found = json.loads(done.stdout)["engines"]["torch_checkpointing"]
+    assert found["verified"] and found["asynchronous"] and found["engine_used"] == "TorchCheckpointing"
+    assert found["blocked_s"]["median"] < found["durable_s"]["median"]
+    assert found["load_cold_s"] and found["load_warm_s"]
+    spans = [record for record in records(tmp_path / "trace") if record["type"] == "span"]
+    flushes = {span.get("detail") for span in spans if span["phase"] == "flush"}
+    assert flushes == ({"write", "fsync"} if durability == "fsync" else {"write"})
+    assert {span["bytes"] for span in spans if span.get("detail") == "write"} == set(found["written_bytes"])
+    assert all(span["start_ns"] <= span["end_ns"] for span in spans)
+    # The steps that are simulated meanwhile, on the main thread, are no part of the save.
+    assert {span.get("thread") for span in spans if span.get("blocking") is False} == {"commit"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
@@ -183,19 +216,13 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     assert not list((tmp_path / "node").glob("*")), "something was left"
 
 
-def _check_trace(trace: Path, repeats: int) -> None:
+def _check_trace(trace: Path, report: dict[str, Any], repeats: int) -> None:
     """The records are those of training, and the analysis takes them as such."""
     found = records(trace)
     processes = [record for record in found if record["type"] == "process"]
     assert {record["engine_asked"] for record in processes} == {"torch", "lazy"}
     assert {(record["rank"], record["tp"], record["pp"]) for record in processes} == {(0, 0, 0), (1, 1, 0)}
     assert all(record["layout"] == {"tp": 8, "pp": 8, "dp": 1} for record in processes)
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.ckpt_analysis", str(trace), "--format", "json"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
     assert [problem for problem in report["problems"] if problem["severity"] == "error"] == []
     saves, loads = report["saves"], report["loads"]
     assert len(saves) == 2 * 2 * repeats  # a save that is not counted before each that is
@@ -256,14 +283,14 @@ def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path)
         (["--engine", "torch", "--small-tensor-bytes", "900TiB", "--small-tensors", "1"], ["GB free"]),
     ],
 )
+@pytest.mark.usefixtures("own_environment")
 def test_what_cannot_be_done_is_said_before_anything_is_written(
-    tmp_path: Path, argv: list[str], messages: list[str]
+    tmp_path: Path, argv: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     what = [] if "--model" in argv or "--small-tensors" in argv else SMALL
-    done = replay([*what, *argv], tmp_path)
-    assert done.returncode == 2
-    assert [message for message in messages if message not in done.stderr] == []
-    assert "Traceback" not in done.stderr
+    assert replay_here([*OPTIONS, *what, *argv, "--dir", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert [message for message in messages if message not in told] == []
     assert not list(tmp_path.iterdir())
 
 
@@ -294,3 +321,34 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     assert found["ranks"] == [0, 1]
     assert len(found["samples"]["engines"]["torch"]["save"][0]) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_all_saves_that_are_kept_need_room_before_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a million gigabytes, for which no machine that runs this has room."""
+    argv = [*SMALL, "--engine", "torch", "--repeat", str(10**9), "--operations", "saves_then_loads", "--no-storage"]
+    assert replay_here([*argv, "--dir", str(tmp_path)]) == 2
+    assert f", {10**9} checkpoints); give another, or --limit-bytes" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_saves_are_kept_until_all_are_loaded(tmp_path: Path) -> None:
+    target, trace = tmp_path / "target", tmp_path / "trace"
+    target.mkdir()
+    argv = [*SMALL, "--engine", "torch,lazy", "--repeat", "2", "--operations", "saves_then_loads", "--no-storage"]
+    found = figures([*argv, "--warmup-saves", "0", "--cold", "--trace-dir", str(trace), "--keep"], target)
+    assert found["operations"] == "saves_then_loads"
+    for name in ("torch", "lazy"):
+        engine = found["engines"][name]
+        assert engine["verified"] and engine["failed"] is None
+        assert [len(engine[key]["samples"]) for key in ("durable_s", "load_warm_s")] == [2, 2]
+    begun = sorted(
+        (record["start_ns"], record["operation"])
+        for record in records(trace)
+        if record["type"] == "operation_begin" and record["operation"] in ("save", "load")
+    )
+    saves = [operation for _, operation in begun]
+    per_engine = saves.count("load") // 2
+    assert saves == [*["save"] * 2, *["load"] * per_engine, *["save"] * 2, *["load"] * per_engine]
+    kept = sorted(path.name for path in target.glob("ckpt_replay_*/lazy/*"))
+    assert kept == ["save_0", "save_1"]

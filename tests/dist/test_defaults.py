@@ -60,7 +60,7 @@ ELSEWHERE = ("storage_cache", "storage_deadline")
 SAVE = "--save {save} --save-interval 50"
 SHORT = f"--train-iters 3 --eval-iters 0 {SAVE}"  # for what the first one does not show
 TRAININGS = {
-    "plain": f"--train-iters 101 {SAVE} --exit-signal-handler",
+    "plain": f"--train-iters 101 {SAVE} --exit-signal-handler --export-hf-interval 100",
     "fp16": f"{SHORT} --fp16 --use-rotary-position-embeddings --optimizer sgd --checkpoint-activations "
     "--deepspeed-activation-checkpointing --tensorboard-dir {save}/tensorboard --profile pt "
     "--checkpoint-engine lazy",

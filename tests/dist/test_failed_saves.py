@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ TRAINING = [
     "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "4", "--lr", "1e-3",
     "--log-interval", "1",
 ]  # fmt: skip
+ONE = Layout(tp=1, pp=1, dp=1)
 SCRIPT = str(Path(__file__).with_name("scripts") / "disturbed_saves.py")
+KILLED = str(Path(__file__).with_name("scripts") / "killed_when_written.py")
+CHECKPOINT_BYTES = 1_900_000  # of one rank: 14 for each parameter
 DISK_BYTES = 16 << 20
 
 
@@ -129,6 +133,27 @@ def test_full_disk_to_the_end(launcher: Launcher, disk: Disk) -> None:
     assert left == [".generations", "global_step1", "latest", "latest_checkpointed_iteration.txt"]
     again = launcher.run(TWO, *MODEL, *TRAINING, "--load", str(disk.directory), "--exit-interval", "2")
     assert again.ok and "resumed from iteration 1" in again.output, again.output[-4000:]
+
+
+@pytest.mark.parametrize("killed_in", [1, 2])
+def test_what_a_killed_save_has_left_takes_no_room_from_the_next(launcher: Launcher, killed_in: int) -> None:
+    """The disk has room for the save that is killed, and for the checkpoint before it if there is one, and no more."""
+    save, room = launcher.directory / "disk" / "run", killed_in * CHECKPOINT_BYTES + CHECKPOINT_BYTES // 2
+    trace = str(launcher.directory / "trace")
+    flags = [
+        *MODEL, *TRAINING, "--train-iters", str(killed_in), "--checkpoint-engine", "lazy", *saving(save, 1),
+        "--load", str(save), "--restart-trace-dir", trace,
+    ]  # fmt: skip
+    with small_disk(launcher.directory / "disk", room) as mounted:
+        if not mounted:
+            pytest.skip("mounting a disk small enough to fill needs root")
+        kill = {"KILL_RANK": "0", "KILL_STEP": str(killed_in), "KILL_ENGINE": "lazy"}
+        killed = launcher.run(ONE, *flags, script=KILLED, env=kill)
+        assert killed.exit_codes == [-signal.SIGKILL], killed.output[-6000:]
+        assert sum(path.stat().st_size for path in save.glob(".incomplete_*/*")) > CHECKPOINT_BYTES // 2
+        again = launcher.run(ONE, *flags)
+        assert again.ok, again.output[-6000:]
+        assert (save / f"global_step{killed_in}" / "manifest.json").is_file() and not list(save.glob(".incomplete_*"))
 
 
 def test_directory_that_may_not_be_written_any_more(launcher: Launcher) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
+from megatron.hf.source import SOURCE
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, losses
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
@@ -42,6 +43,7 @@ def test_trainings_are_exported_and_begin_from_imports(
     for save, out in zip(saves, exported, strict=True):
         export(save, out, None, 5_000)
     files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in exported]
+    assert all(found.pop(SOURCE) for found in files)  # which names the checkpoint
     assert files[0] == files[1] and {"tokenizer.model", "config.json", "generation_config.json"} <= files[0].keys()
     printed = shlex.split(import_model(exported[0], tmp_path / "imported", None, 1))
     begun = {"imported": printed, "saved": [*STYLES[style], "--load", str(saves[0]), "--finetune"]}

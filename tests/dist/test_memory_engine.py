@@ -117,9 +117,10 @@ def same_losses(job: Job, first: int) -> None:
 
 @pytest.mark.slow
 def test_killed_ranks_go_on_from_the_newest_save_in_memory(tmp_path: Path, dataset: list[str]) -> None:
-    job = run(tmp_path, dataset)
+    job = run(tmp_path, dataset, lambda job: None, "--ckpt-fully-parallel-load")
     assert job.loaded() == (HELD_AT, {"local_memory"})
     same_losses(job, HELD_AT + 1)
+    assert job.output.count("--ckpt-fully-parallel-load: no effect on a load from host memory") == 1
     assert "which was committed later" not in job.output, "`latest` was set back by nobody"
     stored = sorted(path.name for path in job.save.glob("global_step*"))
     assert stored == [f"global_step{step}" for step in (10, 11, 5)], "each fifth, and the last"

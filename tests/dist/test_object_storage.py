@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron.fileio.objects.s3 import Bucket
 from megatron.parallel.topology import Layout
 from tests.dist.harness import Starvation, Zygote, kill_all, losses, records, wait_for
 from tests.dist.tiny_runs import DROPOUT, MODEL, SINGLE, TRAINING, Launcher
-from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
+from tests.object_storage import BUCKET, FaultProxy, Request, Server, Session, environment_of, listings, serving
 from tools.restart_drill.storage_proxy import BUCKET_REGION
 
 TWO = Layout(tp=1, pp=1, dp=2)
@@ -145,6 +146,35 @@ def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(
     assert "global_step4/" in committed
 
 
+def test_credentials_that_expire_in_the_middle_of_a_save_fail_it_alone(launcher: Launcher, server: Server) -> None:
+    """One of two ranks has uploaded when they do; new ones are there for the next save, and nothing was lost."""
+    trace, prefix = launcher.directory / "trace", "runs/session"
+    session, told = Session(launcher.directory / "credentials"), []
+    session.renew()
+
+    def fault(request: Request) -> str | None:
+        if len(told) == 2:
+            return "expired" if session.is_expired(request, 2) else None
+        if request.method != "PUT" or not re.search("global_step4/.*rank_00001.safetensors", request.path):
+            return None
+        told.append(request)
+        if len(told) == 2:  # the rank has looked for new ones, too
+            session.renew()
+        return "expired"
+
+    flags = [*FLAGS, "--train-iters", "6", "--checkpoint-engine", "lazy"]
+    with FaultProxy(server, fault).running() as proxy:
+        run = launcher.train(TWO, *flags, *saving(f"s3://{BUCKET}/{prefix}", trace), env=session.environment(proxy))
+    failed = [line for line in run.output.splitlines() if "checkpoint global_step4 was not saved: rank 1: " in line]
+    assert (
+        len(told) == 2 and len(failed) == 1 and "the credentials have expired or are no more valid; renew" in failed[0]
+    )
+    kept = [re.search(r"global_step(\d+)/", key) for key in manifests(server, prefix)]
+    assert [match[1] for match in kept if match] == ["2", "6"]
+    with environment_of(server.environment()):
+        assert not list(Bucket(BUCKET).list(f"{prefix}/global_step4/"))
+
+
 @pytest.mark.parametrize(
     ("uri", "environment", "answered", "told"),
     [
@@ -179,3 +209,30 @@ def test_that_nothing_may_be_written_is_told_once_before_training(launcher: Laun
     assert refused.exit_codes == [2] and refused.output.count(told) == 1, refused.output
     assert "Traceback" not in refused.output and environment["AWS_SECRET_ACCESS_KEY"] not in refused.output
     assert not list((launcher.directory / "trace").iterdir())
+
+
+def test_a_start_lists_its_prefix_once_however_many_hosts_it_has(launcher: Launcher, server: Server) -> None:
+    """Each rank is a host of its own: rank 0 lists, and tells the others from what to go on.
+
+    The last two starts begin from another prefix, and go on from what they have saved.
+    """
+    alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    flags = [*FLAGS, "--train-iters", "8", "--checkpoint-engine", "lazy", "--save-interval", "2"]
+    flags += ["--restart-trace", "off"]
+    asked: dict[int, list[Counter[str]]] = {1: [], 2: []}
+    for hosts, counts in asked.items():
+        prefix = f"runs/listed_{hosts}"
+        own = [f"{prefix}/"]
+        for places, until in ((own, 2), (own, 4), ([f"{prefix}_tuned/", *own], 2), ([f"{prefix}_tuned/"], 4)):
+            save = ["--save", f"s3://{BUCKET}/{places[0]}", "--load", f"s3://{BUCKET}/{prefix}"]
+            save += ["--finetune"] if places != own else []
+            with FaultProxy(server).running() as proxy:
+                layout, stop = Layout(tp=1, pp=1, dp=hosts), ["--exit-interval", str(until)]
+                run = launcher.train(layout, *flags, *save, *stop, env=proxy.environment() | alone)
+            assert ("resumed from iteration 2" in run.output) == (until == 4)
+            first = next(i for i, each in enumerate(proxy.seen) if each.method == "PUT" and "/global_step" in each.path)
+            found = Counter(listings(proxy.seen[:first]))
+            assert {where for where in found if not where.endswith("/.generations/")} == set(places)
+            assert all(found[where] == 1 for where in places), found
+            counts.append(Counter(where.replace(prefix, "") for where in found.elements()))
+    assert asked[1] == asked[2]

@@ -73,3 +73,18 @@ def test_clients_are_measured_with_and_without_hooks(tmp_path: Path) -> None:
     assert all(float(cells[key].split(" +- ")[0]) > 0 for key in ("untraced s", "traced s", "ms within hooks"))
     assert verdict.startswith("Hooks take less than 1% of both: true of ")
     assert not list(tmp_path.iterdir())
+
+
+def test_tracing_is_measured_in_all_processes_of_a_job(tmp_path: Path) -> None:
+    """Of one that torchrun starts, and of one that spawns its ranks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overhead.jobs", "--only", "FSDP2, dcp.save", "mp.spawn", "--repeat", "1",
+         "--steps", "0.1", "--width", "64", "--dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:4]]
+    for name, steps, *times, _ in rows:
+        assert name in ("| FSDP2, dcp.save", "| mp.spawn") and int(steps) > 1
+        assert all(float(time.split()[0]) > 0 for time in times)
+    assert not list(tmp_path.iterdir())

@@ -15,6 +15,8 @@ import polars as pl
 import pytest
 
 from tests.dist.harness import HANGS_S, ROOT
+from tests.unit.tools.ckpt_analysis.glossary_helpers import titles_of, undefined_in_titles
+from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page
 from tools.ckpt_analysis.cli import main as analysis
 from tools.restart_sweep.cli import main as sweep_main
 
@@ -125,9 +127,10 @@ def test_its_report_has_every_figure_and_says_what_was_not_measured(swept: Path)
         assert f'<section id="sweep-{figure}"' in page
     assert "Cells of a megabyte." in page and "Replay: ranks 0 of tiny on TP1 x PP1 x DP1" in page
     assert "No restart was measured: the sweep has no fault." in page
-    assert "Checkpoint frequency was not varied" in page and "No iteration was measured" in page
+    assert "The save interval was not varied" in page and "No iteration was measured" in page
     assert "replay tiny tp1_pp1_dp1: " in page  # the verdict
     assert page.count("as planned") >= 2
+    assert undefined_in_titles(titles_of(Page(page))) == []
 
 
 def test_its_table_has_a_row_for_each_measurement(swept: Path) -> None:
@@ -151,6 +154,9 @@ def test_a_bundle_is_valid_and_compared_and_one_byte_makes_the_difference(
     assert analysis(["bundle", str(swept / "out"), "-o", str(bundle)]) == 0
     assert analysis(["validate", str(bundle)]) == 0
     assert "6 cells: valid" in capsys.readouterr().out
+    assert analysis(["validate", "--mlperf", str(bundle)]) == 1
+    told = capsys.readouterr().out
+    assert "has model tiny, which is not in table 2" in told and "has 1 writes, and not 10" in told
     assert analysis(["compare", f"ours={bundle}", f"theirs={swept / 'out'}"]) == 0
     told = capsys.readouterr().out
     assert "theirs: lazy" in told and "load_cold_s" in told
@@ -245,3 +251,7 @@ def test_a_failure_is_recorded_and_passed_over(tmp_path: Path) -> None:
     assert [one["status"] for one in found] == ["failed", "ok"]
     page = (out / "report" / "ckpt_report.html").read_text()
     assert "--no-such-flag" in page and "The storage itself was not measured" in page
+    part = [*command(out, file), "--engines", "lazy", "--no-report"]
+    of_others = subprocess.run(part, env=environment(), capture_output=True, text=True, timeout=HANGS_S)
+    assert of_others.returncode == 0, of_others.stderr
+    assert "of the cells that were not asked for here, 1 failed before" in of_others.stderr

@@ -51,7 +51,7 @@ class Launcher:
     ) -> Run:
         """Launch pretrain_gpt.py (or `script`) on all ranks of `layout` and return when they have ended.
 
-        `forked_writers` saves the imports of the processes that engine fastpersist-decoupled starts.
+        `forked_writers` saves the imports of the processes that engine fastpersist-decoupled and exports start.
         """
         argv = [*self.dataset, *parallel(layout), *map(str, flags)]
         environment = ({FORKED_WRITERS: "1"} if forked_writers else {}) | dict(env or {})

@@ -184,7 +184,9 @@ def _claim(config: Config) -> Ownership | ObjectOwnership | None:
         return None
     if is_uri(options.save):
         stored = open_checkpoints("--save", options.save, options)
-        return claim_prefix(stored.bucket, stored.uri, "faults")
+        ownership = claim_prefix(stored.bucket, stored.uri, "faults")
+        stored.claimed(ownership.generation)
+        return ownership
     return claim(Path(options.save), "faults", restarted=options.checkpoint_engine == "memory")
 
 

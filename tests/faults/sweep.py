@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.engines import EXPECTED
 from tests.faults.injection import HANGS_S, Fault, Traced, faults_at, run_traced
 from tests.faults.repeated import Repeated
 from tests.faults.system_calls import KILL, MEMORY
@@ -55,15 +56,8 @@ if TYPE_CHECKING:
 _SOON = ["--storage-deadline", "5"]
 # Name -> flags. `memory` keeps saves in slots, of which calls count, too.
 SCENARIOS: dict[str, list[str]] = {
-    "torch": ["--checkpoint-engine", "torch"],
-    "lazy": ["--checkpoint-engine", "lazy"],
+    **{engine: ["--checkpoint-engine", engine] for engine in EXPECTED},
     "lazy-buffered": ["--checkpoint-engine", "lazy", "--direct-io", "off", "--checkpoint-durability", "none"],
-    "memory": ["--checkpoint-engine", "memory"],
-    "fastpersist": ["--checkpoint-engine", "fastpersist"],
-    "fastpersist-decoupled": ["--checkpoint-engine", "fastpersist-decoupled"],
-    "torchsnapshot": ["--checkpoint-engine", "torchsnapshot"],
-    "dcp": ["--checkpoint-engine", "dcp"],
-    "dcp-async": ["--checkpoint-engine", "dcp-async"],
     "torch-stored": ["--checkpoint-engine", "torch", *_SOON],
     "lazy-stored": ["--checkpoint-engine", "lazy", *_SOON],
     "torch-rank-0": ["--checkpoint-engine", "torch"],
@@ -254,7 +248,13 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | T
     if TWO_RANKS.keys() & names:
         from tests.faults.two_ranks import TwoRanks
 
-        yield [TwoRanks(name, SCENARIOS[name], TWO_RANKS[name], root / "data", root / name) for name in names]
+        made: dict[str, TwoRanks] = {}  # engine -> the first with it
+        scenarios = []
+        for name in names:
+            engine, like = SCENARIOS[name][1], made.get(SCENARIOS[name][1])
+            scenarios.append(TwoRanks(name, SCENARIOS[name], TWO_RANKS[name], root / "data", root / name, like))
+            made.setdefault(engine, scenarios[-1])
+        yield scenarios
         return
     trained = launches.Trained(root / "data")
     hashes: dict[int, str] = {}

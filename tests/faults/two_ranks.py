@@ -25,11 +25,17 @@ _RANKS = (0, 1)
 class TwoRanks:
     """An engine that saves from two ranks, and in which of them a call fails."""
 
-    def __init__(self, name: str, flags: Sequence[str], rank: int, data: Path, root: Path) -> None:
+    def __init__(
+        self, name: str, flags: Sequence[str], rank: int, data: Path, root: Path, like: TwoRanks | None = None
+    ) -> None:
+        """`like`: one with the same flags, of which this one has the checkpoints and what is known of them."""
         self.name = name
         self._flags, self._rank, self._data = flags, rank, data
-        self._place = Directory(root, shared_calls=True)
         self._begins = f"{root}/begins"
+        if like is not None:
+            self._place, self._hashes, self._known = like._place, like._hashes, like._known
+            return
+        self._place = Directory(root, shared_calls=True)
         self._hashes: dict[int, list[str]] = {}  # step -> hashes of the state of each rank
         self._known: dict[str, list[Ended]] = {}
         for step in (1, FORMER, NEW):

@@ -5,6 +5,7 @@ It needs polars and SciPy, to analyse the traces and compare the engines; the ma
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from benchmarks.overhead.report import render
 from restart_trace.command_line import CommandParser
 from restart_trace.reading import read_records
+from restart_trace.schema import PHASES
 from tests.gpu.measured import (
     NOT_OBSERVED,
     TestResult,
@@ -40,9 +42,8 @@ examples:
 
 exit status: 0 printed, 2 the directory cannot be used
 """
-_START = ("process_start", "imports", "cuda_context", "name_lookup", "rendezvous", "communicators", "model_build")
-_START += ("data_build", "engine_init", "compile", "host_memory", "warmup", "discover", "load", "redistribute")
-_START += ("barrier", "first_step")
+# A start-up contains the load.
+_START = [*itertools.takewhile("first_step".__ne__, PHASES["startup"]), *PHASES["load"], "first_step"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

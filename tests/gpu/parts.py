@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron.checkpointing.engines.registry import builtin_engines
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0  # of a part; then what it runs is ended
 ENGINES_HERE = "ENGINES"
 TIMED_ITERATIONS = 12  # of a part that measures the time of an iteration
 _FOUR_RANKS = ROOT / "tests" / "gpu" / "four_ranks.hosts"
 FIRST_ENGINES = ("lazy", "torch", "fastpersist-decoupled", "dcp-async")
-OTHER_ENGINES = ("fastpersist", "torchsnapshot", "dcp", "datastates")
+OTHER_ENGINES = tuple(name for name in builtin_engines() if name not in (*FIRST_ENGINES, "memory", "none"))
 ENGINES = (*FIRST_ENGINES, *OTHER_ENGINES)
 
 

@@ -1,7 +1,8 @@
 """Runs commands of the launch scripts, each in a fork of a process that has imported them, and nothing else.
 
-A fork of pytest's own process, which has the imports of all tests, takes ten times as long as such a command. Run as a
-program: reads one JSON request per line from stdin ({"words", "cwd", "environ"}), and answers {"status", "stdout",
+A fork of pytest's own process, which has the imports of all tests, takes ten times as long as such a command. What the
+command asks another tool is forked too: a start and the imports of each take a tenth of a second of a processor. Run as
+a program: reads one JSON request per line from stdin ({"words", "cwd", "environ"}), and answers {"status", "stdout",
 "stderr"}, status as subprocess has it.
 """
 
@@ -12,17 +13,25 @@ import functools
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training import check_run
+from tools.ckpt_plan import cli as ckpt_plan
 from tools.restart_bench.cli import main
+from tools.restart_bench.interpreter import Interpreter
+
+Main = Callable[[Sequence[str]], int | None]
 
 ROOT = Path(__file__).resolve().parents[2]
+ASKED: dict[str, Main] = {"ckpt_plan": ckpt_plan.main, "megatron.training.check_run": check_run.main}
+start_tool = Interpreter.run
 
 
 @functools.cache
@@ -44,19 +53,21 @@ def run_forked(words: Sequence[str], cwd: Path, environ: dict[str, str]) -> subp
     return subprocess.CompletedProcess([*words], told["status"], told["stdout"], told["stderr"])
 
 
-def _become(request: dict[str, Any], stdout: int, stderr: int) -> None:
+def _become(tool: Main, words: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> None:
     """In the forked process."""
     status = 70
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"))
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), line_buffering=True)
-        os.chdir(request["cwd"])
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
         os.environ.clear()
-        os.environ.update(request["environ"])
-        status = main(request["words"])
+        os.environ.update(environ)
+        status = tool(words) or 0
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        status = end.code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -66,17 +77,43 @@ def _become(request: dict[str, Any], stdout: int, stderr: int) -> None:
         os._exit(status)
 
 
-def _run(request: dict[str, Any]) -> dict[str, Any]:
+def _fork(
+    tool: Main, words: Sequence[str], environ: Mapping[str, str], *, one_stream: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`one_stream`: stderr goes where stdout does."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         pid = os.fork()
         if pid == 0:
-            _become(request, stdout.fileno(), stderr.fileno())
+            _become(tool, words, environ, stdout.fileno(), (stdout if one_stream else stderr).fileno())
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         for file in (stdout, stderr):
             file.seek(0)
-        return {"status": status, "stdout": stdout.read().decode(), "stderr": stderr.read().decode()}
+        return subprocess.CompletedProcess([], status, stdout.read().decode(), stderr.read().decode())
+
+
+def ask_tool(
+    self: Interpreter, module: str, *words: str, environ: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """What Interpreter.run does, without a start if the interpreter is this one and the tool one of ASKED."""
+    found = shutil.which(self.path, path=self.environ.get("PATH"))
+    streams = options.get("stdout"), options.get("stderr")
+    read = streams in ((subprocess.PIPE, subprocess.STDOUT), (subprocess.PIPE, subprocess.DEVNULL))
+    if found != sys.executable or module not in ASKED or not read:
+        return start_tool(self, module, *words, environ=environ, **options)
+    env = self.environment() | dict(environ or {})
+    return _fork(ASKED[module], words, env, one_stream=streams[1] == subprocess.STDOUT)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    def command(words: Sequence[str]) -> int:
+        os.chdir(request["cwd"])
+        return main(words)
+
+    done = _fork(command, request["words"], request["environ"])
+    return {"status": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
 
 
 if __name__ == "__main__":
+    Interpreter.run = ask_tool
     for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line))), flush=True)
+        print(json.dumps(_answer(json.loads(line))), flush=True)

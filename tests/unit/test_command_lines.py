@@ -27,16 +27,16 @@ CONSOLE_SCRIPTS = sorted(
 )
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
-    for folder in ("tools", "benchmarks", "megatron/launch", "restart_trace")
+    for folder in ("tools", "benchmarks", "megatron/adapters", "megatron/launch", "restart_trace")
     for path in (ROOT / folder).rglob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
 # Started by commands with arguments that nobody types.
 CHILD_PROCESSES = {
     "tools.ckpt_replay.worker", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
-    "benchmarks.launchers.plain_deepspeed", "megatron.launch.rank",
+    "benchmarks.launchers.plain_deepspeed", "benchmarks.adapters.job", "megatron.launch.rank",
     "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
-    "tools.restart_drill.soak.snapshot",
+    "tools.restart_drill.soak.snapshot", "benchmarks.restart_scoreboard.torchft_ddp",
 }  # fmt: skip
 SCRIPTS = [
     *sorted(path for path in BENCH.rglob("*.*") if path.suffix in (".sh", ".sbatch") and path.read_text()[:2] == "#!"),

@@ -97,6 +97,19 @@ def test_the_picture_shows_the_imports() -> None:
     assert layers <= boxes.keys()
 
 
+@pytest.mark.parametrize(
+    ("added", "told_apart_by"),
+    [("a launcher", r"\bBY_SLURM\b"), ("an object store", r"\bobjects\.s3 import|s3://BUCKET|Amazon S3")],
+)
+def test_an_addition_names_the_files_that_a_search_would_find(added: str, told_apart_by: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (row,) = re.findall(rf"^\| {added} \|.*$", text, re.MULTILINE)
+    modules = [path for top in ("megatron", "tools") for path in (ROOT / top).rglob("*.py")]
+    found = {path for path in modules if re.search(told_apart_by, path.read_text())}
+    named = {Path(word).name for word in re.findall(r"`([\w./]+\.py)`", row)}
+    assert found and {path.name for path in found} <= named, f"{added}: {found}"
+
+
 def test_every_fault_and_injection_point_is_documented() -> None:
     text = (ROOT / "docs" / "restart_drill.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))

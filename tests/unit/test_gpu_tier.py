@@ -23,6 +23,7 @@ from benchmarks.overhead.cli import parse_arguments as parse_overhead
 from megatron.checkpointing.engines.registry import engine_names
 from megatron.config.arguments import config_from_args, parse_args
 from tests.dist.harness import HANGS_S, end_all, processes_with, wait_for
+from tests.gpu.cuda_modules import CUDA_ALONE, RUN_BY
 from tests.gpu.facts import facts
 from tests.gpu.files import MOST_BYTES
 from tests.gpu.grow import touch
@@ -176,10 +177,8 @@ def test_docs_have_every_part_and_name_no_other() -> None:
     names = {re.sub("^resume-.*", "resume-ENGINE", part.name) for part in PARTS}
     assert {name for row in rows_of("The GPU tier") for name in row[0].split()} == names
     known = names | {part.name for part in PARTS}
-    for section in ("What has not been run", "Where the code uses CUDA"):
-        named = {name for row in rows_of(section) for name in row[-1].split()}
-        assert {name for name in named if not name.endswith(".py")} <= known
-        assert all((ROOT / name).is_file() for name in named if name.endswith(".py"))
+    assert {name for row in rows_of("What has not been run") for name in row[-1].split()} <= known
+    assert {part for parts in RUN_BY for part in parts.split(", ")} <= known | {"nothing"}
 
 
 def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
@@ -200,26 +199,25 @@ def modules_with(pattern: str) -> set[str]:
     }
 
 
-CUDA_ALONE = (
+CUDA_NAMES = (
     r"torch\.cuda\b|torch\.backends\.cuda|\blibcuda|\"nccl\"|\"cuda\"|\bis_cuda\b|pynvml|nvidia-smi|CUDA_VISIBLE_DEVICES"
     r"|\bCUBLAS_|\b(TORCH_)?NCCL_[A-Z]"
 )
 
 
-def test_docs_name_every_module_that_uses_cuda() -> None:
+def test_every_module_that_uses_cuda_is_listed() -> None:
     found = modules_with(
         r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
         r"|torch\.(accelerator|Stream|Event)\b|get_device_module|(built|available)_accelerator|accelerator_in_use"
         r"|\"DS_ACCELERATOR\"\] [!=]=|non_blocking=|side_stream\(|current_accelerator\(|\bcudaEvent|\.cpu\(\)|pynvml"
     )
-    assert found == {name for row in rows_of("Where the code uses CUDA") for name in row[0].split()}
+    listed = [name for names in RUN_BY.values() for name in names]
+    assert found == set(listed) and len(listed) == len(found)
 
 
-def test_docs_list_what_is_cudas_alone() -> None:
+def test_what_is_cudas_alone_is_listed() -> None:
     """What has a name for any accelerator is called by that, so that ROCm and XPU are no port."""
-    rows = rows_of("What is CUDA's alone")
-    listed = {name for row in rows for name in row[1].split() if name.endswith(".py")}
-    assert modules_with(CUDA_ALONE) == listed
+    assert modules_with(CUDA_NAMES) == CUDA_ALONE
 
 
 @pytest.mark.slow

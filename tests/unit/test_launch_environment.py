@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.script_helpers import BENCH, ROOT, TINY, dry_run, run_script
-from tools.restart_bench.launcher_entries import LAUNCHERS
+from tools.restart_bench.launcher_entries import LAUNCHERS, ON_EACH_NODE
 
 # Values that a shell would take apart, if it were let.
 NASTY = {
@@ -117,7 +117,7 @@ def settings(tmp_path: Path, launcher: str, python: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("launcher", "shell"), [("torchrun", "bash"), ("torchrun", "sh"), ("fork", "sh")])
+@pytest.mark.parametrize(("launcher", "shell"), [("torchrun", "bash"), *((name, "sh") for name in ON_EACH_NODE)])
 def test_variables_reach_other_nodes_through_ssh(launcher: str, shell: str, tmp_path: Path) -> None:
     bin_dir = tmp_path / "bin"
     ssh = stand_in(bin_dir / "ssh", SSH.format(shell=shell))

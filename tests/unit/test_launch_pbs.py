@@ -33,7 +33,7 @@ def job(tmp_path: Path, nodes: str) -> dict[str, str]:
         "TMPDIR": str(nodefile.parent),
         "GPUS_PER_NODE": "4",
         "DEVICE": "cpu",
-        "SKIP_SETUP": "1",
+        "VENV_DIR": str(tmp_path / "none"),  # so that a dry run asks nobody for the flags and sizes
         "KILL_AT": "none",
     }
 

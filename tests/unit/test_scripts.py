@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.published.__main__ import parse_arguments as parse_arguments_of_published
 from megatron.checkpointing.engines.registry import builtin_engines
 from megatron.launch.cli import parse_arguments
 from tests.cluster.__main__ import parse_arguments as parse_arguments_of_cluster
@@ -32,8 +33,9 @@ from tests.unit.script_helpers import (
 )
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
-from tools.ckpt_replay.plan import CONNECTOR, RAW
+from tools.ckpt_replay.plan import LIBRARIES, RAW
 from tools.restart_bench.cli import main
+from tools.restart_bench.launcher_entries import BY_SLURM, FROM_ONE_NODE, LAUNCHERS, ON_EACH_NODE
 from tools.restart_bench.settings import DECLARATIONS
 from tools.restart_drill.cli import parse_arguments as parse_arguments_of_drill
 from tools.restart_drill.own_shm import may_mount
@@ -90,6 +92,7 @@ def test_scheduled_checks_are_those_of_the_document() -> None:
 
 
 PARSERS = {
+    "benchmarks.published": parse_arguments_of_published,
     "tests.cluster": parse_arguments_of_cluster,
     "tests.faults.sweep": parse_arguments_of_faults,
     "tests.mutation": parse_arguments_of_mutation,
@@ -125,6 +128,26 @@ def run_script_text(text: str) -> str:
     return subprocess.run(["bash", "-euc", text], check=True, capture_output=True, text=True, timeout=300).stdout
 
 
+@pytest.mark.slow
+def test_commands_that_these_tests_fork_say_what_those_that_are_started_say(tmp_path: Path) -> None:
+    """The command of the script, and those that it asks about the flags, the memory and the checkpoint."""
+
+    def said(*wrapper: str) -> list[tuple[int, str, str]]:
+        given = {"DRY_RUN": "1", "GPUS_PER_NODE": "1"}
+        runs = [
+            run_script("run_1b_tp1_pp1.sh", tmp_path, wrapper=wrapper, **given, EXTRA_ARGS=arguments)
+            for arguments in ("", "--no-such-flag")
+        ]
+        free, launch_id = r"; [\d.]+ GB are free .*", r"LAUNCH_ID=\S+"
+        return [(run.returncode, re.sub(launch_id, "", run.stdout), re.sub(free, "", run.stderr)) for run in runs]
+
+    forked = said()
+    assert forked == said("bash")
+    assert [status for status, _, _ in forked] == [0, 2] and "unknown flag --no-such-flag" in forked[1][2]
+    for answer in ("checks passed: settings, flags", "the fullest device holds", "a checkpoint: "):
+        assert answer in forked[0][2]
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
 def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path) -> None:
     dp = max(2, 8 // (preset.tp * preset.pp))
@@ -156,7 +179,7 @@ def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS[1:], ids=lambda preset: preset.script)
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p.tp * p.pp % 4 == 0], ids=lambda preset: preset.script)
 def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> None:
     given = {"GPUS_PER_NODE": "4", "RECOMPUTE": "none"}
     commands = dry_run(preset.script, tmp_path, **given, MASTER_ADDR="node0")
@@ -256,7 +279,7 @@ def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> N
 
 
 def test_a_dry_run_says_what_was_checked_and_what_runs_where(tmp_path: Path) -> None:
-    save_dir = tmp_path / "here"
+    save_dir = tmp_path / "mounted" / "elsewhere"
     given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable, "SAVE_DIR": str(save_dir)}
     done = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, ENGINE="lazy", GPUS_PER_NODE="8", DEVICE="cuda")
     assert done.returncode == 0 and list(tmp_path.iterdir()) == []
@@ -267,12 +290,60 @@ def test_a_dry_run_says_what_was_checked_and_what_runs_where(tmp_path: Path) -> 
         "a checkpoint: 970.2 GB of tensors, at most 15.7 GB of a rank",
     ]
     free = rf"storage: {save_dir}; [\d.]+ GB are free in {tmp_path} on this host, room for \d+ checkpoints"
-    assert re.fullmatch(free, said[4]) and said[5:] == ["each node runs, with NODE_RANK=0..7:"]
+    assert re.fullmatch(free, said[4]) and said[-1] == "each node runs, with NODE_RANK=0..7:"
+    no_room = f"SAVE_DIR={save_dir}: is not there on this host; the hosts of the run need 970.2 GB"
+    assert said[5:-1] == ([no_room] if "room for 0 checkpoints" in said[4] else [])
     (line,) = done.stdout.splitlines()
     assert f'--node_rank "{NODE_RANK}" --nproc_per_node 8' in line
     shell = f'NODE_RANK=5; printf "%s\\n" {line.removeprefix("env ")}'
     words = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[words.index("--node_rank") + 1] == "5"
+
+
+@pytest.mark.slow
+def test_a_dry_run_without_room_in_the_save_dir_ends_with_1_as_its_run_would(tmp_path: Path) -> None:
+    """With checkpoints of hundreds of TB, for which no machine that runs this has room."""
+    given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "PYTHON": sys.executable, "GPUS_PER_NODE": "8", "DEVICE": "cuda"}
+    given |= {"EXTRA_ARGS": "--ffn-hidden-size 28672000", "WORK_DIR": str(tmp_path / "work")}
+    save_dir = tmp_path / "save"
+    refused = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, SAVE_DIR=str(save_dir))
+    assert refused.returncode == 1 and len(commands_of_nodes(refused.stdout)) == 8, refused.stderr
+    said = refused.stderr.splitlines()[-1]
+    assert re.search(rf"error: SAVE_DIR={save_dir}: [\d.]+ GB are free, and a checkpoint is [\de.+]+ GB: ", said)
+    assert said.endswith("no save could succeed; free space, or give another SAVE_DIR")
+    job = run_script("submit.sh", tmp_path, "70b_tp8_pp8", "--scheduler", "slurm", **given, SAVE_DIR=str(save_dir))
+    assert job.returncode == 1 and "no save could succeed" in job.stderr and "sbatch " in job.stdout
+    without = run_script("run_70b_tp8_pp8.sh", tmp_path, **given)
+    assert without.returncode == 0 and "no room in the default directory: give the run a SAVE_DIR" in without.stderr
+    save_dir.mkdir()
+    (save_dir / "latest").touch()
+    empty = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, SAVE_DIR=str(save_dir))
+    assert empty.returncode == 1 and "no save could succeed" in empty.stderr
+    another = tmp_path / "another" / "global_step5"
+    another.mkdir(parents=True)
+    (another / "manifest.json").touch()
+    from_another = {**given, "EXTRA_ARGS": f"{given['EXTRA_ARGS']} --load {another.parent}"}
+    resumed = run_script("run_70b_tp8_pp8.sh", tmp_path, **from_another, SAVE_DIR=str(save_dir))
+    assert resumed.returncode == 0 and "room for 0 checkpoints" in resumed.stderr and "error" not in resumed.stderr
+    from_another["EXTRA_ARGS"] += " --finetune"
+    anew = run_script("run_70b_tp8_pp8.sh", tmp_path, **from_another, SAVE_DIR=str(save_dir))
+    assert anew.returncode == 1 and "no save could succeed" in anew.stderr
+    another.rename(save_dir / "global_step5")
+    resumed = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, SAVE_DIR=str(save_dir))
+    assert resumed.returncode == 0 and "room for 0 checkpoints" in resumed.stderr and "error" not in resumed.stderr
+    none = run_script("run_70b_tp8_pp8.sh", tmp_path, **given, SAVE_DIR=str(tmp_path / "new"), ENGINE="none")
+    assert none.returncode == 0 and "engine none saves nothing" in none.stderr, none.stderr
+
+
+@pytest.mark.parametrize("dry_run", ["1", pytest.param("plan", marks=pytest.mark.slow)])
+def test_a_dry_run_refuses_a_save_dir_in_which_nothing_can_be_made(tmp_path: Path, dry_run: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    given = {"DRY_RUN": dry_run, "SKIP_SETUP": "1", "PYTHON": sys.executable, "DEVICE": "cpu", "ENGINE": "lazy"}
+    for save_dir in (file, file / "below" / "it"):
+        done = run_script("run_tiny_tp2_pp2_dp2.sh", tmp_path, **given, SAVE_DIR=str(save_dir))
+        assert done.returncode == 2, done.stderr
+        assert f"{file} is no directory; give another" in done.stderr and str(save_dir) in done.stderr.splitlines()[-1]
 
 
 def test_a_dry_run_over_hosts_says_who_starts_the_command(tmp_path: Path) -> None:
@@ -478,7 +549,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     ("script", "settings", "message"),
     [
         ("run_7b_tp4_pp2.sh", {"DP": "two"}, "DP=two: give a whole number"),
-        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, deepspeed, srun or fork"),
+        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, f"LAUNCHER=mpirun: use {', '.join([*LAUNCHERS][:-1])} or "),
         ("run_7b_tp4_pp2.sh", {"MODE": "simulate"}, "MODE=simulate: use train, restart, replay or scaled"),
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "memory"}, "DRY_RUN=memory: use 1 or plan"),
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "plan", "MODE": "replay"}, "DRY_RUN=plan: shows what a training needs"),
@@ -645,7 +716,7 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> WithoutIt:
         given = {"DRY_RUN": "1", "SKIP_SETUP": "1", "WORK_DIR": str(directory / "work"), "RECOMPUTE": "none"}
         given |= {"RESTART_TRACE_LAUNCH_ID": "id", "GPUS_PER_NODE": "4"}
         given |= {"LAUNCHER": {"restarts": "fork", "by hand": "torchrun"}.get(launcher, launcher)}
-        given |= {} if launcher == "srun" else {"HOSTFILE": str(hostfile)}
+        given |= {} if launcher in BY_SLURM else {"HOSTFILE": str(hostfile)}
         given |= {"NODE_RANK": "0"} if launcher == "by hand" else {}
         given |= {"MAX_RESTARTS": "3"} if launcher == "restarts" else {}
         return directory, given, run_script("run_7b_tp4_pp2.sh", directory, **given)
@@ -654,7 +725,7 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> WithoutIt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun", "fork", "restarts", "by hand"])
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "restarts", "by hand"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -672,8 +743,8 @@ def test_a_setting_has_its_effect_or_is_refused_by_name(
     after = run_script("run_7b_tp4_pp2.sh", directory, **given | settings)
     ((name, value),) = settings.items()
     assert before.returncode == 0, before.stderr
-    decides = {("HOST_GRACE", "deepspeed"), ("MEET_TIMEOUT", "by hand")}
-    decides |= {("NODE_RANK", "torchrun"), ("NODE_RANK", "fork"), ("NODE_RANK", "by hand")}  # which command is run here
+    decides = {("MEET_TIMEOUT", "by hand"), *(("HOST_GRACE", name) for name in FROM_ONE_NODE)}
+    decides |= {("NODE_RANK", name) for name in (*ON_EACH_NODE, "by hand")}  # which command is run here
     if (name, launcher) in decides:
         assert after.returncode == 0, after.stderr
     elif after.returncode == 0:
@@ -742,7 +813,7 @@ until [[ -e $NOTES/started_$((1 - node)) ]]; do sleep 0.02; done
 
 
 @pytest.mark.parametrize(
-    ("launcher", "fail_node"), [("torchrun", ""), ("torchrun", "0"), ("torchrun", "1"), ("fork", "1")]
+    ("launcher", "fail_node"), [("torchrun", ""), ("torchrun", "0"), *((name, "1") for name in ON_EACH_NODE)]
 )
 def test_one_launcher_per_host_of_a_hostfile(launcher: str, fail_node: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
@@ -803,7 +874,7 @@ def test_a_layout_without_a_script_is_a_preset_too(tmp_path: Path, capfd: pytest
 @pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
 def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp_path: Path) -> None:
     (said,) = ask_for(tmp_path, mode, ENGINE="nope")
-    assert "error: ENGINE=nope: there is no engine nope; give one of torch lazy " in said
+    assert f"error: ENGINE=nope: there is no engine nope; give one of {' '.join(builtin_engines())}" in said
     (tmp_path / "file").touch()
     (said,) = ask_for(tmp_path, mode, SAVE_DIR=str(tmp_path / "file" / "save"))
     assert f"{tmp_path}/file/save: cannot be " in said
@@ -815,7 +886,7 @@ def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp
 @pytest.mark.parametrize("mode", ["train", "replay"])
 def test_an_engine_that_there_is_not_is_not_printed_or_submitted(mode: str, tmp_path: Path) -> None:
     given = {"MODE": mode, "DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work")}
-    known = [*builtin_engines(), *([*RAW, CONNECTOR, ALL] if mode == "replay" else [])]
+    known = [*builtin_engines(), *([*RAW, *LIBRARIES, ALL] if mode == "replay" else [])]
     for script, *words in (["run_7b_tp4_pp2.sh"], ["submit.sh", "7b_tp4_pp2", "--scheduler", "slurm"]):
         done = run_script(script, tmp_path, *words, ENGINE="nope", **given)
         assert done.returncode == 2 and done.stdout == ""

@@ -59,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _overview().parse_args(words)
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
         return COULD_NOT_RUN
-    if near := _mistyped(words[0]):
-        print(f"{PROGRAM}: {visible(words[0])}: neither a command nor a directory{near}", file=sys.stderr)
+    first = _first(words)
+    if near := _mistyped(words[first]):
+        print(f"{PROGRAM}: {visible(words[first])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
-    name = words.pop(0) if words[0] in COMMANDS else _default(words)
+    name = words.pop(first) if words[first] in COMMANDS else _default(words)
     command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
     try:
@@ -76,6 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{PROGRAM}: {exc}: it was installed without what it needs: `pip install {exc.name}`", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+def _first(words: list[str]) -> int:
+    """Index of the word after the flags that every command takes: the name of the command, if it is given."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    add_shared_arguments(parser)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    try:
+        found, others = parser.parse_known_args(words)
+    except argparse.ArgumentError:  # a flag without its value, which the command's own parser tells
+        return 0
+    return 0 if others or not found.rest else len(words) - len(found.rest)
 
 
 def _default(words: list[str]) -> str:

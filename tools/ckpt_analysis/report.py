@@ -16,7 +16,8 @@ from .metrics.checks import COVERAGE_PROMISED, check_events, check_losses, check
 from .metrics.device_copies import device_copies
 from .metrics.failures import failure_of
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
-from .metrics.operations import measure, rank_times
+from .metrics.load_reads import load_reads
+from .metrics.operations import groups_lacking_ranks, measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
 from .metrics.results import FailureTimes, OperationStats, StartStats, TargetResult
 from .metrics.start_path import StartPath, measure_path, shown_start
@@ -70,7 +71,7 @@ class Report:
     `path`: that of `shown_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
     the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
     --target. `imported`: the imported log that the report was made from, `replayed`: the JSON of a replay; None for a
-    trace.
+    trace. `saves` are those of checkpoints, `weights` those of weights only, such as `save_pretrained`.
     """
 
     directory: Path
@@ -88,6 +89,7 @@ class Report:
     model: str | None = None
     storage: list[Storage] = field(default_factory=list)
     budget: Budget | None = None
+    weights: list[OperationStats] = field(default_factory=list)
     targets: list[TargetResult] = field(default_factory=list)
     imported: ImportedRun | None = None
     replayed: Replayed | None = None
@@ -158,6 +160,11 @@ def without_ranks(report: Report) -> Analysis:
     return Analysis(report, frames, tables, hosts, probe_values(frames))
 
 
+def _hosts(trace: Trace) -> pl.DataFrame:
+    rows = [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks]
+    return pl.DataFrame(rows, schema=_HOSTS, orient="row")
+
+
 def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     """Run all analyses on a trace. Numbers of each rank are included for small runs, or with `per_rank`."""
     frames = make_frames(trace)
@@ -166,7 +173,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
     times = rank_times(frames, trace.measured)
     of_starts = start_times(frames, {info.cycle: info.expected for info in cycles})
-    lacking = {info.cycle for info in cycles if info.missing}
+    lacking = groups_lacking_ranks(frames.operations, cycles, ours=is_ours(trace.ranks))
     saves = measure(frames, "save", times["save"], per_rank=per_rank, lacking=lacking)
     loads = measure(frames, "load", times["load"], per_rank=per_rank, lacking=lacking)
     seen = steps_seen(trace.ranks, frames, missing_cycles(cycles, trace.claimed_cycles))
@@ -176,16 +183,15 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     problems += check_results(saves, loads, starts, promised)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(times["save"], times["load"], of_starts), probe_values(frames)
-    hosts = pl.DataFrame(
-        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
-    )
+    hosts = _hosts(trace)
     copies = device_copies(frames, probes, hosts)
     sent, read = replications(frames, probes), tier_reads(frames, times["load"].seconds, hosts)
     saves = [replace(s, device_copies=copies.get(s.group), replication=sent.get(s.group)) for s in saves]
-    loads = [replace(load, tiers=read.get(load.group, [])) for load in loads]
+    asked = load_reads(frames, probes, hosts, lacking)
+    loads = [replace(load, tiers=read.get(load.group, []), reads=asked.get(load.group)) for load in loads]
     traffic = store_traffic(frames, probes)
-    saves = [replace(save, store_traffic=traffic.get(save.group)) for save in saves]
-    loads = [replace(load, store_traffic=traffic.get(load.group)) for load in loads]
+    saves, loads = ([replace(s, store_traffic=traffic.get(s.group)) for s in part] for part in (saves, loads))
+    weights, saves = ([s for s in saves if s.weights_only == only] for only in (True, False))
     last_failure = failure_of(frames.events, max(info.cycle for info in cycles))
     report = Report(
         directory=trace.directory,
@@ -193,6 +199,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         cycles=cycles,
         saves=saves,
         loads=loads,
+        weights=weights,
         starts=starts,
         path=measure_path(frames, shown_start(starts)),
         last_failure=last_failure and last_failure.times,
@@ -203,7 +210,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
                 loads,
                 starts,
                 frames,
-                tables,
+                tables.without([save.group for save in weights]),
                 hosts,
                 probes,
                 oversubscribed_hosts(trace.ranks),

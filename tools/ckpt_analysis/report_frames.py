@@ -1,4 +1,4 @@
-"""The numbers of a report as frames, whose columns docs/guides/notebooks.md lists and docs/metrics.md defines."""
+"""The numbers of a report as frames, whose columns `TraceAnalysis` lists and docs/metrics.md defines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _BUDGET = {"cycle": pl.Int64, "rank": pl.Int64, "part": pl.String, "start_s": pl
 
 
 def operations_of(report: Report) -> list[Stats]:
-    """Starts, loads and saves, each in order: the order of every table."""
-    return [*report.starts, *report.loads, *report.saves]
+    """Starts, loads, saves and saves of weights only, each in order: the order of every table."""
+    return [*report.starts, *report.loads, *report.saves, *report.weights]
 
 
 def summary(report: Report) -> pl.DataFrame:

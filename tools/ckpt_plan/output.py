@@ -6,15 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.checkpoint import ENGINES_OF_OBJECT_STORAGE
+from megatron.checkpointing.engines.registry import engines_of_object_storage
 from megatron.config.uris import is_uri
 from megatron.fileio.objects.parts import LISTED, download_requests, range_requests, upload_requests
 
 from ..common.formatting import size
 from ..common.tables import text_table
+from .device_memory import DEVICE_SIZES
+from .engines import engine_plan
 from .kinds import KINDS
 from .listing import Comparison
-from .memory import DEVICE_SIZES, HOST_NOTES
 from .plan import UPSTREAM, Plan, PlannedFile, RankPlan
 from .run_needs import RunNeeds, to_dict
 from .run_needs import render as render_needs
@@ -52,7 +53,7 @@ def requests(plan: Plan) -> dict[str, int] | None:
     which rank 0 compares; `load_get`: GetObject, if each file is needed by one node. docs/object_storage.md describes
     the other requests.
     """
-    if plan.engine not in ENGINES_OF_OBJECT_STORAGE:
+    if plan.engine not in engines_of_object_storage():
         return None
     sizes = [file.num_bytes for file in plan.files]
     read = range_requests if plan.engine == "lazy" else download_requests
@@ -95,7 +96,7 @@ def notes(plan: Plan) -> list[str]:
         "device memory is an estimate of the least needed: weights, gradients, master weights, moments and "
         "activations, without communication buckets and workspaces; it was not compared with a GPU"
     )
-    found.append(f"host memory is an estimate of what saving needs beside the state: {HOST_NOTES[engine]}")
+    found.append(f"host memory is an estimate of what saving needs beside the state: {engine_plan(engine).host_note}")
     if plan.config.checkpoint.keep_last is None:
         found.append("every checkpoint is kept unless --keep-last N is given: the disk needs this for each")
     return found

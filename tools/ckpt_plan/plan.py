@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.registry import check_engine_name
 from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
 from megatron.checkpointing.preflight.first_start import first_start
 from megatron.checkpointing.state.collect import Progress
@@ -16,11 +17,11 @@ from megatron.checkpointing.store.manifest import Manifest
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 
-from .kinds import KINDS, METADATA, tensor_bytes_by_kind
-from .memory import device_bytes, host_bytes
+from .device_memory import device_bytes
+from .engines import PlannedState, engine_plan
+from .kinds import KINDS, METADATA, file_tensor_bytes, tensor_bytes_by_kind
 from .presets import Planned
 from .rank_state import first_save, planned_files
-from .sizes import sizer, with_placements
 from .stage import stage_on_meta
 from .upstream import upstream_sizes
 
@@ -94,7 +95,9 @@ def make_plan(
     """
     config, layout, vocab_sizes = planned
     if engine != UPSTREAM:
-        sizer(engine)  # an engine that cannot be planned is refused before any work
+        # An engine that cannot be planned is refused before any work.
+        engine_plan(engine)
+        check_engine_name(engine, in_object_storage=config.checkpoint.in_object_storage)
     if config.checkpoint.verify_restored_state:
         raise ConfigError(
             "--verify-restored-state: the files of hashes that it adds are not planned; leave it out, and add "
@@ -120,9 +123,10 @@ def make_plan(
 def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> tuple[RankPlan, list[SavedFile]]:
     config, layout, vocab_sizes = planned
     at = layout.coordinates(rank)
-    placements = engine != UPSTREAM and with_placements(engine)
+    of_engine = engine_plan("torch" if engine == UPSTREAM else engine)
+    placements = of_engine.placements
     states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
-    saved = upstream_sizes(states, config) if engine == UPSTREAM else sizer(engine)(states, rank, config)
+    saved = upstream_sizes(states, config) if engine == UPSTREAM else of_engine.sizes(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
     parameters = sum(parameter.numel() for parameter in stage.parameters())
@@ -130,7 +134,7 @@ def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> 
     total = sum(file.num_bytes for file in saved)
     by_kind = kinds | {METADATA: total - sum(kinds.values())} if saved else dict.fromkeys(KINDS, 0)
     files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)
-    host = host_bytes("torch" if engine == UPSTREAM else engine, config, states, stage)
+    host = of_engine.host_bytes(PlannedState(config, [file_tensor_bytes(file) for file in states], parameters))
     return RankPlan(rank, at, files, by_kind, device, host), saved
 
 

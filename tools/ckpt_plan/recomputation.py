@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.config import Config, ModelConfig
 
 from ..common.formatting import size
-from .memory import device_bytes
+from .device_memory import device_bytes
 from .presets import Planned, config_for
 from .tensors import plan_tensors, stage_bounds
 

@@ -11,19 +11,19 @@ Throughputs, in GB/s (1 GB is 1e9 bytes), are minima; docs/metrics.md defines bl
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.engines.registry import engine_class
-from megatron.checkpointing.store.disk_space import lack_of_space, no_space, saves_left
-from megatron.config import Config
+from megatron.checkpointing.store.disk_space import exports_left, lack_of_space, no_space, saves_left
+from megatron.config import Config, ConfigError
 from megatron.config.uris import is_uri
 
 from ..common.formatting import size
+from ..restart_bench.free_space import FreeSpace, free_space, resumes
 from . import slots
+from .kinds import WEIGHTS
 from .plan import UPSTREAM, Plan, RankPlan
 
 
@@ -47,6 +47,8 @@ class RunNeeds:
     checkpoint_bytes: int
     saves: int
     kept: int
+    exports: int  # of --export-hf-interval, and their bytes
+    export_bytes: int
     free: int | None
     free_of: str | None
     lack: str | None
@@ -57,19 +59,21 @@ class RunNeeds:
 
 
 def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator: bool = True) -> RunNeeds:
-    """What a run of the plan's configuration needs; queries the free space of the file system of --save."""
+    """What a run of the plan's configuration needs; queries the free space of the file system of --save.
+
+    Raises ConfigError if --save is no directory, or is below a file.
+    """
     config = plan.config
     hosts = [plan.ranks[first : first + ranks_per_host] for first in range(0, len(plan.ranks), ranks_per_host)]
     one = plan.total_bytes + sum(file.num_bytes for file in plan.commit_files)
     saves, keep = saves_left(config, 0), config.checkpoint.keep_last
     kept = saves if keep is None else min(saves, keep + 1)
-    free_of, free = _free(config.checkpoint.save)
-    lack, no_room = None, False
-    if free is not None and free_of is not None and one:
-        hopeless = no_space(config, one, free)
-        lack, no_room = hopeless or lack_of_space(config, one, 0, saves, free), hopeless is not None
-        if lack and not _is_place_of(free_of, config.checkpoint.save):
-            lack, no_room = f"{lack}. That is of {free_of}: --save is not there on this host", False
+    exports, export_bytes = exports_left(config, 0), plan.by_kind[WEIGHTS]
+    save = config.checkpoint.save
+    room = None if save is None or is_uri(save) else _space(save)  # object storage reports no limit
+    lack, no_room = (
+        (None, False) if room is None or not one else _lack(config, one, saves, room, exports * export_bytes)
+    )
     return RunNeeds(
         configuration=configuration(config),
         ranks_per_host=ranks_per_host,
@@ -79,8 +83,10 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
         checkpoint_bytes=one,
         saves=saves,
         kept=kept,
-        free=free,
-        free_of=free_of,
+        exports=exports,
+        export_bytes=exports * export_bytes,
+        free=None if room is None else room.free,
+        free_of=None if room is None else str(room.directory),
         lack=lack,
         no_room=no_room,
         targets=targets,
@@ -89,6 +95,28 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
         if plan.engine == "memory"
         else None,
     )
+
+
+def _space(save: str) -> FreeSpace:
+    try:
+        return free_space(save)
+    except NotADirectoryError as exc:
+        raise ConfigError(f"--save {save}: {exc.filename} is no directory; give another") from None
+
+
+def _lack(config: Config, one: int, saves: int, room: FreeSpace, exports: int) -> tuple[str | None, bool]:
+    """Why space will not suffice, or None; and whether a run would be refused for it, as `check_free_space` does.
+
+    `exports`: bytes of all exports, which count unless --export-hf-dir puts them elsewhere.
+    """
+    options = config.checkpoint
+    hopeless = no_space(config, one, room.free)
+    if hopeless and resumes(str(options.save), options.load, weights_alone=options.finetune):
+        hopeless = None
+    lack = hopeless or lack_of_space(config, one, 0, saves, room.free, 0 if options.export_hf_dir else exports)
+    if lack and not room.there:
+        return f"{lack}. This is the room in {room.directory}, as --save is not there on this host", False
+    return lack, hopeless is not None
 
 
 def _writes(host: Sequence[RankPlan]) -> int:
@@ -106,29 +134,6 @@ def configuration(config: Config) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def _is_place_of(queried: str, save: str | None) -> bool:
-    """Whether the file system of `queried` is that of --save: it, or the directory that it will be made in, is there.
-
-    Further above it may be another one, in which that of --save is mounted on other hosts.
-    """
-    place = Path(save or "").absolute()
-    return Path(queried) in (place, place.parent)
-
-
-def _free(save: str | None) -> tuple[str | None, int | None]:
-    """(the directory that was queried, bytes that are free there): `save`, or its nearest existing parent.
-
-    Object storage reports no limit: (None, None).
-    """
-    if save is None or is_uri(save):
-        return None, None
-    place = Path(save).absolute()
-    while not place.exists():
-        place = place.parent
-    storage = os.statvfs(place)
-    return str(place), storage.f_bavail * storage.f_frsize
-
-
 def to_dict(needs: RunNeeds) -> dict[str, Any]:
     """Fields of the JSON, as docs/ckpt_plan.md defines them."""
     return {
@@ -139,6 +144,8 @@ def to_dict(needs: RunNeeds) -> dict[str, Any]:
         "saves": needs.saves,
         "kept_at_most": needs.kept,
         "kept_bytes": needs.kept * needs.checkpoint_bytes,
+        "exports": needs.exports,
+        "export_bytes": needs.export_bytes,
         "free_bytes": needs.free,
         "free_of": needs.free_of,
         "lack": needs.lack,
@@ -172,6 +179,8 @@ def render(needs: RunNeeds, *, show_all: bool) -> str:
         lines += ["", f"host memory, {needs.ranks_per_host} ranks a host: {host} while they save, beside their state"]
     room = f"storage: {needs.saves} saves, of which at most {needs.kept} are there at once: {kept}"
     lines.append(room + ("" if needs.free is None else f"; {size(needs.free, 2)} are free in {needs.free_of}"))
+    if needs.exports:
+        lines.append(f"storage: {needs.exports} exports (--export-hf-interval): {size(needs.export_bytes, 2)}")
     if needs.lack is not None and not needs.no_room:
         lines.append(f"storage: {needs.lack}")
     if needs.checkpoint_bytes:

@@ -21,7 +21,7 @@ import torch
 from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.config import Config, ModelConfig
 
-from .sizes import torch_named_file_size, without_data
+from .engines import torch_named_file_size, without_data
 
 _SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
 

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from ..common import verdict
+from ..common.extrapolation import MOST_TIMES, too_far
 from ..common.formatting import listed
 from ..common.tables import text_width
 from ..common.verdict import Goal, Standing, factor, standing
@@ -17,7 +18,6 @@ GOALS: tuple[tuple[str, Goal, str], ...] = (  # label, goal, figure
     ("load, cold files", verdict.COLD_LOAD, "load_cold_s"),
     ("load, warm files", verdict.WARM_LOAD, "load_warm_s"),
 )
-MOST_TIMES = 20  # the bytes that ran: times of more are not estimated
 _Samples = dict[str, list[float]]
 
 
@@ -29,7 +29,7 @@ def sentence(figures: dict[str, Any]) -> str:
     loads = [machine["load_average_1_min"]] if "load_average_1_min" in machine else []
     said = verdict.verdict((goal, _samples(figures, name)) for _, goal, name in GOALS)
     said = verdict.with_load(said, loads, machine.get("processors"))
-    if (times := _whole(figures)) > MOST_TIMES:
+    if too_far(times := _whole(figures)):
         said += f" This ran 1/{times:.0f} of a rank's bytes: too little to tell the times of whole ranks."
     return said
 
@@ -38,7 +38,7 @@ def answer(figures: dict[str, Any]) -> list[str]:
     """The last lines of the output: what was measured, then a paragraph per goal."""
     lines = [f"Answer for {what(figures)} on {figures['directory']} ({figures['machine']['filesystem']})"]
     lines += _paragraph("measured", _measured(figures))
-    if _whole(figures) > MOST_TIMES:
+    if too_far(_whole(figures)):
         lines += _paragraph("not extrapolated", _refused(figures))
     elif figures["limited"]:
         lines += _paragraph("extrapolated", _extrapolated(figures))
@@ -71,7 +71,7 @@ def _whole(figures: dict[str, Any]) -> float:
 
 def _scale(figures: dict[str, Any]) -> float | None:
     """What times are multiplied by for a whole rank; None if it was not limited, or by too much to tell."""
-    return _whole(figures) if figures["limited"] and _whole(figures) <= MOST_TIMES else None
+    return _whole(figures) if figures["limited"] and not too_far(_whole(figures)) else None
 
 
 def _refused(figures: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
-from megatron.config.uris import Location, ObjectUri, below
+from megatron.config.uris import Location, ObjectUri, below, is_uri
 from megatron.fileio.objects.errors import ObjectStoreError
 from restart_trace.cycles import launch_key
 
@@ -124,7 +124,7 @@ def _check_directories(request: Request) -> None:
     for flag, name in (("--dir", request.directory), ("--trace-dir", request.trace_dir)):
         if name is None:
             continue
-        if "://" in str(name):
+        if is_uri(str(name)):
             if flag != "--dir":
                 raise ReplayError(f"{flag} {name}: a trace is written to files; give a directory")
             uri = location_of(request.directory)
@@ -149,13 +149,14 @@ def _check_room(request: Request, largest: int) -> None:
     if request.in_object_storage:
         return
     checkpoint = int(largest * ranks * _ROOM) + _ROOM_BYTES
-    kept = checkpoint * len(request.engines) if request.keep else checkpoint
+    kept = checkpoint * request.checkpoints * (len(request.engines) if request.keep else 1)
     needed = max(kept, request.storage_bytes * ranks if request.measure_storage else 0)
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ReplayError(
             f"--dir {directory}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed ({ranks} ranks of "
-            f"{largest / 1e9:.2f} GB{', kept for every engine' * request.keep}); give another, or --limit-bytes"
+            f"{largest / 1e9:.2f} GB{f', {request.checkpoints} checkpoints' * (request.checkpoints > 1)}"
+            f"{', kept for every engine' * request.keep}); give another, or --limit-bytes"
         )
 
 

@@ -8,36 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState
-from megatron.checkpointing.engines.state_files import pack, unpack
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri
 from restart_trace.clock import now_ns
-from restart_trace.recorder import Operation, Recorder
+from restart_trace.recorder import Recorder
+
+from .library import LibrarySave, state_of, targets_of, tensors_of
 
 _THREADS = 8  # thread_count of conf/dcp_fsdp_save.yaml in the connector's repository
-_SKELETON = "skeleton"
-
-
-@dataclass
-class ConnectorSave:
-    """The part of megatron.checkpointing.save.writer.Save that a replay uses; times are monotonic, ns."""
-
-    op: Operation
-    start_ns: int
-    moving_ns: int = 0  # within the call that writes this rank's tensors
-    committed_ns: int = 0
 
 
 class Connector:
     """The library for one rank, process `process` of the default process group."""
 
+    asynchronous = False
     loads_in_place = True
 
     def __init__(self, options: EngineOptions, process: int, recorder: Recorder) -> None:
@@ -47,21 +36,19 @@ class Connector:
         self._process = process
         self._recorder = recorder
 
-    def save(self, uri: ObjectUri, step: int, files: Sequence[FileState]) -> ConnectorSave:
-        """Collective. Raises what the library raises."""
+    def save(self, place: ObjectUri, step: int, files: Sequence[FileState]) -> LibrarySave:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         kind = type(self).__name__
         with self._recorder.operation("save", tag=names.tag_of(step), step=step, engine=kind) as op:
-            done = ConnectorSave(op, now_ns())
+            done = LibrarySave(op, now_ns())
             content: dict[str, Any] = {}
             for file in files:
-                skeleton, tensors = codec.split(file.state)
-                content[self._key(file, _SKELETON)] = pack(skeleton)
-                content |= {self._key(file, "state/" + name): tensor.detach() for name, tensor in tensors.items()}
-            writer, spent = _writer(str(uri), self._threads)
+                content |= {self._prefix(file) + name: tensor for name, tensor in tensors_of(file).items()}
+            writer, spent = _writer(str(place), self._threads)
             save(content, storage_writer=writer)
             done.committed_ns = now_ns()
+            done.blocked_ns = done.committed_ns - done.start_ns
             begun, ended = spent[0]
             done.moving_ns = ended - begun
             op.bytes = sum(tensor.nbytes for tensor in content.values())
@@ -71,34 +58,31 @@ class Connector:
             op.add("barrier", None, ended, done.committed_ns)
         return done
 
-    def load_into(self, live: Sequence[FileState], planned: Sequence[FileState], uri: ObjectUri) -> tuple[Any, int]:
-        """(the states by name, ns within the call that reads); reads into the tensors of `live` where it has them."""
+    def load_into(
+        self, live: Sequence[FileState], planned: Sequence[FileState], place: ObjectUri
+    ) -> tuple[dict[str, Any], int]:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        content: dict[str, Any] = {}
-        for before, file in zip(live, planned, strict=True):
-            _, there = codec.split(before.state)
-            skeleton, tensors = codec.split(file.state)
-            content[self._key(file, _SKELETON)] = torch.empty_like(pack(skeleton))
-            for name, tensor in tensors.items():
-                mine = there.get(name)
-                target = torch.empty(tensor.shape, dtype=tensor.dtype) if mine is None else mine.detach()
-                content[self._key(file, "state/" + name)] = target
-        reader, spent = _reader(str(uri))
+        by_file = {
+            file.name: targets_of(before, file, lambda meta: torch.empty_like(meta, device="cpu"))
+            for before, file in zip(live, planned, strict=True)
+        }
+        content: dict[str, Any] = {
+            self._prefix(file) + name: tensor for file in planned for name, tensor in by_file[file.name].items()
+        }
+        reader, spent = _reader(str(place))
         load(content, storage_reader=reader)
-        states = {}
-        for file in planned:
-            start = self._key(file, "state/")
-            tensors = {key.removeprefix(start): tensor for key, tensor in content.items() if key.startswith(start)}
-            skeleton = unpack(content[self._key(file, _SKELETON)], uri)  # type: ignore[arg-type]
-            states[file.name] = codec.join(skeleton, tensors)
+        states = {
+            file.name: state_of({name: content[self._prefix(file) + name] for name in by_file[file.name]}, place)
+            for file in planned
+        }
         return states, sum(ended - begun for begun, ended in spent)
 
     def close(self) -> None:
         return None
 
-    def _key(self, file: FileState, name: str) -> str:
-        return f"rank_{self._process:05d}/{file.name}/{name}"
+    def _prefix(self, file: FileState) -> str:
+        return f"rank_{self._process:05d}/{file.name}/"
 
 
 def _settings() -> tuple[str, Any]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,21 @@ from restart_trace.devices import available_accelerator
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder, untraced_operation
 
-from .connector import Connector
 from .host_memory import holder
-from .plan import CONNECTOR, IN_MEMORY, LOAD, MEMORY, MEMORY_PEER, RAW, Request, Task, checkpoint_flags, state_file
+from .library import Library
+from .plan import (
+    CONNECTOR,
+    IN_MEMORY,
+    LOAD,
+    MEMORY,
+    MEMORY_PEER,
+    RAW,
+    TORCH_CHECKPOINTING,
+    Request,
+    Task,
+    checkpoint_flags,
+    state_file,
+)
 from .raw_engine import RawEngine
 from .shares import Planned
 
@@ -95,6 +108,10 @@ class RankContext:
     def wait_for_all(self) -> None:
         self.control.agree(None)
 
+    def _wait_in_background(self) -> None:
+        """As `wait_for_all`, for the thread that commits."""
+        self.commit_control.agree(None)
+
     def _gathered(self, value: int) -> list[int]:
         """The value of each process, in order; collective."""
         return self.control.broadcast(self.control.gather(value))
@@ -103,12 +120,18 @@ class RankContext:
         """This rank's state with meta tensors, as prepare.py planned it."""
         return torch.load(state_file(self.task.notes, self.process), weights_only=False)
 
-    def create_engine(self) -> CheckpointEngine | Connector:
+    def create_engine(self) -> CheckpointEngine | Library[Any]:
         """The engine of this task, as the trainer creates it, or the library that takes its place."""
         options = engine_options(self.flags, self.process, _TIMEOUT.total_seconds() / 60)
-        engine: CheckpointEngine | Connector
+        engine: CheckpointEngine | Library[Any]
         if self.engine_name == CONNECTOR:
+            from .connector import Connector
+
             engine = Connector(options, self.process, self.recorder)
+        elif self.engine_name == TORCH_CHECKPOINTING:
+            from .torch_checkpointing import TorchCheckpointing
+
+            engine = TorchCheckpointing(options, self.recorder, self._wait_in_background)
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:
@@ -125,13 +148,13 @@ class RankContext:
         )
         return engine
 
-    def pin_memory(self, engine: CheckpointEngine | Connector, save_bytes: int) -> None:
+    def pin_memory(self, engine: CheckpointEngine | Library[Any], save_bytes: int) -> None:
         """Pin the memory that `engine` copies through from and to a device, as the trainer does beside its start.
 
         So no measured save or load pins it. `save_bytes`: of this rank's saves, 0 for loads alone. Collective. Raises
         ConfigError as CheckpointEngine.wait_for_memory.
         """
-        if self.device.type == "cpu" or isinstance(engine, Connector):
+        if self.device.type == "cpu" or not isinstance(engine, CheckpointEngine):
             return
         free = available_memory()
         self.wait_for_all()  # no rank of this host has pinned anything yet

@@ -36,7 +36,9 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
     limited = request.share.limit_bytes is not None and any(size < whole for size, whole in sizes)
     return {
         "ranks": list(request.share.ranks),
+        "hosts": _hosts(samples),
         "model": request.share.model,
+        "vocab_size": request.share.vocab_size,
         "layout": dict(zip(("tp", "pp", "dp"), request.share.layout, strict=True)),
         "small_tensors": request.share.small_tensors,
         "bytes_per_rank": max((size for size, _ in sizes), default=0),
@@ -60,10 +62,17 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
 
 def _sizes(samples: Samples) -> list[tuple[int, int]]:
     """(bytes of the tensors, bytes before they were limited) of each replayed rank."""
-    for kinds in samples.engines.values():
-        if kinds.get(SAVE):
-            return [(rank["state_bytes"], rank["full_state_bytes"]) for rank in kinds[SAVE][0]]
-    return []
+    return [(rank["state_bytes"], rank["full_state_bytes"]) for rank in _saving(samples)]
+
+
+def _hosts(samples: Samples) -> int | None:
+    """The number of hosts that the ranks ran on; None if no engine saved."""
+    return len({rank["host"] for rank in _saving(samples)}) or None
+
+
+def _saving(samples: Samples) -> Ranks:
+    """All ranks in the first save that ended well."""
+    return next((kinds[SAVE][0] for kinds in samples.engines.values() if kinds.get(SAVE)), [])
 
 
 def engine_figures(samples: Samples, name: str, total_bytes: int, operations: str = SAVE_AND_LOAD) -> dict[str, Any]:

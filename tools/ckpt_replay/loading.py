@@ -22,8 +22,8 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import read_latest
-from megatron.config.uris import ObjectUri
-from megatron.fileio.objects.s3 import Traffic
+from megatron.config.uris import ObjectUri, below
+from megatron.fileio.objects.bucket import Traffic
 from megatron.peers.wire import key_of
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -32,10 +32,10 @@ from restart_trace.schema import LOCAL_MEMORY, PEER
 from ..common import page_cache
 from ..common.tensor_trees import map_tensors
 from . import memory
-from .connector import Connector
 from .context import RankContext
 from .host_memory import holder
-from .plan import LOAD_COLD, MEMORY_PEER, ReplayError, fingerprint_file
+from .library import Library
+from .plan import LIBRARIES, LOAD_COLD, MEMORY_PEER, ReplayError, fingerprint_file
 from .shares import tensor_bytes
 from .steps import wait_for_queued
 from .tensors import alter, check_restored, live_before_load
@@ -76,14 +76,15 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
         return _run_memory_loads(ctx, planned)
     if isinstance(ctx.location, ObjectUri):
         return _run_stored_loads(ctx, ctx.location, planned)
-    directory = ctx.location / (read_latest(ctx.location) or "")
+    tag = names.tag_of(ctx.last_step) if ctx.engine_name in LIBRARIES else read_latest(ctx.location)
+    directory = ctx.location / (tag or "")
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
         return {"loads": [], "skipped": reason}
     engine = ctx.create_engine()
-    assert isinstance(engine, CheckpointEngine)
+    source = _Files(directory, engine) if isinstance(engine, CheckpointEngine) else _ByLibrary(ctx, engine, planned)
     ctx.pin_memory(engine, 0)
-    loader = _Loader(ctx, engine, _Files(directory, engine), planned)
+    loader = _Loader(ctx, engine, source, planned)
     samples = []
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
@@ -113,9 +114,7 @@ def _run_memory_loads(ctx: RankContext, planned: list[FileState]) -> dict[str, A
 def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]) -> dict[str, Any]:
     """As run_loads, once: no part of the checkpoint is on this node, and the caches of the object store are unknown."""
     engine = ctx.create_engine()
-    source = (
-        _Stored(ctx, uri, engine) if isinstance(engine, CheckpointEngine) else _ByConnector(ctx, uri, engine, planned)
-    )
+    source = _Stored(ctx, uri, engine) if isinstance(engine, CheckpointEngine) else _ByLibrary(ctx, engine, planned)
     ctx.pin_memory(engine, 0)
     loader = _Loader(ctx, engine, source, planned)
     ctx.wait_for_all()
@@ -231,22 +230,22 @@ class _MemorySave:
         return None
 
 
-class _ByConnector:
-    """The checkpoint that this task's saves have left, loaded by the connector; DCP itself does not search for one."""
+class _ByLibrary:
+    """The checkpoint that this task's saves have left, loaded by a library; none of them searches for one."""
 
     traffic: Traffic | None = None
 
-    def __init__(self, ctx: RankContext, uri: ObjectUri, connector: Connector, planned: list[FileState]) -> None:
+    def __init__(self, ctx: RankContext, library: Library[Any], planned: list[FileState]) -> None:
         self._step = ctx.last_step
-        self._uri = ObjectUri(uri.bucket, uri.key(names.tag_of(self._step)))
-        self.name = str(self._uri)
-        self._connector = connector
+        self._place = below(ctx.location, names.tag_of(self._step))
+        self.name = str(self._place)
+        self._library = library
         self._planned = planned
 
     def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
         op.label(tag=names.tag_of(self._step), step=self._step)
         begun = now_ns()
-        states, moving = self._connector.load_into(live, self._planned, self._uri)
+        states, moving = self._library.load_into(live, self._planned, self._place)
         op.add("load", "read", begun, now_ns())
         return states, moving
 
@@ -256,7 +255,7 @@ class _ByConnector:
 
 class _Loader:
     def __init__(
-        self, ctx: RankContext, engine: CheckpointEngine | Connector, source: _Source, planned: list[FileState]
+        self, ctx: RankContext, engine: CheckpointEngine | Library[Any], source: _Source, planned: list[FileState]
     ) -> None:
         self._ctx = ctx
         self._source = source

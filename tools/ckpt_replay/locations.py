@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -12,20 +11,19 @@ from megatron.config.uris import Location, ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 
 if TYPE_CHECKING:
-    from megatron.fileio.objects.s3 import Bucket
+    from megatron.fileio.objects.bucket import Bucket
 
 
-@functools.cache
-def _bucket(name: str) -> Bucket:
+def _bucket_of(uri: ObjectUri) -> Bucket:
     # Imported here: its dependencies are missing where only the tools are installed.
-    from megatron.fileio.objects.s3 import Bucket
+    from megatron.fileio.objects.bucket import open_bucket
 
-    return Bucket(name)
+    return open_bucket(uri.scheme, uri.bucket)
 
 
 def check_writable(uri: ObjectUri) -> None:
     """Raises ObjectStoreError if the prefix cannot be written, naming what to change."""
-    bucket, key = _bucket(uri.bucket), uri.key(".ckpt_replay")
+    bucket, key = _bucket_of(uri), uri.key(".ckpt_replay")
     bucket.check_reachable(uri.key(""))
     bucket.put(key, b"")
     bucket.delete([key])
@@ -46,7 +44,7 @@ def remove(location: Location) -> None:
         shutil.rmtree(location, ignore_errors=True)
         return
     try:
-        bucket, prefix = _bucket(location.bucket), location.key("")
+        bucket, prefix = _bucket_of(location), location.key("")
         bucket.delete([info.key for info in bucket.list(prefix)])
         for key, upload in bucket.unfinished_uploads(prefix):
             bucket.abort_upload(key, upload)

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
-from megatron.config.uris import is_uri
+from megatron.config.uris import URI_FORM, is_uri
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 
@@ -22,9 +22,12 @@ from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
+    LIBRARIES,
     OPERATIONS,
     RAW,
     SAVE_AND_LOAD,
+    SAVES_THEN_LOADS,
+    TORCH_CHECKPOINTING,
     ReplayError,
     Request,
     Share,
@@ -89,15 +92,15 @@ def parse_striping(text: str) -> Striping:
     return Striping(text, int(count), parse_bytes(piece) if times else None, None)
 
 
-def fitting_bytes(directory: Path, ranks: int) -> int:
-    """Bytes per rank for which this machine's memory and the file system of `directory` suffice with `ranks` ranks.
+def fitting_bytes(directory: Path, ranks: int, checkpoints: int = 1) -> int:
+    """Bytes per rank for which this machine's memory and, for so many checkpoints, the disk of `directory` suffice.
 
     A rank holds its state, an engine's copy of it for a save in the background, and what it loads: at most three times
     its bytes. Raises OSError if neither the directory nor its parent exists, ReplayError if there is too little space.
     """
     place = directory if directory.is_dir() else directory.parent
     free = shutil.disk_usage(place).free
-    found = int(_FITTING_SHARE * min(available_memory() / 3, free) / ranks)
+    found = int(_FITTING_SHARE * min(available_memory() / 3, free / checkpoints) / ranks)
     if found < _LEAST_FITTING:
         raise ReplayError(f"--limit-bytes fit: {place} has {free} bytes free, {found} for a rank; give another --dir")
     return found
@@ -144,16 +147,20 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     help_ = (
         f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: only the bytes, in a "
         f"file per rank, per host, or for all ranks; or {', '.join(IN_MEMORY)}: saves only in host memory, "
-        f"loads from there or from another process's copy; or {CONNECTOR}: the S3 connector for PyTorch under DCP"
+        f"loads from there or from another process's copy; or libraries: {CONNECTOR} (the S3 connector for PyTorch, "
+        f"under DCP, in object storage) and {TORCH_CHECKPOINTING} (Meta's, in a directory)"
     )
     how.add_argument("--engine", action="append", metavar="NAME,...", help=help_)
-    help_ = "what to measure; load: each engine saves one checkpoint first (default: save_and_load)"
+    help_ = (
+        "what to measure; load: each engine saves one checkpoint first; saves_then_loads: each engine does all its "
+        "saves, which are kept, and then its loads (default: save_and_load)"
+    )
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
     help_ = "stripe each file over N targets, in stripes of SIZE, on a file system that supports it: 8 or 8x4MiB"
     how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
     help_ = "command that sets --striping, with {count}, {size} and {directory} (default: of Lustre or BeeGFS)"
     how.add_argument("--stripe-command", metavar="COMMAND", help=help_)
-    how.add_argument("--dir", required=True, metavar="DIR", help="where to write, or s3://BUCKET/PREFIX")
+    how.add_argument("--dir", required=True, metavar="DIR", help=f"where to write, or {URI_FORM}")
     how.add_argument(
         "--repeat",
         type=int,
@@ -235,11 +242,11 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
     """Names in the value of --engine. Raises UnknownEngineError, EngineUnavailableError and ReplayError."""
     if text == ALL:
         on_storage = tuple(name for name in engine_names() if name not in IN_MEMORY)
-        return (*on_storage, *((CONNECTOR,) if in_object_storage else ()))
+        return (*on_storage, CONNECTOR if in_object_storage else TORCH_CHECKPOINTING)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in (name for name in names if name not in (CONNECTOR, *RAW, *IN_MEMORY)):
+    for name in (name for name in names if name not in (*LIBRARIES, *RAW, *IN_MEMORY)):
         check_engine_name(name)
     return names
 
@@ -250,6 +257,14 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     if arguments.model is not None and arguments.sharding != "full":
         tp, pp = layout_of(arguments.model, tp, pp)
     return Layout(1 if tp is None else tp, 1 if pp is None else pp, arguments.dp)
+
+
+def _limit_of(arguments: argparse.Namespace, ranks: int) -> int | None:
+    """Bytes of a rank that --limit-bytes allows; None: all. Raises OSError and ReplayError as fitting_bytes."""
+    if arguments.limit_bytes != FIT:
+        return arguments.limit_bytes
+    checkpoints = arguments.repeat if arguments.operations == SAVES_THEN_LOADS else 1
+    return fitting_bytes(Path(arguments.dir), ranks, checkpoints)
 
 
 def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:
@@ -268,12 +283,11 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
     stored = is_uri(arguments.dir)
     checkpoint_flags(arguments.dir, options)  # checks the values
-    limit = fitting_bytes(Path(arguments.dir), len(ranks)) if arguments.limit_bytes == FIT else arguments.limit_bytes
     share = Share(
         model=arguments.model,
         layout=(layout.tp, layout.pp, layout.dp),
         ranks=ranks,
-        limit_bytes=limit,
+        limit_bytes=_limit_of(arguments, len(ranks)),
         small_tensors=arguments.small_tensors,
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,
@@ -285,6 +299,11 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         raise ReplayError(
             f"--engine {in_memory[0]}: the slots of all ranks are held by one process, and a launcher starts several; "
             "run ckpt-replay without one, with --ranks"
+        )
+    if in_memory and arguments.operations == SAVES_THEN_LOADS:
+        raise ReplayError(
+            f"--operations {SAVES_THEN_LOADS}: the slots of --engine {in_memory[0]} hold the newest save alone; "
+            "leave out one of the two"
         )
     striping = arguments.striping
     if striping is not None:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpointing.engines.entries import ENGINES
 from megatron.config import CheckpointConfig, uris
 from megatron.config.uris import Location, is_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
 # The operations to measure: with LOAD each engine saves once, not measured, and every repeat loads that checkpoint.
-SAVE_AND_LOAD, LOAD = "save_and_load", "load"
-OPERATIONS = (SAVE_AND_LOAD, SAVE, LOAD)
+# With SAVES_THEN_LOADS an engine does the saves of all repeats, each is kept, and then their loads.
+SAVE_AND_LOAD, LOAD, SAVES_THEN_LOADS = "save_and_load", "load", "saves_then_loads"
+OPERATIONS = (SAVE_AND_LOAD, SAVE, LOAD, SAVES_THEN_LOADS)
 
 # In place of an engine: only the bytes of the state, in a file per rank, per host, or for all ranks (raw_engine.py).
 RAW_RANK, RAW_HOST, RAW_ALL = "raw-rank", "raw-host", "raw-all"
@@ -24,9 +26,11 @@ RAW = {
     RAW_ALL: "the state's bytes alone, one file in all",
 }
 
-# The S3 connector for PyTorch in place of an engine (connector.py): for object storage only.
-CONNECTOR = "s3torchconnector"
-_WITH_DCP = {CONNECTOR, "dcp", "dcp-async"}
+# Libraries in place of an engine: the S3 connector for PyTorch under DCP (connector.py), for object storage alone, and
+# Meta's torch_checkpointing (torch_checkpointing.py), for directories alone.
+CONNECTOR, TORCH_CHECKPOINTING = "s3torchconnector", "torch_checkpointing"
+LIBRARIES = (CONNECTOR, TORCH_CHECKPOINTING)
+_WITH_DCP = {CONNECTOR, *(name for name, entry in ENGINES.items() if entry.package == "dcp")}
 
 # Engine memory without storage: saves in this host's slots, and loads from there; or copies of the saves in a process
 # that takes the place of another host, and loads from those (host_memory.py).
@@ -117,6 +121,11 @@ class Request:
         return is_uri(self.directory)
 
     @property
+    def checkpoints(self) -> int:
+        """How many checkpoints of an engine exist at once."""
+        return self.repeat if self.operations == SAVES_THEN_LOADS else 1
+
+    @property
     def uses_dcp(self) -> bool:
         """Whether one of the engines imports torch.distributed.checkpoint."""
         return not _WITH_DCP.isdisjoint(self.engines)
@@ -157,11 +166,11 @@ def location_of(directory: str) -> Location:
     return uris.location_of("--dir", directory)
 
 
-def checkpoint_flags(directory: str, options: Mapping[str, Any], engine: str = "torch") -> CheckpointConfig:
+def checkpoint_flags(directory: str, options: Mapping[str, Any]) -> CheckpointConfig:
     """The flags of a training that saves to `directory`. Raises ConfigError for flags that it would refuse."""
     if not is_uri(directory):
         return CheckpointConfig(**options)
-    return CheckpointConfig(save=directory, save_interval=1, checkpoint_engine=engine, **options)
+    return CheckpointConfig(save=directory, save_interval=1, **options)
 
 
 def state_file(notes: Path, process: int) -> Path:

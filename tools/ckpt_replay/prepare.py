@@ -12,20 +12,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.checkpointing.engines.registry import check_engine_name
 from megatron.config import ConfigError
+from megatron.config.uris import URI_FORM
 from restart_trace.devices import available_accelerator
 
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
+    LIBRARIES,
     MEMORY_PEER,
     RAW,
+    TORCH_CHECKPOINTING,
     Preparation,
     ReplayError,
     Request,
-    checkpoint_flags,
     state_file,
 )
+
+_INSTALL = {
+    CONNECTOR: "pip install 's3torchconnector[dcp]' botocore",
+    TORCH_CHECKPOINTING: "pip install torch-checkpointing",
+}
 
 
 def prepare(path: Path) -> None:
@@ -47,15 +55,14 @@ def engine_problems(request: Request) -> dict[str, str]:
     problems: dict[str, str] = {}
     for name in request.engines:
         try:
-            if name == CONNECTOR or name in RAW:
+            if name in LIBRARIES or name in RAW:
                 why = _problem_of_stand_in(name, request.in_object_storage)
             elif name in IN_MEMORY:
                 why = _problem_of_memory(name, request)
             else:
-                if request.in_object_storage:
-                    checkpoint_flags(request.directory, request.options, name)
+                check_engine_name(name, in_object_storage=request.in_object_storage)
                 why = unavailable_engines([name]).get(name)
-        except ConfigError as exc:
+        except (ConfigError, EngineUnavailableError) as exc:
             why = str(exc)
         if why is not None:
             problems[name] = why
@@ -85,13 +92,12 @@ def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
 
 def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
     """Why what takes the place of an engine cannot run here; None if it can."""
-    if name != CONNECTOR:
-        return f"engine {name} writes files: give it a --dir of a file system" if in_object_storage else None
-    if not in_object_storage:
-        return f"engine {name} writes to object storage only: give --dir s3://BUCKET/PREFIX"
-    if importlib.util.find_spec("s3torchconnector") is None:
-        install = "pip install 's3torchconnector[dcp]' botocore"
-        return f"engine {name}: package s3torchconnector is not installed; install it ({install})"
+    if name != CONNECTOR and in_object_storage:
+        return f"engine {name} writes files: give it a --dir of a file system"
+    if name == CONNECTOR and not in_object_storage:
+        return f"engine {name} writes to object storage only: give --dir {URI_FORM}"
+    if name in LIBRARIES and importlib.util.find_spec(name) is None:
+        return f"engine {name}: package {name} is not installed; install it ({_INSTALL[name]})"
     return None
 
 

@@ -33,7 +33,7 @@ from megatron.checkpointing.engines.base import (
     note_saved,
 )
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.fileio.direct_files import align_up, aligned_memory, open_direct, read_all, write_all
+from megatron.fileio.direct_files import align_up, aligned_memory, allocate, open_direct, read_all, write_all
 from megatron.fileio.files import sync_file
 from restart_trace.recorder import Operation
 
@@ -67,21 +67,23 @@ class RawEngine(CheckpointEngine):
         table, starts, total = _table({process: sizes[process] for process in mine})
         path, leads = directory / self._file_name(), mine[0] == self.options.rank
         with op.span("flush", "write", file=path.name) as span:
-            fd, _ = open_direct(path, os.O_RDWR | os.O_CREAT, self.options.direct_io)
+            fd, direct = open_direct(path, os.O_RDWR | os.O_CREAT, self.options.direct_io)
             try:
                 if leads:
+                    if direct:
+                        allocate(fd, total)
                     os.ftruncate(fd, total)
                     parts, first = [table, *parts], 0
                 else:
                     first = starts[self.options.rank]
-                span.bytes = self._move(fd, first, parts, write=True)
+                written = span.bytes = self._move(fd, first, parts, write=True)
                 with op.span("flush", "fsync", file=path.name):
                     if self.options.fsync:
                         sync_file(fd)
             finally:
                 os.close(fd)
         saved = note_saved([SavedFile(path.name, total, "none")] if leads else [], self.options, op)
-        op.bytes = length
+        op.bytes = written  # the table, too
         return saved
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:

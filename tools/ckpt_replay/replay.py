@@ -1,4 +1,7 @@
-"""The order of a replay: in every repeat each engine saves and loads once, and the storage itself is measured."""
+"""The order of a replay: in every repeat each engine saves and loads once, and the storage itself is measured.
+
+With SAVES_THEN_LOADS the storage is measured first, then each engine does all its saves, and then its loads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from restart_trace.clock import now_ns
 
 from .launch import TaskError, WorkerGroup
 from .locations import remove
-from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
+from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVES_THEN_LOADS, STORAGE, Request, Task
 
 
 @dataclass
@@ -43,6 +46,13 @@ class Replay:
     def run(self) -> Samples:
         """Raises TaskError if measuring the storage fails; an engine that fails is recorded and left out afterwards."""
         self.samples.engines = {name: {} for name in self.request.engines}
+        if self.request.operations == SAVES_THEN_LOADS:
+            self._saves_then_loads()
+        else:
+            self._interleaved()
+        return self.samples
+
+    def _interleaved(self) -> None:
         variants = [*self.request.engines, *([STORAGE] if self.request.measure_storage else [])]
         for repeat in range(self.request.repeat):
             first = repeat % len(variants)
@@ -52,7 +62,22 @@ class Replay:
                     self._storage(repeat)
                 elif variant not in self.samples.failed:
                     self._engine(variant, repeat)
-        return self.samples
+
+    def _saves_then_loads(self) -> None:
+        """Each save has a directory of its own, since a load reads the newest checkpoint of a directory."""
+        repeats = range(self.request.repeat)
+        for repeat in repeats if self.request.measure_storage else ():
+            self.progress(f"repeat {repeat + 1} of {self.request.repeat}: {STORAGE}")
+            self._storage(repeat)
+        for name in self.request.engines:
+            directory = below(self.location, name)
+            for kind in [SAVE, *self._loads(name)]:
+                for repeat in repeats:
+                    if name not in self.samples.failed:
+                        self.progress(f"{name}: {kind} {repeat + 1} of {self.request.repeat}")
+                        self._measure(name, repeat, [kind], below(directory, f"save_{repeat}"))
+            if self.workers.leads and not self.request.keep:
+                remove(directory)
 
     def _storage(self, repeat: int) -> None:
         found = self.workers.run(self._task(STORAGE, repeat, None, self.location))
@@ -61,8 +86,15 @@ class Replay:
 
     def _engine(self, name: str, repeat: int) -> None:
         directory = below(self.location, name)
+        self._measure(name, repeat, self._kinds(name, repeat), directory)
+        last = repeat == self.request.repeat - 1
+        is_needed = self.request.keep if last else self.request.operations == LOAD
+        if self.workers.leads and not is_needed:
+            remove(directory)
+
+    def _measure(self, name: str, repeat: int, kinds: list[str], directory: Location) -> None:
         try:
-            for kind in self._kinds(name, repeat):
+            for kind in kinds:
                 begun = now_ns()
                 found = self.workers.run(self._task(kind, repeat, name, directory))
                 if found is not None:
@@ -72,17 +104,15 @@ class Replay:
         except TaskError as exc:
             self.samples.failed[name] = str(exc)
             self.progress(f"{name} failed: {exc}")
-        last = repeat == self.request.repeat - 1
-        is_needed = self.request.keep if last else self.request.operations == LOAD
-        if self.workers.leads and not is_needed:
-            remove(directory)
+
+    def _loads(self, engine: str) -> list[str]:
+        if self.request.in_object_storage:  # no part of it is on the nodes
+            return [LOAD_COLD]
+        return [*([LOAD_COLD] if self.request.cold and engine not in IN_MEMORY else []), LOAD_WARM]
 
     def _kinds(self, engine: str, repeat: int) -> list[str]:
-        loads = [*([LOAD_COLD] if self.request.cold and engine not in IN_MEMORY else []), LOAD_WARM]
-        if self.request.in_object_storage:  # no part of it is on the nodes
-            loads = [LOAD_COLD]
         saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []
-        return saves if self.request.operations == SAVE else [*saves, *loads]
+        return saves if self.request.operations == SAVE else [*saves, *self._loads(engine)]
 
     def _task(self, kind: str, repeat: int, engine: str | None, directory: Location) -> Task:
         self._tasks += 1

@@ -6,24 +6,25 @@ import dataclasses
 import gc
 import json
 import os
+import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
-from megatron.checkpointing.engines.registry import engine_class
 from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
 from megatron.checkpointing.store import naming as names
-from megatron.config.uris import ObjectUri, below
-from megatron.fileio.objects.s3 import Traffic
+from megatron.config.uris import below
+from megatron.fileio.objects.bucket import Traffic
 
 from . import memory
-from .connector import Connector
 from .context import RankContext
+from .library import Library
 from .locations import remove
-from .plan import CONNECTOR, RAW, fingerprint_file
+from .plan import fingerprint_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
@@ -72,12 +73,10 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
     # So that the memory of its import does not count as memory of its saves.
-    asynchronous = ctx.in_memory or (
-        ctx.engine_name not in (CONNECTOR, *RAW) and engine_class(ctx.engine_name).asynchronous
-    )
     gc.collect()
     before = memory.resident_memory()
     saver = _Saver(ctx)
+    asynchronous = saver.engine.asynchronous
     ctx.pin_memory(saver.engine, tensor_bytes(planned.files))
     count = ctx.request.warmup_saves + 1
     samples = []
@@ -95,6 +94,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     saver.close()
     return {
         "saves": [asdict(sample) for sample in samples],
+        "host": socket.gethostname(),
         "state_bytes": tensor_bytes(planned.files),
         "full_state_bytes": planned.full_bytes,
         "engine_used": type(saver.engine).__name__,
@@ -119,7 +119,7 @@ class _Saver:
         self._held = ExitStack()
         self._held.callback(self.engine.close)
         self._writer: CheckpointWriter | None = None
-        if isinstance(self.engine, Connector):
+        if not isinstance(self.engine, CheckpointEngine):
             return
         self.engine.check_can_save()
         self._on_storage = not ctx.in_memory
@@ -135,24 +135,30 @@ class _Saver:
 
     def save(self, step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]) -> _Saved:
         """Save `state`, then change it. Raises CheckpointSaveError if any rank failed."""
-        if isinstance(self.engine, Connector):
-            assert isinstance(self._location, ObjectUri)
-            uri = ObjectUri(self._location.bucket, self._location.key(names.tag_of(step)))
-            done = self.engine.save(uri, step, state)
-            alter(state)
-            took = done.committed_ns - done.start_ns
-            return _Saved(took, took, done.moving_ns, done.committed_ns, done.op.bytes or 0, done.op.num_files or 0)
+        if not isinstance(self.engine, CheckpointEngine):
+            return self._save_by_library(self.engine, step, state, steps, meanwhile)
         assert self._writer is not None
         save = self._writer.save(self._store, step, lambda: state, on_storage=self._on_storage)
-        took = save.committed_ns - save.start_ns
         if self.engine.asynchronous:
-            blocked = _train_during(self._writer, state, steps, meanwhile)
-            took = save.committed_ns - save.start_ns
+            blocked = _train_during_background(self._writer, state, steps, meanwhile)
         else:
-            blocked = took
             alter(state)
+            blocked = save.committed_ns - save.start_ns
+        took = save.committed_ns - save.start_ns
         moving = save.flushed_ns - save.start_ns
         return _Saved(blocked, took, moving, save.flushed_ns, save.op.bytes or 0, save.op.num_files or 0)
+
+    def _save_by_library(
+        self, library: Library[Any], step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
+    ) -> _Saved:
+        save = library.save(below(self._location, names.tag_of(step)), step, state)
+        if library.asynchronous:
+            _train_during(save.release_state, state, steps, meanwhile)
+        else:
+            alter(state)
+        save.join()
+        took, num_bytes, num_files = save.committed_ns - save.start_ns, save.op.bytes or 0, save.op.num_files or 0
+        return _Saved(save.blocked_ns, took, save.moving_ns, save.committed_ns, num_bytes, num_files)
 
     def _store_of(self, ctx: RankContext) -> CheckpointStore:
         if isinstance(self._location, Path):
@@ -196,20 +202,27 @@ def _timed_save(
     )
 
 
-def _train_during(
+def _train_during_background(
     writer: CheckpointWriter, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
 ) -> int:
-    """Train, release the state before the optimizer steps, train until the commit. Returns the blocked time, ns."""
+    """Train beside the save that the writer has begun, until it is committed. Returns the blocked time, ns."""
     save = writer.background.pending
     assert save is not None
-    if steps.count:
-        meanwhile += steps.step()
-    writer.background.release_state()
-    alter(state)
-    for _ in range(steps.count - 1):
-        meanwhile += steps.step()
+    _train_during(writer.background.release_state, state, steps, meanwhile)
     save.join()
     writer.background.finished()
     if save.error is not None:
         raise CheckpointSaveError(save.error)
     return save.blocked_ns
+
+
+def _train_during(
+    release_state: Callable[[], None], state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
+) -> None:
+    """Train beside a save: release the state before the optimizer steps, then go on."""
+    if steps.count:
+        meanwhile += steps.step()
+    release_state()
+    alter(state)
+    for _ in range(steps.count - 1):
+        meanwhile += steps.step()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
-from megatron.fileio.direct_files import aligned_memory
+from megatron.fileio.direct_files import aligned_memory, allocate
 from restart_trace.clock import now_ns
 
 from ..common import page_cache
@@ -30,8 +30,8 @@ _MEMORY = max(max(threads) * max(blocks) for threads, blocks in STORAGE_KINDS.va
 def measure(ctx: RankContext) -> dict[str, Any]:
     """Seconds of each kind, by threads and block; {} for a kind that this storage does not support.
 
-    Every write is to a new file, truncated to its final size beforehand, and ends with fsync; files are removed outside
-    the timed regions. Buffered reads are of files that are not in the page cache.
+    Every write is to a new file, truncated to its final size beforehand, direct ones into reserved space, and ends with
+    fsync; files are removed outside the timed regions. Buffered reads are of files that are not in the page cache.
     """
     raw = _RawFile(ctx, Path(ctx.task.directory) / f"storage_{ctx.process:05d}")
     found: dict[str, dict[str, float]] = {kind: {} for kind in STORAGE_KINDS}
@@ -107,6 +107,8 @@ class _RawFile:
         start = now_ns()
         fd = os.open(self._path, flags, 0o644)
         try:
+            if direct:
+                allocate(fd, self.size)  # as engine lazy does
             os.ftruncate(fd, self.size)
             before = self._fill if filled else None
             self._transfer(threads, block, lambda view, offset: os.pwrite(fd, view, offset), before=before)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.tables import Column, fitted_table, text_width
 from .answer import answer, sentence, what
-from .plan import IN_MEMORY, SAVE_AND_LOAD
+from .plan import IN_MEMORY, LOAD, SAVE, SAVES_THEN_LOADS
 
 _TIMES = (
     ("blocked s", "blocked_s"),
@@ -53,9 +53,11 @@ def _wrapped(paragraphs: list[str]) -> list[str]:
 def head(figures: dict[str, Any]) -> list[str]:
     """What was replayed."""
     ranks, size = figures["ranks"], figures["bytes_per_rank"]
+    kept = figures["operations"] == SAVES_THEN_LOADS
+    order = "of each engine all saves, then the loads" if kept else "variants interleaved"
     lines = [
         f"{what(figures)}, rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {size / 2**30:.2f} GiB "
-        f"({size / 1e9:.2f} GB) a rank, {figures['repeat']} repeats, variants interleaved; medians [least to most], "
+        f"({size / 1e9:.2f} GB) a rank, {figures['repeat']} repeats, {order}; medians [least to most], "
         "slowest rank"
     ]
     if figures["limited"]:
@@ -63,7 +65,7 @@ def head(figures: dict[str, Any]) -> list[str]:
         lines.append(
             f"LIMITED by --limit-bytes to {size / full:.1%} of the {full / 1e9:.2f} GB that such a rank really holds"
         )
-    if figures["operations"] != SAVE_AND_LOAD:
+    if figures["operations"] in (SAVE, LOAD):
         lines.append(f"only {figures['operations']}s are measured (--operations {figures['operations']})")
     if figures["striping"] is not None:
         lines.append(f"files are striped over the targets of the file system: --striping {figures['striping']}")

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from restart_trace.version import __version__
@@ -19,11 +18,9 @@ from .kill_resume import drill_slurm, kill_resume
 from .places import PROGRAM
 from .presets import SCRIPTED, Preset, preset_named, scripted_names
 from .run import Start
-from .settings import table
 from .settings_file import NOT_OF_A_DRILL, taken_from, use, with_settings_of
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
-_TABLE = re.compile(r"^\| variable \| meaning \| default \|\n(\|.*\n)+", re.MULTILINE)
 
 
 class Command(NamedTuple):
@@ -122,24 +119,6 @@ def _no_command(words: Sequence[str], environ: Mapping[str, str]) -> int:
     raise SettingsError(f"{words[0] if words else 'no command'}: give run, {', '.join(_COMMANDS)}; see --help")
 
 
-def _settings(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print the table of settings, or replace it in a file."""
-    if not words:
-        print(table(), end="")
-        return 0
-    if words[0] != "--write" or len(words) != 2:
-        raise SettingsError(f"{words[0]}: give --write FILE, or nothing")
-    file = Path(words[1])
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--write {file}: {error.strerror}; give docs/cluster.md") from None
-    if not _TABLE.search(text):
-        raise SettingsError(f"--write {file}: has no table of settings; give docs/cluster.md")
-    file.write_text(_TABLE.sub(lambda _: table(), text, count=1), encoding="utf-8")
-    return 0
-
-
 def _submit(words: Sequence[str], environ: Mapping[str, str]) -> int:
     from .submit import submit  # launches do not wait for it
 
@@ -150,5 +129,4 @@ _COMMANDS = {
     "submit": Command("submit.sh", lambda: usage.SUBMIT, _submit),
     "kill-resume": Command("kill_resume.sh", usage.of_kill_resume, kill_resume, NOT_OF_A_DRILL, ("OUT_DIR",)),
     "drill-slurm": Command("drill_slurm.sh", lambda: usage.DRILL_SLURM, drill_slurm, NOT_OF_A_DRILL, ("OUT_DIR",)),
-    "settings": Command("restart_bench", lambda: usage.COMMAND, _settings),
 }

@@ -100,10 +100,10 @@ def _show(run: Run, directory: Path) -> None:
     check_shown_nodes(run)
     _check_one_command(run)
     checked = checked_flags(run)
-    summarize(run, checked)
+    lack = summarize(run, checked)
     launch = launch_of(run, checked.flags, with_id=False).carrying(for_display(run.user_env))
     print(for_shell_line([*run.interpreter.module("restart_drill"), *_drill(launch, directory)]))
-    show_needs(run, checked)
+    show_needs(run, checked, lack)
 
 
 def _drill(launch: Launch, directory: Path) -> list[str]:

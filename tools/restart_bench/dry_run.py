@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from . import nodes
 from .data import GIVEN
 from .environment import for_display, for_shell_line
 from .errors import LaunchEnded, SettingsError
+from .free_space import free_space, resumes
 from .interpreter import tool_runner
 from .launchers.launch import launch_of, launcher_of
 from .run import Run
@@ -47,8 +45,7 @@ def show_training(run: Run, flags: Sequence[str] | None) -> int:
         check_single_command(run)
     checked = checked_flags(run) if flags is None else None
     trained = list(flags or []) if checked is None else checked.flags
-    if checked is not None:
-        summarize(run, checked)
+    lack = None if checked is None else summarize(run, checked)
     launch = launch_of(run, trained, with_id=not run.given.command_to).carrying(for_display(run.user_env))
     launcher = launcher_of(run)
     commands = [launcher.command(launch, node) for node in range(launcher.num_commands(run))]
@@ -58,7 +55,7 @@ def show_training(run: Run, flags: Sequence[str] | None) -> int:
         run.say(f"{how}, with {_NODE_RANK}=0..{len(commands) - 1}:")
     print("\n".join([line] if line is not None else map(for_shell_line, commands)))
     if checked is not None:
-        show_needs(run, checked)
+        show_needs(run, checked, lack)
     return 0
 
 
@@ -74,8 +71,11 @@ def _of_every_node(commands: Sequence[Sequence[str]]) -> str | None:
     return " ".join(shown)
 
 
-def summarize(run: Run, checked: Checked) -> None:
-    """What was checked, how many ranks run where, what a checkpoint holds and where it goes; DRY_RUN=plan says more."""
+def summarize(run: Run, checked: Checked) -> str | None:
+    """What was checked, how many ranks run where, what a checkpoint holds and where it goes; DRY_RUN=plan says more.
+
+    Returns why the run would be refused for lack of space, or None.
+    """
     run.say(str(checked.recomputed))
     passed = ["settings"]
     if checked.by_trainer:
@@ -89,23 +89,54 @@ def summarize(run: Run, checked: Checked) -> None:
         f"{number} x {found.gpus_per_node} ranks{spares}: {nodes.ranks_of(run.layout)}, {run.device}, launcher "
         f"{run.launcher}, engine {run.engine}"
     )
-    if run.given.dry_run != "plan":
-        _tell_storage(run, checked)
+    return None if run.given.dry_run == "plan" else _tell_storage(run, checked)
 
 
-def _tell_storage(run: Run, checked: Checked) -> None:
-    """The bytes of a checkpoint, and how many of it the storage has room for, as far as both are known here."""
+def _tell_storage(run: Run, checked: Checked) -> str | None:
+    """The bytes of a checkpoint, and how many of it the storage has room for, as far as both are known here.
+
+    Returns why the run would be refused for lack of space. A default directory is no mistake of the user's: who asks
+    for the size of a run has not chosen its storage yet.
+    """
+    if run.engine == "none":
+        run.say("storage: none, since engine none saves nothing")
+        return None
     tensors = _tensor_bytes(run, checked)
     if tensors is not None:
         run.say(f"a checkpoint: {tensors[0] / 1e9:.4g} GB of tensors, at most {tensors[1] / 1e9:.3g} GB of a rank")
     if run.saves_to_store:
         run.say(f"storage: {run.save_dir}, which only the launch asks")
-        return
-    place = Path(run.save_dir).absolute()
-    there = next(each for each in (place, *place.parents) if os.path.exists(each))
-    free = shutil.disk_usage(there).free
-    room = f", room for {free // tensors[0]} checkpoints" if tensors and tensors[0] else ""
-    run.say(f"storage: {run.save_dir}; {free / 1e9:.4g} GB are free in {there} on this host{room}")
+        return None
+    try:
+        directory, free, there = free_space(run.save_dir)
+    except NotADirectoryError as exc:
+        raise SettingsError(f"SAVE_DIR={run.save_dir}: {exc.filename} is no directory; give another SAVE_DIR") from None
+    one = tensors[0] if tensors else 0
+    room = f", room for {free // one} checkpoints" if one else ""
+    run.say(f"storage: {run.save_dir}; {free / 1e9:.4g} GB are free in {directory} on this host{room}")
+    weights_alone = "--finetune" in checked.flags
+    if one <= free or resumes(run.save_dir, _last_value(checked.flags, "--load"), weights_alone=weights_alone):
+        return None
+    if not run.given.save_dir:
+        run.say(f"no room in the default directory: give the run a SAVE_DIR with {one / 1e9:.4g} GB or more")
+        return None
+    if not there:
+        run.say(f"SAVE_DIR={run.save_dir}: is not there on this host; the hosts of the run need {one / 1e9:.4g} GB")
+        return None
+    return (
+        f"SAVE_DIR={run.save_dir}: {free / 1e9:.4g} GB are free, and a checkpoint is {one / 1e9:.4g} GB: no save could "
+        "succeed; free space, or give another SAVE_DIR"
+    )
+
+
+def _last_value(flags: Sequence[str], name: str) -> str | None:
+    """The value that the trainer takes, where EXTRA_ARGS gives a flag again."""
+    values = [
+        following if flag == name else flag.partition("=")[2]
+        for flag, following in zip(flags, [*flags[1:], ""], strict=True)
+        if flag == name or flag.startswith(f"{name}=")
+    ]
+    return values[-1] if values else None
 
 
 def _tensor_bytes(run: Run, checked: Checked) -> tuple[int, int] | None:
@@ -139,8 +170,18 @@ def check_single_command(run: Run) -> None:
     )
 
 
-def show_needs(run: Run, checked: Checked) -> None:
-    """Print, on stderr, what DRY_RUN shows besides commands: the plan, or the host memory that saves take."""
+def show_needs(run: Run, checked: Checked, lack: str | None) -> None:
+    """Print, on stderr, what DRY_RUN shows besides commands: the plan, or the host memory that saves take.
+
+    Raises LaunchEnded if the run would be refused for lack of space: `lack`, as `summarize` returned it.
+    """
+    _show_plan(run, checked)
+    if lack is not None:
+        run.say(f"error: {lack}")
+        raise LaunchEnded(1)
+
+
+def _show_plan(run: Run, checked: Checked) -> None:
     given = run.given
     plan = given.dry_run == "plan"
     if not plan and run.engine != "memory":

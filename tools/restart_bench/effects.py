@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .errors import SettingsError
+from .launcher_entries import BY_SLURM, FROM_ONE_NODE, IN_PLACE, ON_EACH_NODE, setting_of
 from .nodes import Nodes
 from .settings import COORDINATOR, LAUNCH, REPLAY, TRAINING, Settings, check_names, names
 
 DRILLED_MODES = ("restart", "scaled")
-_ONLY_DEEPSPEED = "has an effect only with LAUNCHER=deepspeed over HOSTFILE; leave it out"
+_ONLY_FROM_ONE_NODE = f"has an effect only with {setting_of(FROM_ONE_NODE)} over HOSTFILE; leave it out"
 _MODES = ("train", *DRILLED_MODES, "replay")
 
 
@@ -91,25 +92,25 @@ def _check_fault(given: Settings) -> None:
 
 
 def fork_instead(launcher: str) -> str:
-    """Where srun starts the ranks: how LAUNCHER=fork can be used there."""
-    if launcher != "srun":
+    """Where Slurm starts the ranks: how megatron.launch can be used there."""
+    if launcher not in BY_SLURM:
         return ""
     return ". In a Slurm allocation LAUNCHER=fork takes a HOSTFILE: docs/cluster.md, 'megatron.launch in an allocation'"
 
 
 def check_launcher(given: Settings, launcher: str) -> None:
     """Refuse settings that the LAUNCHER ignores on any nodes."""
-    if launcher != "fork":
-        refuse(given, f"only LAUNCHER=fork restarts in place{fork_instead(launcher)}", ["MAX_RESTARTS"])
-    if launcher != "fork" or not restarts_in_place(given):
+    if launcher not in IN_PLACE:
+        refuse(given, f"only {setting_of(IN_PLACE)} restarts in place{fork_instead(launcher)}", ["MAX_RESTARTS"])
+    if launcher not in IN_PLACE or not restarts_in_place(given):
         if given.spares not in ("", "0"):
-            why = "only LAUNCHER=fork with MAX_RESTARTS uses spare nodes; leave it out"
+            why = f"only {setting_of(IN_PLACE)} with MAX_RESTARTS uses spare nodes; leave it out"
             refuse(given, why, ["SPARES"])
-        why = "has an effect only with LAUNCHER=fork and MAX_RESTARTS; set both, or leave it out"
+        why = f"has an effect only with {setting_of(IN_PLACE)} and MAX_RESTARTS; set both, or leave it out"
         refuse(given, why, names(of=(COORDINATOR,)))
-    if launcher != "deepspeed":
-        refuse(given, _ONLY_DEEPSPEED, ["HOST_GRACE"])
-    if launcher == "srun":
+    if launcher not in FROM_ONE_NODE:
+        refuse(given, _ONLY_FROM_ONE_NODE, ["HOST_GRACE"])
+    if launcher in BY_SLURM:
         refuse(given, "srun starts the ranks of all nodes; leave it out", ["NODE_RANK"])
     if not given.standby:
         return
@@ -122,7 +123,7 @@ def check_launcher(given: Settings, launcher: str) -> None:
 def coordinates(given: Settings, launcher: str, nodes: Nodes) -> bool:
     """Whether the launch has a coordinator, which decides which nodes train and starts all ranks again."""
     return (
-        launcher == "fork"
+        launcher in IN_PLACE
         and bool(nodes.hosts.names)
         and nodes.used > 1
         and restarts_in_place(given)
@@ -132,9 +133,9 @@ def coordinates(given: Settings, launcher: str, nodes: Nodes) -> bool:
 
 def check_launch(given: Settings, launcher: str, engine: str, device: str, nodes: Nodes) -> None:
     """Refuse settings that a launch on these nodes ignores."""
-    if engine == "memory" and launcher != "fork":
+    if engine == "memory" and launcher not in IN_PLACE:
         raise SettingsError(
-            "ENGINE=memory: megatron.launch holds the memory of its saves; use LAUNCHER=fork, or another "
+            f"ENGINE=memory: megatron.launch holds the memory of its saves; use {setting_of(IN_PLACE)}, or another "
             f"engine{fork_instead(launcher)}"
         )
     if device != "cpu":
@@ -157,17 +158,17 @@ def check_launch(given: Settings, launcher: str, engine: str, device: str, nodes
                 "agree on restarts; name the hosts in HOSTFILE, without NODE_RANK, or leave it out"
             )
     if not nodes.over_hosts(given):
-        refuse(given, _ONLY_DEEPSPEED, ["HOST_GRACE"])
-    if launcher == "deepspeed" and nodes.over_hosts(given) and given.megatron_launch_secret:
+        refuse(given, _ONLY_FROM_ONE_NODE, ["HOST_GRACE"])
+    if launcher in FROM_ONE_NODE and nodes.over_hosts(given) and given.megatron_launch_secret:
         raise SettingsError(
             "MEGATRON_LAUNCH_SECRET: DeepSpeed's launcher would put it on command lines, which every user of the hosts "
-            "can read; use LAUNCHER=torchrun or fork, or leave it out"
+            f"can read; use {setting_of(ON_EACH_NODE)}, or leave it out"
         )
     if not given.node_rank or nodes.number == 1:
         why = "has an effect only if you start the launch on each of several nodes with NODE_RANK; leave it out"
         refuse(given, why, ["MEET_TIMEOUT"])
-    elif launcher == "deepspeed":
+    elif launcher in FROM_ONE_NODE:
         raise SettingsError(
-            f"NODE_RANK={given.node_rank}: LAUNCHER=deepspeed starts the ranks of all nodes from one; name them in "
+            f"NODE_RANK={given.node_rank}: LAUNCHER={launcher} starts the ranks of all nodes from one; name them in "
             "HOSTFILE, and leave it out"
         )

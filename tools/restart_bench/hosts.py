@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from .environment import quoted
 from .errors import SettingsError
 from .interpreter import Interpreter
+from .launcher_entries import BY_SLURM
 from .launchers.launch import DEFAULT_PORT
 from .launchers.slurm_step import srun_shape
 from .nodes import is_this_host
@@ -35,7 +36,7 @@ def check_hosts(run: Run) -> None:
     Hosts on which this script is started by hand compare themselves with `meet` instead. A launcher that chooses a port
     itself finds a free one.
     """
-    given, srun = run.given, run.launcher == "srun"
+    given, srun = run.given, run.launcher in BY_SLURM
     if given.node_rank or (srun and not run.environ.get("SLURM_JOB_ID")):
         return
     if not (run.nodes.number > 1 or run.over_hosts or srun or given.master_port or given.master_addr):

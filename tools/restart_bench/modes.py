@@ -15,6 +15,7 @@ from .effects import check_given, check_launch
 from .environment import for_shell_line
 from .errors import LaunchEnded, SettingsError
 from .interpreter import exit_status_told, tool_runner
+from .launcher_entries import BY_SLURM, FREE_PORT
 from .launchers.launch import Launch, launch_of, launcher_of
 from .places import PACKAGE, PROGRAM
 from .presets import Preset
@@ -101,7 +102,7 @@ def _ready(run: Run, flags: Sequence[str] | None) -> Launch:
         run.interpreter.set_up()
         run.interpreter.check_torch_build(run.device)
         make_data(run)
-    chooses_port = run.launcher in ("torchrun", "deepspeed")
+    chooses_port = run.launcher in FREE_PORT
     launch = launch_of(run, trained, with_id=True, master_port=free_port_of(run) if chooses_port else "")
     if given.node_rank and run.nodes.number > 1:
         hosts.meet(run)
@@ -148,13 +149,13 @@ def _tell(run: Run, recomputed: Recomputation) -> None:
 def check_devices(run: Run) -> None:
     """Refuse too few devices, nodes or memory, before anything expensive is done."""
     given, launcher, allocated = run.given, run.launcher, bool(run.environ.get("SLURM_JOB_ID"))
-    if launcher == "srun" and not allocated and not given.command_to:
+    if launcher in BY_SLURM and not allocated and not given.command_to:
         raise slurm.no_allocation()
-    if run.device != "cpu" and launcher != "srun":
+    if run.device != "cpu" and launcher not in BY_SLURM:
         nodes.check_gpus(run.environ, run.nodes, run.layout, run.start.command)
     nodes.check_nodes(given, run.nodes, run.layout)
     nodes.check_node_rank(given, run.nodes, launcher)
-    if launcher == "srun" and allocated:
+    if launcher in BY_SLURM and allocated:
         slurm.check_allocation(
             run.environ, nodes.ranks_of(run.layout), run.nodes.number, run.nodes.gpus_per_node, run.device
         )

@@ -14,6 +14,7 @@ from megatron.parallel.topology import Layout
 from . import slurm
 from .environment import for_shell_line
 from .errors import SettingsError
+from .launcher_entries import BY_SLURM, FROM_ONE_NODE, IN_PLACE
 from .presets import largest_scripted, start_of
 from .settings import Settings, whole_number
 
@@ -96,9 +97,9 @@ def hosts_of(given: Settings, environ: Mapping[str, str], launcher: str) -> Host
     """The hosts of HOSTFILE: lines `HOST slots=N`, or only host names; within a PBS job those of the job."""
     in_pbs = environ.get("PBS_JOBID") and environ.get("PBS_NODEFILE")
     if not given.hostfile:
-        return _hosts_of_pbs(given, environ) if in_pbs and not given.node_rank and launcher != "srun" else Hosts()
+        return _hosts_of_pbs(given, environ) if in_pbs and not given.node_rank and launcher not in BY_SLURM else Hosts()
     named_by = f"HOSTFILE={given.hostfile}"
-    if launcher == "srun":
+    if launcher in BY_SLURM:
         raise SettingsError(f"{named_by}: srun starts the ranks on the hosts of the allocation; leave it out")
     text = _read(named_by, given.hostfile, "")
     found: dict[str, int] = {}
@@ -114,7 +115,7 @@ def hosts_of(given: Settings, environ: Mapping[str, str], launcher: str) -> Host
             found[host] = int(slots[1])
         elif rest:
             raise SettingsError(f"{named_by}: '{host} {rest}' is not of the form HOST slots=N")
-        elif launcher == "deepspeed":
+        elif launcher in FROM_ONE_NODE:
             raise SettingsError(
                 f"{named_by}: '{host}' has no slots=N, without which DeepSpeed's launcher reads no line; add it"
             )
@@ -189,7 +190,7 @@ def spares_of(given: Settings, hosts: Hosts, launcher: str, number: int) -> int:
                 "the layout; add hosts"
             )
         return int(given.spares)
-    return further if launcher == "fork" and given.max_restarts not in ("", "0") else 0
+    return further if launcher in IN_PLACE and given.max_restarts not in ("", "0") else 0
 
 
 def _master(given: Settings, environ: Mapping[str, str], launcher: str, hosts: Hosts, used: int) -> str:
@@ -197,9 +198,9 @@ def _master(given: Settings, environ: Mapping[str, str], launcher: str, hosts: H
     first = hosts.names[0] if hosts.names else ""
     if used == 1 and is_this_host(first or "localhost"):
         return "127.0.0.1"
-    if launcher == "srun" and environ.get("SLURM_JOB_ID"):
+    if launcher in BY_SLURM and environ.get("SLURM_JOB_ID"):
         return slurm.first_host(environ)
-    if launcher == "srun":
+    if launcher in BY_SLURM:
         if not given.dry_run:
             raise slurm.no_allocation()
         return "FIRST_HOST_OF_THE_ALLOCATION"
@@ -267,10 +268,10 @@ def advise_largest(ranks: int) -> str:
 
 def check_node_rank(given: Settings, nodes: Nodes, launcher: str) -> None:
     """Refuse a missing NODE_RANK where the user must start this script on the other nodes."""
-    if nodes.number == 1 or nodes.hosts.names or launcher == "srun" or given.command_to:
+    if nodes.number == 1 or nodes.hosts.names or launcher in BY_SLURM or given.command_to:
         return
-    if launcher == "deepspeed":
-        raise SettingsError(f"LAUNCHER=deepspeed on {nodes.number} nodes: name them in HOSTFILE")
+    if launcher in FROM_ONE_NODE:
+        raise SettingsError(f"LAUNCHER={launcher} on {nodes.number} nodes: name them in HOSTFILE")
     is_master = nodes.master_addr == os.uname().nodename
     if not given.node_rank or (is_master and given.node_rank != "0"):
         raise SettingsError(

@@ -40,6 +40,7 @@ MODELS = {
     "7b": Model(4096, 14336, 32, 32, 8),  # after Mistral-7B
     "llama7b": Model(4096, 11008, 32, 32, 32),  # after LLaMA-7B
     "13b": Model(5120, 13824, 40, 40, 40),  # after Llama-2-13B
+    "llama30b": Model(6656, 17920, 60, 52, 52),  # after LLaMA-33B, which some call 30B
     "33b": Model(6656, 17920, 60, 52, 4),  # after DeepSeek-33B, with fewer key/value heads
     "llama65b": Model(8192, 22016, 80, 64, 64),  # after LLaMA-65B
     "70b": Model(8192, 28672, 80, 64, 8, {"SEQUENCE_PARALLEL": "1"}),  # after Llama-3.3-70B

@@ -21,7 +21,8 @@ from .places import runs
 from .presets import Model, Preset, start_of
 from .settings import Settings, check_values
 
-_REPLAYED = ("raw-rank", "raw-host", "raw-all", "s3torchconnector", "all")  # what a replay takes beside engines
+# what a replay takes beside engines
+_REPLAYED = ("raw-rank", "raw-host", "raw-all", "s3torchconnector", "torch_checkpointing", "all")
 DEFAULTS = {"SEQ_LENGTH": "2048", "MICRO_BATCH": "16", "ITERS": "15", "SAVE_INTERVAL": "5"}
 # MODE=scaled: small enough for CPUs
 SCALED = {

@@ -1,7 +1,6 @@
 """The settings of the launch scripts: environment variables, each declared here and nowhere else.
 
-The check of their values, `--help`, the table in docs/cluster.md, what a job gets and what a sweep refuses come from
-these declarations. `python -m tools.restart_bench settings --write docs/cluster.md` writes the table.
+The check of their values, `--help`, what a job gets and what a sweep refuses come from these declarations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import SettingsError
-from .launcher_entries import LAUNCHERS
+from .launcher_entries import LAUNCHERS, ON_EACH_NODE
 
 Check = Callable[[str], str | None]  # value -> None, or what to give instead
 
@@ -26,7 +25,7 @@ CARRIED, REFUSED, SETTLED = range(3)
 
 @dataclass(frozen=True)
 class Declaration:
-    """A setting. `meaning` and `default` are the Markdown of docs/cluster.md.
+    """A setting. `meaning` and `default` are Markdown, with links as in docs/.
 
     `instead`: what sets it in a sweep, an option or a key of the file; "": a sweep refuses it; None: a sweep takes it
     from the environment.
@@ -261,8 +260,9 @@ class Settings:
         job=REFUSED,
     )
     node_rank: str = setting(
-        "without `HOSTFILE`: number of this node, from 0: start the script on every node yourself, with torchrun or "
-        "fork; [the nodes meet before ranks start](launch.md#what-is-compared-before-ranks-start)",
+        "without `HOSTFILE`: number of this node, from 0: start the script on every node yourself, with "
+        f"{' or '.join(ON_EACH_NODE)}; "
+        "[the nodes meet before ranks start](launch.md#what-is-compared-before-ranks-start)",
         of=LAUNCH,
         job=REFUSED,
     )
@@ -456,13 +456,6 @@ def _one_edit_apart(name: str, known: str) -> bool:
         or rest[1:] == other[1:]
         or (rest[:2] == other[1::-1] and rest[2:] == other[2:])
     )
-
-
-def table() -> str:
-    """The table of docs/cluster.md."""
-    lines = ["| variable | meaning | default |", "|---|---|---|"]
-    lines += [f"| `{name}` | {declared.meaning} | {declared.default} |" for name, declared in DECLARATIONS.items()]
-    return "\n".join(lines).replace("|  |", "| |") + "\n"
 
 
 def help_text() -> str:

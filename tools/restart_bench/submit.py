@@ -19,6 +19,7 @@ from .effects import check_given, check_launch, check_launcher, injects_fault, r
 from .environment import for_assignment, for_display, for_shell_line, write_private
 from .errors import SettingsError
 from .interpreter import exit_status_told
+from .launcher_entries import BY_SLURM, IN_PLACE
 from .launchers.launch import launcher_of
 from .modes import check_work_dir
 from .nodes import Hosts
@@ -202,20 +203,20 @@ def job_of(asked: CommandLine, scheduler: Scheduler, environ: Mapping[str, str])
 
 def _launcher(scheduler: Scheduler, given: str, mode: str) -> str:
     """LAUNCHER in the job; "": its default."""
-    if mode == "scaled" and given == "srun":
-        raise SettingsError("LAUNCHER=srun: MODE=scaled starts its ranks itself, on one node; leave it out")
+    if mode == "scaled" and given in BY_SLURM:
+        raise SettingsError(f"LAUNCHER={given}: MODE=scaled starts its ranks itself, on one node; leave it out")
     if mode in _ALONE:
         return given
     if scheduler.name != "slurm":
-        if given == "srun":
-            raise SettingsError("LAUNCHER=srun: is Slurm's, and this is a PBS job; leave it out")
+        if given in BY_SLURM:
+            raise SettingsError(f"LAUNCHER={given}: is Slurm's, and this is a PBS job; leave it out")
         return given
-    if given not in ("", "srun"):
+    if given not in ("", *BY_SLURM):
         raise SettingsError(
             f"LAUNCHER={given}: in a Slurm job srun starts the ranks; leave it out, or start the preset's script "
             "within an allocation: docs/cluster.md, 'megatron.launch in an allocation'"
         )
-    return "srun"
+    return given or BY_SLURM[0]
 
 
 def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
@@ -232,7 +233,7 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
             f"--nodes {count}: {take}; give --nodes {found.number}, or GPUS_PER_NODE={-(-layout.world_size // count)} "
             "if a node has that many"
         )
-    spares = run.launcher == "fork" and restarts_in_place(run.given)
+    spares = run.launcher in IN_PLACE and restarts_in_place(run.given)
     if count > found.number and not spares:
         if run.given.gpus_per_node or layout.world_size % count:
             raise SettingsError(
@@ -249,8 +250,8 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
     return run, count, found.gpus_per_node
 
 
-def _checked(job: Job) -> tuple[Run, Checked]:
-    """What the preset's script will check in the job, as far as that needs no node of it."""
+def _checked(job: Job) -> tuple[Run, Checked, str | None]:
+    """What the preset's script will check in the job, as far as that needs no node of it, and what DRY_RUN lacks."""
     run = job.run
     if job.scheduler.name == "pbs":  # the script will run on the first of the job's hosts
         names_ = [os.uname().nodename, *(f"host_{node}_of_the_job" for node in range(1, job.nodes))]
@@ -263,9 +264,7 @@ def _checked(job: Job) -> tuple[Run, Checked]:
     if job.drills:
         check_drill(run)
     checked = checked_flags(run)
-    if run.given.dry_run:
-        summarize(run, checked)
-    return run, checked
+    return run, checked, summarize(run, checked) if run.given.dry_run else None
 
 
 def _image_python(run: Run) -> Path:

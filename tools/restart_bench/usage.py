@@ -6,7 +6,8 @@ from .presets import Preset
 from .settings import help_text
 
 _STATUS_OF_A_PRESET = (
-    "exit status: that of the training; 1 environment or data could not be created, 2 wrong settings or arguments\n"
+    "exit status: that of the training; 1 environment or data could not be created, or a dry run\n"
+    "found no room in SAVE_DIR; 2 wrong settings or arguments\n"
 )
 _TINY = """\
 The demonstration: trains a tiny model on TP2 x PP2 x DP2, on CPUs if there are fewer than eight GPUs, kills all ranks
@@ -50,8 +51,8 @@ examples:
   DRY_RUN=1 bash submit.sh 13b_tp4_pp4 --scheduler pbs --time 1:00:00
   MODE=replay bash submit.sh 70b_tp8_pp8
 
-exit status: 0 submitted, 2 wrong arguments or settings, or the scheduler refused the job; with --scheduler none, or
-with sbatch's option --wait, that of the preset
+exit status: 0 submitted, 1 a dry run found no room in SAVE_DIR, 2 wrong arguments or settings, or the scheduler refused
+the job; with --scheduler none, or with sbatch's option --wait, that of the preset
 """
 _KILL_RESUME = """\
 Kill and resume a training, and report where the time went: tools/restart_drill with other defaults.
@@ -87,13 +88,11 @@ What the scripts of examples_deepspeed/restart_bench run:
   submit PRESET ...        submit.sh
   kill-resume ...          kill_resume.sh
   drill-slurm ...          drill_slurm.sh
-  settings [--write FILE]  print the table of settings, or replace it in docs/cluster.md
 
-Each answers --help.
+Each answers --help, which has all settings.
 
 examples:
   DRY_RUN=1 bash run.sh 3b_tp2_pp2
-  python -m tools.restart_bench settings --write docs/cluster.md
 
 exit status: that of the script; 2 wrong settings or arguments
 """

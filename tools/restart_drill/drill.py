@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from pathlib import Path
 
+from megatron.config.uris import ObjectUri
 from restart_trace.schema import LOCAL_MEMORY, STORAGE
 
 from ..common import page_cache
@@ -34,13 +34,13 @@ def run_drill(plan: Plan, schedule: Schedule, done: list[Injection]) -> None:
     """
     checkpoints = checkpoints_at(plan.checkpoints)
     if not checkpoints.is_empty():
-        new = "directory" if isinstance(plan.checkpoints, Path) else "prefix"
+        new = "prefix" if isinstance(plan.checkpoints, ObjectUri) else "directory"
         raise DrillError(f"--checkpoints: {plan.checkpoints} is not empty; give a new {new}")
     for directory in (plan.out / "logs", plan.trace_dir):
         directory.mkdir(parents=True, exist_ok=True)
     checkpoints.create()
     if DISK_FULL in plan.faults:
-        assert isinstance(plan.checkpoints, Path)
+        assert not isinstance(plan.checkpoints, ObjectUri)
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
     with supervisor_of(plan) as supervisor, closing(schedule(supervisor)) as injections:
         for cycle, planned in enumerate(injections):

@@ -28,6 +28,7 @@ class CycleFacts:
     rejected: list[str] = field(default_factory=list)  # checkpoints that loads rejected, and why
     tiers: dict[int, str] = field(default_factory=dict)  # rank -> tier that it loaded, if saves are kept in memory
     committed: list[int] = field(default_factory=list)  # steps of the saves that rank 0 recorded as successful
+    hosts: set[str] = field(default_factory=set)  # names of the hosts of its ranks
 
 
 def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
@@ -53,6 +54,7 @@ def _add(facts: CycleFacts, record: dict[str, Any]) -> None:
     if kind == "process":
         layout = record["layout"]
         facts.world_size, facts.layout = record["world_size"], (layout["tp"], layout["pp"], layout["dp"])
+        facts.hosts.add(record["host"])
     elif kind == "iteration" and "loss" in record:
         facts.losses.setdefault(record["step"], record["loss"])
     elif kind == "operation_end" and record["operation"] == "load":

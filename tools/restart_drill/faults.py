@@ -41,29 +41,57 @@ class Fault:
     """`send`: injects a fault that is a signal. `soaks`: those that inject it, on one HOST or on several NODES.
 
     `not_in_soaks`: why none does; docs/restart_drill.md has the same reason.
+    `soaks_not_at`: injection points at which no soak injects it. `matrix_at`: those at which the matrix does, of faults
+    for which the injection point matters little; empty: all.
     """
 
     send: Callable[[Launch], int] | None = None
     soaks: tuple[str, ...] = ()
     not_in_soaks: str = ""
+    soaks_not_at: tuple[str, ...] = ()
+    matrix_at: tuple[str, ...] = ()
+
+
+# A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
+# checkpoint before.
+_TAKEN_FOR_DAMAGE = ("mid-load",)
+# Until its handlers are installed, SIGTERM ends a rank and not the launch.
+_NO_HANDLERS = ("mid-startup", "mid-load")
+_OF_FILES = ("mid-save-write", "mid-load")  # in which files are written or read
 
 
 FAULTS = {
     "sigkill-one": Fault(_last_rank(signal.SIGKILL), (HOST, NODES)),
     "sigkill-all": Fault(_kill_all, (HOST,)),
-    "sigkill-launcher": Fault(lambda launch: launch.send(signal.SIGKILL, launch.launcher()), (HOST,)),
+    "sigkill-launcher": Fault(
+        lambda launch: launch.send(signal.SIGKILL, launch.launcher()),
+        (HOST,),
+        matrix_at=("mid-step", "mid-save-commit", *_OF_FILES),
+    ),
     "sigkill-node": Fault(lambda launch: launch.kill(Launch.everything), (HOST,)),
-    "sigterm": Fault(lambda launch: launch.send(signal.SIGTERM, launch.ranks()), (HOST,)),
+    "sigterm": Fault(lambda launch: launch.send(signal.SIGTERM, launch.ranks()), (HOST,), soaks_not_at=_NO_HANDLERS),
     "sigstop": Fault(_last_rank(signal.SIGSTOP), (HOST,)),
-    "exception": Fault(_last_rank(EXCEPTION_SIGNAL), (HOST,)),
-    "device-error": Fault(_last_rank(DEVICE_ERROR_SIGNAL), (HOST,)),
-    DISK_FULL: Fault(soaks=(HOST,)),
+    "exception": Fault(_last_rank(EXCEPTION_SIGNAL), (HOST,), soaks_not_at=_TAKEN_FOR_DAMAGE),
+    # On CPUs it is an exception.
+    "device-error": Fault(
+        _last_rank(DEVICE_ERROR_SIGNAL), (HOST,), soaks_not_at=_TAKEN_FOR_DAMAGE, matrix_at=("mid-step", *_OF_FILES)
+    ),
+    DISK_FULL: Fault(soaks=(HOST,), matrix_at=("mid-step", "mid-save-write")),
+    # Files are damaged after all ranks have ended, and at most points one kind of damage suffices.
     **dict.fromkeys(DAMAGE, Fault(_kill_all, (HOST,))),
+    "truncate": Fault(_kill_all, (HOST,), matrix_at=("mid-save-write", "after-commit")),
     **dict.fromkeys(
-        STORAGE_FAULTS, Fault(not_in_soaks="may leave objects in a bucket, which tests/object_storage_kills.py checks")
+        STORAGE_FAULTS,
+        Fault(
+            not_in_soaks="may leave objects in a bucket, which tests/object_storage_kills.py checks",
+            matrix_at=_OF_FILES,
+        ),
     ),
     **dict.fromkeys(ON_NODES, Fault(soaks=(NODES,))),
-    "disk-slow": Fault(not_in_soaks="not every kernel can slow down the disk of a single node"),
+    "link-slow": Fault(soaks=(NODES,), matrix_at=("mid-step", "mid-startup", *_OF_FILES)),
+    "disk-slow": Fault(
+        not_in_soaks="not every kernel can slow down the disk of a single node", matrix_at=("mid-step", *_OF_FILES)
+    ),
 }
 
 ENDS_THE_LAUNCH = ("sigkill-launcher", "sigkill-node", "sigterm")  # which a soak then launches again

@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from megatron.config.uris import ObjectUri
 from restart_trace.clock import now_ns
 
 from .faults import DAMAGE, DISK_FULL, HANGS, MAY_FAIL_A_SAVE, SLOWS, commits_needed, inject, proxy_fault
@@ -61,7 +61,7 @@ def inject_and_watch(supervisor: Supervisor, cycle: int, planned: PlannedInjecti
     with contextlib.ExitStack() as stack:
         processes, fill = 0, _nothing
         if planned.fault == DISK_FULL:  # before the record: filling takes time, in which a save would still find space
-            assert isinstance(plan.checkpoints, Path)
+            assert not isinstance(plan.checkpoints, ObjectUri)
             fill = stack.enter_context(full_disk(plan.checkpoints))
         trace.failure("injected", cycle=cycle, detail=planned.fault, iteration=iteration)
         watch = _Watch(supervisor, cycle, since_ns)

@@ -30,18 +30,6 @@ from .plan import Injection, Plan, PlannedInjection, injection_before_restart, s
 from .reference import Reference
 
 INJECTION_POINTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
-# Faults for which the injection point matters little: a disk fills up before a save or in one; files are damaged after
-# all ranks have ended, and at most points one of the two kinds of damage suffices; on CPUs a device error is an
-# exception.
-_SELECTED_POINTS = {
-    "disk-full": ("mid-step", "mid-save-write"),
-    "truncate": ("mid-save-write", "after-commit"),
-    "sigkill-launcher": ("mid-step", "mid-save-write", "mid-save-commit", "mid-load"),
-    "device-error": ("mid-step", "mid-save-write", "mid-load"),
-    "link-slow": ("mid-step", "mid-save-write", "mid-load", "mid-startup"),
-    "disk-slow": ("mid-step", "mid-save-write", "mid-load"),
-    **dict.fromkeys(STORAGE_FAULTS, ("mid-save-write", "mid-load")),
-}
 MAX_INJECTIONS = 10  # in one sequence
 _VERDICTS = {True: "verified", False: "NOT VERIFIED", None: "did not run"}
 
@@ -86,7 +74,7 @@ def cells(
         for engine in engines:
             for fault in faults:
                 for point in map(parse_injection_point, points):
-                    left_out = point.text not in _SELECTED_POINTS.get(fault, INJECTION_POINTS)
+                    left_out = point.text not in (FAULTS[fault].matrix_at or INJECTION_POINTS)
                     left_out |= fault in DAMAGE and point.during_restart
                     left_out |= fault == DISK_FULL and not isinstance(checkpoints, Path)
                     left_out |= fault in STORAGE_FAULTS and not isinstance(checkpoints, ObjectUri)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.checkpointing import builtin_engines, check_engine_name
 from megatron.config import ConfigError
-from megatron.config.uris import Location, ObjectUri, location_of
+from megatron.config.uris import URI_FORM, Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser
 
 from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal, store_endpoint
@@ -102,7 +102,7 @@ def _add_common(parser: argparse.ArgumentParser, options: _Options) -> None:
                         help="seconds for each launch and each injection point (default: 300)")  # fmt: skip
     options.add(
         _ON_DISK, "--checkpoints",
-        "directory or s3://BUCKET/PREFIX for the checkpoints, on the storage to be tested (default: below --out)",
+        f"directory or {URI_FORM} for the checkpoints, on the storage to be tested (default: below --out)",
         type=_place, metavar="DIR",
     )  # fmt: skip
     options.add(_ON_DISK, "--disk-limit", "largest file system that disk-full may fill", type=_positive, default=4.0,
@@ -192,7 +192,14 @@ def _add_of_many(options: _Options) -> None:
     options.add((SOAK, STOPS), "--minutes", "approximate duration of a soak; no stop begins later", type=_positive)
     options.add((SOAK,), "--saves", "minimum over all engines (default without --minutes: 200)", type=_size)
     options.add((SOAK,), "--restarts", "over all engines (default without --minutes: 50)", type=_size)
-    options.add((SOAK,), "--memory-limit", "allowed growth of a process", type=_positive, default=32.0, metavar="MIB")
+    options.add(
+        (SOAK,),
+        "--memory-limit",
+        "allowed growth of memory: of a process, and of the ranks of a host together",
+        type=_positive,
+        default=32.0,
+        metavar="MIB",
+    )
     options.add((STOPS,), "--stop", "this one, or several in turn, as the result shows it (default: drawn with --seed)",
                 type=_stop, action="append", default=[], metavar="STOP")  # fmt: skip
 
@@ -315,7 +322,7 @@ def _refusal_of_one(args: argparse.Namespace) -> str | None:
 def _refusal_of_place(args: argparse.Namespace) -> str | None:
     in_bucket = isinstance(args.checkpoints, ObjectUri)
     if args.fault in STORAGE_FAULTS and not in_bucket:
-        return f"--fault {args.fault}: a fault of object storage; give --checkpoints s3://BUCKET/PREFIX"
+        return f"--fault {args.fault}: a fault of object storage; give --checkpoints {URI_FORM}"
     if (unset := _endpoint_refusal(args, (args.fault,))) is not None:
         return unset
     if in_bucket and args.fault == DISK_FULL:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..common import page_cache
 from ..common.formatting import number, plural
 from ..common.tables import text_table
 from . import command as commands
@@ -90,13 +92,20 @@ def describe(
     losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated_within)
     entries = []
     for injection, verdict in zip(injections, verdicts(injections, cycles, losses), strict=True):
-        entries.append(_entry(injection, restarts.get(injection.cycle + 1), verdict, cycles))
+        told = replace(injection, cache=_cache(injection, cycles.get(injection.cycle + 1)))
+        entries.append(_entry(told, restarts.get(injection.cycle + 1), verdict, cycles))
     return {
         "supervisor": supervisor,
         "losses_compared_with": REFERENCE if reference is not None else REPETITION,
         "reference": None if reference is None else str(reference.directory),
         "cycles": entries,
     }
+
+
+def _cache(injection: Injection, restarted: CycleFacts | None) -> str:
+    """Cold if it was found cold on the host of the drill, and all ranks that loaded from it ran there."""
+    there = restarted is not None and restarted.hosts == {socket.gethostname()}
+    return injection.cache if there else page_cache.WARM
 
 
 def _entry(

@@ -106,7 +106,7 @@ class Injection:
     lost_at_most: int | None = None  # finished iterations that may be lost, by the interval of saves to that tier
     failed_save: str | None = None  # error of the save that the fault made fail while training continued
     damaged: str | None = None  # file of the newest checkpoint, or slot of the newest save in memory
-    cache: str = "warm"  # page cache of the checkpoints at the relaunch; "cold" only if that was verified
+    cache: str = "warm"  # of the checkpoints at the relaunch; "cold" only if verified, on the host of the drill
     unnamed: tuple[str, ...] = ()  # a message for each rank that ended without naming the stopped rank
     named_s: float | None = None  # from the stop of a rank until all others had named it
     drill_s: float = 0.0  # time that the drill itself took between the end of the job and the relaunch

@@ -39,10 +39,11 @@ def run_reference(plan: Plan, training: list[str], engine: str | None) -> Refere
     return _train(training, plan.out / DIRECTORY, engine, plan.persist_interval, plan.limit_s, echo=plan.echo)
 
 
-def reference_of(training: list[str], out: Path, steps: int, limit_s: float) -> Reference:
+def reference_of(training: list[str], out: Path, steps: int, limit_s: float, *, spare: int = 0) -> Reference:
     """A run of at least `steps` iterations without faults and checkpoints: that of an earlier call, or a new one.
 
-    It may take `limit_s`, and one second for each iteration. Raises DrillError.
+    A new one has `spare` more, for later calls. It may take `limit_s`, and one second for each iteration. Raises
+    DrillError.
     """
     where = out / DIRECTORY
     if (where / _TRAINING).is_file():
@@ -50,6 +51,7 @@ def reference_of(training: list[str], out: Path, steps: int, limit_s: float) -> 
         if max(facts.losses) >= steps:
             return Reference(facts, where)
     shutil.rmtree(where, ignore_errors=True)
+    steps += spare
     return _train(training, where, "none", None, limit_s + steps, flags=("--exit-interval", str(steps)))
 
 

@@ -30,7 +30,7 @@ class Request:
 
 Fault = Callable[[Request], str | None]
 # The request is not answered, or refused:
-UNANSWERED = ("drop", "delay", "500", "503", "403", "expired", "region")
+UNANSWERED = ("drop", "delay", "500", "503", "403", "expired", "unknown-key", "region")
 # The request is passed on without its conditions, or its answer is dropped, truncated or altered:
 FALSIFIED = ("unconditional", "answer", "truncate", "etag", "corrupt")
 # The store is slow, but answers in the end:
@@ -38,7 +38,7 @@ SLOW = ("first-byte", "rate-limit")
 FAULTS = (*UNANSWERED, *FALSIFIED, *SLOW)
 _CODES = {
     "500": (500, "InternalError"), "503": (503, "SlowDown"), "403": (403, "AccessDenied"),
-    "expired": (400, "ExpiredToken"), "region": (301, "PermanentRedirect"),
+    "expired": (400, "ExpiredToken"), "unknown-key": (403, "InvalidAccessKeyId"), "region": (301, "PermanentRedirect"),
 }  # fmt: skip
 BUCKET_REGION = "eu-west-3"  # the region in the answer that the bucket is in another one
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.uris import ObjectUri, location_of
+from megatron.config.uris import URI_FORM, Location, ObjectUri, location_of
 
 from ..common.cli import CHECK_FAILED, COULD_NOT_RUN, OK, make_parser, write_stdout
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..common.sweep_files import Cell
     from .sweep_file import Sweep
 
+_SWITCHES = ("reduced", "retry_failed", "no_report")  # that a job has as the submission
 _DESCRIPTION = "Measure models x layouts x engines x repeats x cold and warm x faults, as a YAML file asks for."
 _EPILOG = """\
 examples:
@@ -32,9 +33,11 @@ examples:
       two small cells of each kind, to see that all of it runs here
   %(prog)s --out runs/first --dir /scratch study.yaml
       checkpoints on the storage that is to be measured. The same command resumes what was interrupted
+  GPUS_PER_NODE=8 %(prog)s --submit --out runs/first --dir /scratch study.yaml -- --account physics
+      jobs of Slurm: one for all cells that need the same nodes, one job after the other; add --dry-run to see them
 
-exit status: 0 every cell measured, 1 some failed (the others were measured), 2 could not run. docs/restart_sweep.md has
-the keys of the file.
+exit status: 0 every cell asked for is measured, or all jobs submitted, 1 some failed, 2 could not run.
+docs/restart_sweep.md has the keys of the file.
 """
 
 
@@ -43,9 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="what is to be measured")
     help_ = "directory of the results: new, or that of the same sweep, which is resumed (default: runs/sweep_NAME)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=help_)
-    help_ = (
-        "where checkpoints are written, s3://BUCKET/PREFIX too: on the storage that is measured (default: below --out)"
-    )
+    help_ = f"where checkpoints are written, {URI_FORM} too: on the storage that is measured (default: below --out)"
     parser.add_argument("--dir", metavar="DIR", help=help_)
     help_ = "settings of the launches, lines NAME = VALUE, such as LAUNCHER; the environment overrides it"
     parser.add_argument("--config", metavar="FILE", help=help_)
@@ -56,11 +57,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=_names, metavar="NAME[,NAME...]", help=help_)
     help_ = "a few small cells of each kind, one repeat, trainings scaled down: whether it runs here; measures nothing"
     parser.add_argument("--reduced", action="store_true", help=help_)
+    help_ = "hand the cells to sbatch: a job for all that need the same nodes; options of sbatch come after --"
+    parser.add_argument("--submit", action="store_true", help=help_)
+    help_ = (
+        "only the cells that need so many nodes with so many GPUs each; --dry-run lists them. A job of --submit has it"
+    )
+    parser.add_argument("--allocation", metavar="NODESxGPUS", help=help_)
     parser.add_argument("--retry-failed", action="store_true", help="measure again the cells that failed")
     parser.add_argument(
         "--no-report", action="store_true", help="measure alone; `ckpt-analysis sweep` makes the report"
     )
-    return parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:end])
+    arguments.of_sbatch = words[end + 1 :]
+    if arguments.of_sbatch and not arguments.submit:
+        parser.error(f"-- {arguments.of_sbatch[0]}: options of sbatch go with --submit")
+    for option in arguments.of_sbatch:
+        if option.startswith("--dep") or option.startswith("-d"):
+            parser.error(
+                f"-- {option}: the jobs of a sweep wait for each other by --dependency=singleton; leave it out"
+            )
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             sweep = reduced(sweep)
         cells = cells_of(sweep)
         chosen = _chosen(cells, of_file, arguments)
+        if arguments.allocation is not None:
+            from .allocations import named
+
+            chosen = named(arguments.allocation, chosen).cells
         _check_environment(chosen)
+        if arguments.submit:
+            return _submit(arguments, sweep, chosen)
         if arguments.dry_run:
             from .dry_run import listing
 
@@ -156,28 +180,107 @@ def _chosen(cells: list[Cell], of_file: list[Cell], arguments: argparse.Namespac
     return chosen
 
 
+def _submit(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
+    """Hand the cells that are left, and that no job has, to Slurm, or print the commands that do. Raises SweepError."""
+    from ..common.formatting import plural
+    from ..restart_bench.environment import for_shell_line
+    from .allocations import allocations_of, check_submitted, submission, submit
+    from .directory import SweepDirectory, check
+    from .progress import to_stderr
+    from .submissions import UnknownJobsError, jobs_of, note
+
+    check_submitted(cells)
+    out = _out(arguments, sweep)
+    # A dry run writes nothing, not even to see whether it can.
+    check(out, sweep, _storage(arguments) if arguments.dry_run else _checked_storage(arguments, sweep, cells))
+    log, job = f"{out}.slurm-%j.out", f"sweep_{sweep.name}"
+    directory = SweepDirectory(out, "")
+    failed = directory.failed(cells)
+    left = [cell for cell in cells if directory.result(cell) is None or (arguments.retry_failed and cell in failed)]
+    if failed and not arguments.retry_failed:
+        to_stderr(f"{len(failed)} of {len(cells)} cells failed; --retry-failed submits them again")
+    try:
+        jobs = jobs_of(out, failed) if left else {}
+    except UnknownJobsError as exc:
+        if not arguments.dry_run:
+            raise
+        to_stderr(f"{exc}; these are the jobs without those")
+        jobs = {}
+    if of_jobs := [jobs[cell.name] for cell in left if cell.name in jobs]:
+        which = ", ".join(sorted(set(of_jobs)))
+        to_stderr(f"{len(of_jobs)} of {len(cells)} cells have jobs that wait or run, and get no others: {which}")
+        left = [cell for cell in left if cell.name not in jobs]
+        if not left:
+            return OK
+    words, of = _words_of_job(arguments, out), allocations_of(left)
+    if failed and not arguments.retry_failed and not of:
+        return CHECK_FAILED
+    if not of:
+        to_stderr(f"every cell has its result in {out}: there is nothing to submit")
+        return OK
+    commands = [submission(each, words, log, job, sweep.time_limit_s, arguments.of_sbatch) for each in of]
+    if arguments.dry_run:
+        write_stdout("\n".join(map(for_shell_line, commands)) + "\n")
+        return OK
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for handed_over, each in zip(submit(commands), of, strict=True):
+        note(out, handed_over, each.cells, retries=arguments.retry_failed)
+        number = handed_over.partition(";")[0]
+        what = f"{plural(len(each.cells), 'cell')} on {each.name} (nodes x GPUs)"
+        to_stderr(f"job {number}: {what}; its output: {log.replace('%j', number)}")
+    return OK
+
+
+def _words_of_job(arguments: argparse.Namespace, out: Path) -> list[str]:
+    """The arguments of this command for its jobs, but for the allocation of each."""
+    words = [str(arguments.sweep.absolute()), "--out", str(out)]
+    if arguments.dir is not None:
+        words += ["--dir", str(_storage(arguments))]
+    for name in ("models", "engines"):
+        if (given := getattr(arguments, name)) is not None:
+            words += [f"--{name}", ",".join(given)]
+    return words + [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(arguments, name)]
+
+
+def _out(arguments: argparse.Namespace, sweep: Sweep) -> Path:
+    return (arguments.out or Path("runs") / f"sweep_{sweep.name}").absolute()
+
+
 def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell], chosen: list[Cell]) -> int:
     from .directory import opened
     from .progress import to_stderr
     from .sweep import run_cells
 
-    out = (arguments.out or Path("runs") / f"sweep_{sweep.name}").absolute()
-    storage = None if arguments.dir is None else location_of("--dir", arguments.dir)
-    if isinstance(storage, Path):
-        storage = storage.absolute()
-        _check_storage(storage)
-    elif storage is not None:
-        _check_bucket(storage, sweep, chosen)
+    out = _out(arguments, sweep)
+    storage = _checked_storage(arguments, sweep, chosen)
     _check_hosts(chosen)
     with opened(out, sweep, cells, storage) as directory:
         if arguments.retry_failed:
             to_stderr(f"{directory.move_failures_aside(chosen)} failed cells are measured again")
-        failed = run_cells(directory, cells, chosen, sweep.time_limit_s, to_stderr)
+        run_cells(directory, cells, chosen, sweep.time_limit_s, to_stderr, arguments.allocation)
+        failed, of_all = len(directory.failed(chosen)), len(directory.failed(cells))
         if not arguments.no_report:
             _report(out)
     if failed:
-        to_stderr(f"{failed} of {len(cells)} cells failed; their results say why. --retry-failed measures them again")
+        to_stderr(f"{failed} of {len(chosen)} cells failed; their results say why. --retry-failed measures them again")
+    if of_all > failed:
+        to_stderr(f"of the cells that were not asked for here, {of_all - failed} failed before")
     return CHECK_FAILED if failed else OK
+
+
+def _checked_storage(arguments: argparse.Namespace, sweep: Sweep, chosen: list[Cell]) -> Location | None:
+    """--dir, as an absolute path if it is one. Raises SweepError if the cells cannot write there."""
+    storage = _storage(arguments)
+    if isinstance(storage, Path):
+        _check_storage(storage)
+    elif storage is not None:
+        _check_bucket(storage, sweep, chosen)
+    return storage
+
+
+def _storage(arguments: argparse.Namespace) -> Location | None:
+    storage = None if arguments.dir is None else location_of("--dir", arguments.dir)
+    return storage.absolute() if isinstance(storage, Path) else storage
 
 
 def _check_bucket(storage: ObjectUri, sweep: Sweep, cells: list[Cell]) -> None:

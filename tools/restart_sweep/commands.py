@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.config.uris import Location, below
 
 from ..common.sweep_files import COLD, DRILL_TRACE, NO_FAULT, REPLAY, STORAGE, TRACE, Cell
+from ..restart_bench.launcher_entries import IN_PLACE
 from ..restart_bench.settings import DECLARATIONS
 from ..restart_drill.faults import ON_NODES
 from ..restart_drill.plan import LAUNCH
@@ -20,8 +21,9 @@ PACKAGE = __name__.split(".")[0]  # tools in a checkout, megatron_restart_tools 
 ROOT = Path(__file__).absolute().parents[2]
 # Settings that the cells of a sweep do not take from the user's shell, and what to use instead.
 _NOT_TAKEN = {name: setting.instead for name, setting in DECLARATIONS.items() if setting.instead is not None}
-_DROPPED = {*_NOT_TAKEN, "LAUNCHER", "RESTART_TRACE_LAUNCH_ID"}
-LAUNCHED = ("train", "restart")  # modes whose launcher LAUNCHER chooses; mode scaled is on this host
+LAUNCHED = ("train", "restart")  # modes of ranks on nodes; mode scaled is on this host
+_OF_LAUNCHED = ("LAUNCHER", "GPUS_PER_NODE")  # settings of the user's shell that only these modes take
+_DROPPED = {*_NOT_TAKEN, *_OF_LAUNCHED, "RESTART_TRACE_LAUNCH_ID"}
 _OF_TRAINING = {
     "iterations": "ITERS", "micro_batch": "MICRO_BATCH", "global_batch": "GLOBAL_BATCH", "seq_length": "SEQ_LENGTH",
     "launcher": "LAUNCHER", "flags": "EXTRA_ARGS",
@@ -68,8 +70,8 @@ def refused_setting(cells: Sequence[Cell]) -> str | None:
     for cell in launched:
         if cell.settings.get("launcher", launcher) != launcher:
             why = f"the file has launcher: {cell.settings['launcher']}"
-        elif cell.fault.partition("@")[0] in ON_NODES and launcher != "fork":
-            why = f"{cell.fault} takes launcher fork"
+        elif cell.fault.partition("@")[0] in ON_NODES and launcher not in IN_PLACE:
+            why = f"{cell.fault} takes launcher {' or '.join(IN_PLACE)}"
     return None if why is None else f"LAUNCHER={launcher}: {why}; leave it out"
 
 
@@ -118,7 +120,7 @@ def _replay(cell: Cell, places: Places) -> Command:
     settings = cell.settings
     words = [
         *_tool("ckpt_replay"), "--model", cell.model, "--tp", str(cell.tp), "--pp", str(cell.pp), "--dp", str(cell.dp),
-        "--engine", cell.engine, "--repeat", "1", "--no-storage",
+        "--engine", cell.engine, "--repeat", str(settings.get("saves", 1)), "--no-storage",
     ]  # fmt: skip
     for name in _OF_REPLAY:
         if name in settings and (name != "stripe_command" or "striping" in settings):
@@ -156,9 +158,9 @@ def _training_settings(cell: Cell, places: Places) -> dict[str, str]:
         "SAVE_DIR": str(below(places.storage, "checkpoints")),
         "WORK_DIR": str(places.work),
     }
+    if cell.mode in LAUNCHED:
+        found |= {name: os.environ[name] for name in _OF_LAUNCHED if os.environ.get(name)}
     found |= {name: str(cell.settings[key]) for key, name in _OF_TRAINING.items() if key in cell.settings}
-    if cell.mode in LAUNCHED and "launcher" not in cell.settings and os.environ.get("LAUNCHER"):
-        found["LAUNCHER"] = os.environ["LAUNCHER"]
     if cell.save_interval is not None:
         found["SAVE_INTERVAL"] = str(cell.save_interval)
     return found

@@ -50,6 +50,10 @@ class SweepDirectory:
         path = self.cell(cell) / RESULT
         return _read(path) if path.is_file() else None
 
+    def failed(self, cells: list[Cell]) -> list[Cell]:
+        """Those that have ended without a measurement."""
+        return [cell for cell in cells if (self.result(cell) or {}).get("status") == FAILED]
+
     def begin_cell(self, cell: Cell) -> Path:
         """The new directory of a cell; what an interrupted one left is moved aside."""
         path = self.cell(cell)
@@ -63,7 +67,7 @@ class SweepDirectory:
 
     def move_failures_aside(self, cells: list[Cell]) -> int:
         """So that they are measured again; how many there were."""
-        failed = [cell for cell in cells if (self.result(cell) or {}).get("status") == FAILED]
+        failed = self.failed(cells)
         for cell in failed:
             self._move_aside(self.cell(cell))
         return len(failed)
@@ -102,20 +106,20 @@ def _open(
     out: Path, sweep: Sweep, cells: list[Cell], storage: Location | None, held: contextlib.ExitStack
 ) -> SweepDirectory:
     """As `opened`; `held` closes the lock. Raises OSError, too."""
-    _check(out, sweep, storage)
+    check(out, sweep, storage)
     out.mkdir(parents=True, exist_ok=True)
     lock = held.enter_context((out / _LOCK).open("a"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SweepError(f"--out {out}: another process runs this sweep; wait for it, or give a new --out") from None
-    _check(out, sweep, storage)
+    check(out, sweep, storage)
     if not (out / SWEEP).exists():
         _begin(out, sweep, cells, storage)
     return SweepDirectory(out, _read(out / SWEEP)["id"])
 
 
-def _check(out: Path, sweep: Sweep, storage: Location | None) -> None:
+def check(out: Path, sweep: Sweep, storage: Location | None) -> None:
     """Raises SweepError for a directory that is neither new nor this sweep's."""
     if not out.exists():
         return

@@ -9,6 +9,7 @@ from ..ckpt_replay.options import FIT
 from ..common.formatting import plural, size
 from ..common.sweep_files import STORAGE, Cell
 from ..common.tables import Column, text_table, texts, titles
+from .allocations import allocations_of
 from .commands import LAUNCHED
 from .progress import to_stderr
 from .sizes import Sizes
@@ -40,7 +41,21 @@ def listing(sweep: Sweep, cells: list[Cell]) -> str:
         "files and full size: of one checkpoint at full size, by ckpt-plan. A replay writes its ranks' share of one, "
         "limited by limit_bytes, twice (the first save is a warm-up); a scaled preset writes the same files, narrow."
     )
-    return "\n".join([*lines, "", *_totals(sweep, sizes, cells)]) + "\n"
+    return "\n".join([*lines, "", *_allocations(sweep, cells), *_totals(sweep, sizes, cells)]) + "\n"
+
+
+def _allocations(sweep: Sweep, cells: list[Cell]) -> list[str]:
+    """What the jobs of --submit allocate; nothing if no cell needs GPUs or other nodes."""
+    if not any(cell.mode in LAUNCHED for cell in cells):
+        return []
+    lines = ["allocations, as --submit makes them of cells that need the same nodes (GPUS_PER_NODE, default 8):"]
+    for each in allocations_of(cells):
+        hours, gpu_hours = each.most_hours(sweep.time_limit_s), each.most_gpu_hours(sweep.time_limit_s)
+        lines.append(
+            f"  {each.name} (nodes x GPUs): {plural(len(each.cells), 'cell')}, at most {_rounded_up(hours)} hours and "
+            f"{_rounded_up(gpu_hours)} GPU-hours"
+        )
+    return [*lines, ""]
 
 
 def _totals(sweep: Sweep, sizes: Sizes, cells: list[Cell]) -> list[str]:
@@ -56,10 +71,12 @@ def _totals(sweep: Sweep, sizes: Sizes, cells: list[Cell]) -> list[str]:
         f"bytes: {size(sum(each for each in written if each is not None))}{more}; a cell's files go when it ends",
         f"hours: at most {_rounded_up(len(cells) * limit_h)}, with time_limit {sweep.time_limit_s:g} s for each cell",
     ]
-    gpu_cells = [cell for cell in cells if cell.mode in LAUNCHED]
-    gpu_hours = sum(cell.ranks for cell in gpu_cells) * limit_h
-    most = max((cell.ranks for cell in gpu_cells), default=0)
-    of = f": {plural(len(gpu_cells), 'cell')} with a GPU for each rank, at most {most} at a time" if gpu_cells else ""
+    with_gpus = [each for each in allocations_of(cells) if each.gpus]
+    gpu_hours = sum(each.most_gpu_hours(sweep.time_limit_s) for each in with_gpus)
+    of = ""
+    if with_gpus:
+        number, most = sum(len(each.cells) for each in with_gpus), max(each.nodes * each.gpus for each in with_gpus)
+        of = f": {plural(number, 'cell')} in allocations of whole nodes, at most {most} GPUs at a time"
     return [*lines, f"GPU-hours: at most {_rounded_up(gpu_hours)}{of}"]
 
 

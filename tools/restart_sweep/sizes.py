@@ -61,8 +61,8 @@ class Sizes:
         return self._known[cell.plan_name]
 
     def written(self, cell: Cell) -> int | None:
-        """Bytes that a cell has on the storage at the least: what the storage is measured with, or one save. None where
-        that is not known before: of a scaled model, of what fits, and where there is no plan."""
+        """Bytes that a cell has on the storage at the least: what the storage is measured with, or the saves that it
+        keeps. None where that is not known before: of a scaled model, of what fits, and where there is no plan."""
         if cell.mode == STORAGE:
             return int(cell.settings["storage_bytes"])
         plan = self.of(cell)
@@ -75,7 +75,7 @@ class Sizes:
         most = None if limit == "none" else parse_bytes(limit)
         ranges = parse_rank_ranges(str(cell.settings["ranks"]))
         chosen = [per_rank[rank] for first, last in ranges for rank in range(first, last + 1) if rank < len(per_rank)]
-        return sum(each if most is None else min(each, most) for each in chosen)
+        return sum(each if most is None else min(each, most) for each in chosen) * int(cell.settings.get("saves", 1))
 
     def _find(self, name: str) -> dict[str, Any] | None:
         if name not in self._known and self._out is not None and (self._out / f"{name}.json").is_file():

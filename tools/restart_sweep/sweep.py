@@ -25,8 +25,15 @@ Say = Callable[[str], None]
 _SAID_OF_A_FAILURE = 4  # last lines of its log
 
 
-def run_cells(directory: SweepDirectory, cells: list[Cell], chosen: list[Cell], time_limit_s: float, say: Say) -> int:
-    """Measure what is still to be measured of the chosen cells; how many cells of the sweep have failed.
+def run_cells(
+    directory: SweepDirectory,
+    cells: list[Cell],
+    chosen: list[Cell],
+    time_limit_s: float,
+    say: Say,
+    allocation: str | None = None,
+) -> None:
+    """Measure what is still to be measured of the chosen cells, which are those of `allocation` if it is given.
 
     Raises OSError, and SweepError if the storage has no room for a cell.
     """
@@ -48,7 +55,7 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], chosen: list[Cell], 
         say(f"{len(chosen) - len(waiting)} of {plural(len(chosen), 'cell')} are done already")
     times = Times(directory, cells)
     for cell in waiting:
-        result = _measure(directory, cell, below(storage, cell.name), time_limit_s)
+        result = _measure(directory, cell, below(storage, cell.name), time_limit_s, allocation)
         times.note(cell, result["took_s"])
         waiting = waiting[1:]
         said = result["status"] if result["status"] == OK else f"FAILED: {result['reason']}"
@@ -58,7 +65,6 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], chosen: list[Cell], 
         )
     remove(storage)
     shutil.rmtree(own, ignore_errors=True)
-    return sum((directory.result(cell) or {}).get("status") == FAILED for cell in cells)
 
 
 def _make_plans(sizes: Sizes, cells: list[Cell], say: Say) -> None:
@@ -84,7 +90,9 @@ def _check_room(sizes: Sizes, waiting: list[Cell], storage: Path) -> None:
         )
 
 
-def _measure(directory: SweepDirectory, cell: Cell, storage: Location, time_limit_s: float) -> dict[str, Any]:
+def _measure(
+    directory: SweepDirectory, cell: Cell, storage: Location, time_limit_s: float, allocation: str | None
+) -> dict[str, Any]:
     """Run a cell and record what came of it; what it stored is removed."""
     path = directory.begin_cell(cell)
     work = directory.out / "work" / f"{cell.mode}_{cell.model}"
@@ -101,6 +109,7 @@ def _measure(directory: SweepDirectory, cell: Cell, storage: Location, time_limi
     reason = _reason(ended, path / LOG, time_limit_s)
     result = {
         "name": cell.name,
+        "allocation": allocation,
         "status": OK if reason is None else FAILED,
         "reason": reason,
         "exit_code": ended.exit_code,

@@ -18,10 +18,10 @@ from restart_trace.regular import read_regular
 
 from ..ckpt_plan.presets import preset_layout
 from ..ckpt_replay.options import parse_striping
-from ..ckpt_replay.plan import OPERATIONS, RAW, SAVE_AND_LOAD
+from ..ckpt_replay.plan import IN_MEMORY, OPERATIONS, RAW, SAVE_AND_LOAD, SAVES_THEN_LOADS
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
-from ..restart_bench.launcher_entries import LAUNCHERS
+from ..restart_bench.launcher_entries import IN_PLACE, LAUNCHERS
 from ..restart_bench.presets import model_names
 from ..restart_drill.faults import FAULTS, ON_NODES, refusal
 from ..restart_drill.injection_points import parse_injection_point
@@ -140,6 +140,7 @@ def _run(path: Path, node: yaml.Node) -> Run:
     striping = values["striping"] or (NO_STRIPING,)
     if values["stripe_command"] is not None and striping == (NO_STRIPING,):
         raise entries["stripe_command"].error("sets what `striping` says; give that, too")
+    _check_saves(values, entries)
     own = ("mode", "models", "layouts", "engines", "cache", "faults", "save_interval", "operations", "striping")
     settings = {
         key: value
@@ -151,6 +152,27 @@ def _run(path: Path, node: yaml.Node) -> Run:
         cache=cache, faults=faults, save_intervals=values["save_interval"] or (None,),
         operations=values["operations"] or (SAVE_AND_LOAD,), striping=striping, settings=settings,
     )  # fmt: skip
+
+
+def _check_saves(values: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Whether `saves` and the operation that it belongs to are given together, without others, for engines that keep
+    all saves."""
+    operations = values["operations"] or ()
+    if values["saves"] is not None and operations != (SAVES_THEN_LOADS,):
+        raise entries["saves"].error(f"belongs to `operations: {SAVES_THEN_LOADS}` alone; write that")
+    if SAVES_THEN_LOADS not in operations:
+        return
+    if len(operations) > 1:
+        raise entries["operations"].error(
+            f"`{SAVES_THEN_LOADS}` stands alone; give it a run of its own, with `saves: N`"
+        )
+    if values["saves"] is None:
+        raise entries["operations"].error(f"`{SAVES_THEN_LOADS}` needs `saves: N`, the saves of a cell; give that")
+    for name in (name for name in values["engines"] if name in IN_MEMORY):
+        raise entries["engines"].error(
+            f"the slots of `{name}` hold the newest save alone, and `{SAVES_THEN_LOADS}` keeps all; leave out one of "
+            "the two"
+        )
 
 
 def _check_nodes(
@@ -167,8 +189,10 @@ def _check_nodes(
             f"{of_nodes[0]} is a fault of a node, which needs a program that injects it: add nodes_command; see "
             "docs/restart_drill.md"
         )
-    if values["launcher"] not in (None, "fork"):
-        raise entries["launcher"].error(f"{of_nodes[0]} takes launcher fork, whose agents restart on the nodes left")
+    if values["launcher"] not in (None, *IN_PLACE):
+        raise entries["launcher"].error(
+            f"{of_nodes[0]} takes launcher {' or '.join(IN_PLACE)}, whose agents restart on the nodes left"
+        )
     if COLD in cache:
         raise entries["cache"].error(f"{of_nodes[0]}: the agents restart the ranks at once; leave cold out")
 
@@ -393,8 +417,9 @@ RUN_KEYS = {
     "seq_length": Key(_whole(1), "tokens of a sample", modes=_TRAINED),
     "launcher": Key(_choice(lambda: list(LAUNCHERS), "launcher"), "who starts the ranks", modes=_TRAINED),
     "ranks": Key(_ranks, "of the layout, those that are replayed", "0", modes=("replay",)),
-    "operations": Key(_list(_choice(lambda: OPERATIONS, "operation")), "save_and_load, save or load",
+    "operations": Key(_list(_choice(lambda: OPERATIONS, "operation")), "save_and_load, save, load or saves_then_loads",
                       modes=("replay",)),
+    "saves": Key(_whole(1), "of saves_then_loads: in a cell, each kept until all are loaded", modes=("replay",)),
     "striping": Key(_list(_striping), "targets that a file is spread over, and bytes of a piece; or none",
                     modes=("replay",)),
     "stripe_command": Key(_text, "what sets the striping", modes=("replay",)),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpointing.engines.entries import ENGINES, EngineEntry
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.config.errors import refuse
 
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions
@@ -35,11 +36,12 @@ def engine_names() -> list[str]:
     return [*ENGINES, *_plugins()]
 
 
-def check_engine_name(name: str) -> None:
+def check_engine_name(name: str, *, in_object_storage: bool = False) -> None:
     """Raise UnknownEngineError, listing the engines there are, for a name that is not one of them.
 
-    Raises EngineUnavailableError if the engine is known and its package is not installed. Imports neither torch nor
-    the engine.
+    `in_object_storage`: checkpoints are saved there, or loaded from there; raises ConfigError for an engine that does
+    not save there. Raises EngineUnavailableError if the engine is known and its package is not installed. Imports
+    neither torch nor the engine.
     """
     if name in ENGINES:
         entry = ENGINES[name]
@@ -53,6 +55,16 @@ def check_engine_name(name: str) -> None:
         there = [f"{n} ({e.summary})" for n, e in ENGINES.items()]
         there += [f"{n} (of {p.value})" for n, p in plugins.items()]
         raise UnknownEngineError(f"--checkpoint-engine {name}: no such engine; there are: {', '.join(there)}")
+    if in_object_storage:
+        _check_object_storage(name)
+
+
+def _check_object_storage(name: str) -> None:
+    why = ENGINES[name].not_stored if name in ENGINES else "an engine of another package has not been tried there"
+    if why:
+        *names, last = engines_of_object_storage()
+        why = f"does not save to object storage: {why}; use {', '.join(names)} or {last}"
+        refuse("--checkpoint-engine", name, why)
 
 
 def is_redistributable(name: str) -> bool | None:
@@ -66,6 +78,11 @@ def is_redistributable(name: str) -> bool | None:
 def redistributable_engines() -> list[str]:
     """Names of the engines of this project whose checkpoints can be loaded onto another layout."""
     return [name for name, entry in ENGINES.items() if entry.redistributable]
+
+
+def engines_of_object_storage() -> list[str]:
+    """Names of the engines of this project that save to object storage."""
+    return [name for name, entry in ENGINES.items() if not entry.not_stored]
 
 
 def engine_class(name: str) -> type[CheckpointEngine]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies
 from megatron.checkpointing.load.storage import Listing, OpenedCheckpoint, StorageSource, check_wanted
-from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCandidate, open_checkpoints
+from megatron.checkpointing.store.bucket.checkpoints import NodeFiles, StoredCandidate, drop_listings, open_checkpoints
 from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
@@ -28,7 +28,9 @@ class BucketSource(StorageSource):
         self._files = NodeFiles(self._stored)
 
     def search(self) -> Listing:
-        return Listing(*self._stored.discover(self._load_tag))
+        found = self._stored.discover(self._load_tag)
+        drop_listings()  # of the start: who searches once more wants to know what is new
+        return Listing(*found)
 
     def candidates(self, op: Operation) -> tuple[list[int], list[str]]:
         self.close()

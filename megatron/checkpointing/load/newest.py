@@ -12,12 +12,12 @@ import functools
 import logging
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks, run_on_rank_0
+from megatron.checkpointing.agreement import CheckpointRejectedError, exchanging, run_on_all_ranks, run_on_rank_0
 from megatron.checkpointing.context import Ahead, RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, first_undamaged
 from megatron.checkpointing.engines.errors import (
@@ -37,7 +37,9 @@ from megatron.checkpointing.reshard.resharding import load_on_other_layout, load
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress, live_state
 from megatron.checkpointing.state.hashes import compare_hashes
-from megatron.checkpointing.state.restore import restore_progress, restore_state, restore_tied_weights
+from megatron.checkpointing.state.replicas import differing, exchange_layers, layer_checksums, layers_read_by
+from megatron.checkpointing.state.restore import restore_layers, restore_progress, restore_state, restore_tied_weights
+from megatron.checkpointing.state.shard_metadata import layer_modules
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.search import Candidate
 from megatron.config.uris import is_uri
@@ -47,6 +49,8 @@ from restart_trace.recorder import Operation
 from restart_trace.under_way import RANKS, READING, UnderWay
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A rank that reads so many times longer than the median one, and so many seconds, is named in the log.
 _SLOW_READER = 2.0
@@ -199,6 +203,8 @@ def load_candidate(ctx: RunContext, engine: Any, opened: OpenedCheckpoint, op: O
     op.label(engine=type(reader).__name__)
     if ctx.checkpoint_engine.keeps_in_memory:
         op.label(tier=opened.tier)
+    if candidate.manifest is not None and opened.memory_save is None:
+        op.measure(checkpoint_bytes=sum(file.num_bytes for file in candidate.manifest.files.values()))
     try:
         return _CandidateLoad(ctx, reader, engine, opened, op).load()
     except CheckpointError as error:  # of an object, it names the file on this node
@@ -252,11 +258,15 @@ class _CandidateLoad:
         if ctx.prefetch is not None and self.opened.memory_save is None:
             ctx.prefetch.hand_over(op, candidate.directory)
         if self._is_other_layout():
+            if ctx.config.checkpoint.ckpt_fully_parallel_load:
+                logger.info("--ckpt-fully-parallel-load: no effect on a load onto another layout")
             return first_undamaged(self.opened.shared_copies(self.reader, op), self._reshard)
         states: dict[str, Any] = {}
-        run_on_all_ranks(ctx.control, op, functools.partial(self._read, states), _name_slow_readers)
+        exchanged = self._divides_weights() and self._read_a_part(states)
+        if not exchanged:
+            self._read_on_all_ranks(states)
         common = states[names.model_states_file(ctx.place.layout, ctx.place.at)]
-        progress = self._apply(states, common)
+        progress = self._apply(states, with_layers=not exchanged)
         options = ctx.config.checkpoint
         if options.verify_restored_state and not options.finetune:
             self._verify()
@@ -288,11 +298,61 @@ class _CandidateLoad:
             return load_universal(self.ctx, self.reader, self.engine, candidate, universal, files, self.op)
         return load_on_other_layout(self.ctx, self.reader, self.engine, candidate, files, self.op)
 
-    def _read(self, states: dict[str, Any]) -> tuple[float, str]:
-        """This rank's files into `states`, by name; returns the seconds that they took and this host's name."""
+    def _divides_weights(self) -> bool:
+        """Whether each DP replica is to read a part of the weights (--ckpt-fully-parallel-load); of all ranks alike."""
+        if not self.ctx.config.checkpoint.ckpt_fully_parallel_load or self.ctx.place.layout.dp == 1:
+            return False
+        if self.opened.memory_save is None:
+            return True
+        logger.info("--ckpt-fully-parallel-load: no effect on a load from host memory, which is faster than a network")
+        return False
+
+    def _read_a_part(self, states: dict[str, Any]) -> bool:
+        """As `_read_on_all_ranks`, but of the weights each replica reads a part, and all exchange these.
+
+        The weights are live afterwards. If one rank received others than were read, all ranks read all of the weights
+        into `states`, and it returns False on all of them. Raises NotAppliedError for damage that is found when weights
+        are live already, and FailedAloneError.
+        """
+        ctx, op = self.ctx, self.op
+        mine = set(layers_read_by(layer_modules(self.engine), ctx.place, divided=True))
+        self._read_on_all_ranks(states, mine)
+        self._apply_on_all_ranks(states, lambda _: restore_layers(self.engine, ctx.place, states, mine))
+        what = "exchange of weights"
+        with op.span("redistribute", "broadcast"), UnderWay(RANKS, what), exchanging(ctx.control, what):
+            exchange_layers(self.engine, ctx.place)
+        if not self.reader.options.verify_checksums:
+            return True
+
+        def checksums() -> dict[str, tuple[int, int]]:
+            with op.span("load", "verify"):
+                return layer_checksums(self.engine, ctx.place)
+
+        wrong = run_on_all_ranks(ctx.control, op, checksums, differing)
+        if not wrong:
+            return True
+        if ctx.control.rank == 0:
+            shown = "; ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else "")
+            logger.warning("weights arrived otherwise than they were read (%s): each rank reads all of its own", shown)
+        states.clear()
+        try:
+            self._read_on_all_ranks(states)
+        except CheckpointRejectedError as rejected:
+            raise NotAppliedError(*rejected.args) from rejected
+        return False
+
+    def _read_on_all_ranks(self, states: dict[str, Any], layers: Collection[str] | None = None) -> None:
+        """`_read` on all ranks. Raises as `run_on_all_ranks`."""
+        run_on_all_ranks(self.ctx.control, self.op, lambda: self._read(states, layers), _name_slow_readers)
+
+    def _read(self, states: dict[str, Any], layers: Collection[str] | None = None) -> tuple[float, str]:
+        """This rank's files into `states`, by name, of the `layers` only these, by default all.
+
+        Returns the seconds that they took and this host's name.
+        """
         ctx, candidate, op = self.ctx, self.opened.candidate, self.op
         with op.span("discover"):
-            live = live_state(self.engine, ctx.place, self._with_optimizer, self.reader.loads_in_place)
+            live = live_state(self.engine, ctx.place, self._with_optimizer, self.reader.loads_in_place, layers)
         extra = [names.tensor_hashes_file(ctx.control.rank)] if ctx.config.checkpoint.verify_restored_state else []
         copies = self.opened.copies(self.reader, [file.name for file in live], extra, op)
         with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.place}"):
@@ -303,34 +363,46 @@ class _CandidateLoad:
                 del found
             return (now_ns() - begun) / 1e9, os.uname().nodename
 
-    def _apply(self, states: dict[str, Any], common: Mapping[str, Any]) -> Progress:
+    def _apply(self, states: dict[str, Any], *, with_layers: bool) -> Progress:
         """Put the states that were read into the live engine; collective, since their content may still be anything.
 
-        `common`: of these the mp_rank file.
+        Without `with_layers` the weights are live already.
 
         Raises NotAppliedError on all ranks if one rank could not apply its own. Then the next candidate replaces
         whatever was applied.
         """
-        ctx, directory, op = self.ctx, self.opened.candidate.directory, self.op
+        ctx, op = self.ctx, self.op
 
-        def apply() -> Progress:
-            with op.span("load", "host_to_device"):
-                try:
-                    with reading(directory):
-                        check_training(common, ctx.config, directory)
-                        warn_of_changes(common["args"], ctx.config)
-                        return restore_state(self.engine, ctx.place, states, ctx.config)
-                finally:
-                    states.clear()  # giving gigabytes back to the system takes time, which is accounted for here
+        def apply(common: Mapping[str, Any]) -> Progress:
+            try:
+                warn_of_changes(common["args"], ctx.config)
+                return restore_state(self.engine, ctx.place, states, ctx.config, with_layers=with_layers)
+            finally:
+                states.clear()  # giving gigabytes back to the system takes time, which is accounted for here
 
-        try:
-            progress = run_on_all_ranks(ctx.control, op, apply)[ctx.control.rank]
-        except CheckpointRejectedError as rejected:
-            raise NotAppliedError(*rejected.args) from rejected
+        progress = self._apply_on_all_ranks(states, apply)
         shared = "all_gather" if self._with_optimizer else "broadcast"
         with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
             restore_tied_weights(self.engine, self._with_optimizer)
         return progress
+
+    def _apply_on_all_ranks(self, states: Mapping[str, Any], work: Callable[[Mapping[str, Any]], T]) -> T:
+        """`work` on every rank, which is given the mp_rank file of `states` and changes the live state.
+
+        Before that its settings are checked. Raises NotAppliedError on all ranks if one rank could not apply its own.
+        """
+        ctx, directory = self.ctx, self.opened.candidate.directory
+
+        def apply() -> T:
+            with self.op.span("load", "host_to_device"), reading(directory):
+                common = states[names.model_states_file(ctx.place.layout, ctx.place.at)]
+                check_training(common, ctx.config, directory)
+                return work(common)
+
+        try:
+            return run_on_all_ranks(ctx.control, self.op, apply)[ctx.control.rank]
+        except CheckpointRejectedError as rejected:
+            raise NotAppliedError(*rejected.args) from rejected
 
     def _verify(self) -> None:
         """Compare the live state bit for bit with the saved one. Raises CheckpointDamagedError on all ranks."""

@@ -24,7 +24,7 @@ from megatron.checkpointing.engines.registry import (
     redistributable_engines,
 )
 from megatron.checkpointing.preflight.universal_directory import inspect
-from megatron.checkpointing.state.changed_flags import check_optimizer
+from megatron.checkpointing.state.changed_flags import REFUSED_OF_MODEL, REFUSED_OF_TRAINING, check_refused
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import Candidate, read_latest
@@ -38,13 +38,6 @@ from megatron.fileio.files import is_directory, is_there
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
 
-_SHAPE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
-    "normalization", "swiglu", "use_rotary_position_embeddings", "untie_embeddings_and_output_weights",
-    "add_bias_linear", "add_position_embedding",
-)  # fmt: skip
-
-
 # Of a run that does not save a state -> what says that it is not loaded either, and what is missing.
 _NOT_SAVED = {
     "no_save_optim": ("no_load_optim", "no optimizer state"),
@@ -55,7 +48,7 @@ _LARGEST_TP = 128
 
 def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
     """What must be equal for the tensors of a checkpoint to fit."""
-    identity = {name: getattr(model, name) for name in _SHAPE}
+    identity = {name: getattr(model, name) for name in REFUSED_OF_MODEL}
     if model.add_position_embedding:
         identity["max_position_embeddings"] = model.max_position_embeddings
     return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": model.params_dtype}
@@ -64,7 +57,9 @@ def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]
 def training_identity(config: Config) -> dict[str, Any]:
     """What must be equal for optimizer and schedule to fit unless a flag decides, and what the run does not save."""
     without = {name: True for name in _NOT_SAVED if getattr(config.checkpoint, name)}
-    return {"optimizer": config.optimizer.optimizer} | schedule_settings(config.optimizer, config.training) | without
+    mine = namespace_from_config(config)
+    refused = {name: getattr(mine, name) for name in REFUSED_OF_TRAINING}
+    return refused | schedule_settings(config.optimizer, config.training) | without
 
 
 def check_candidate(
@@ -128,8 +123,8 @@ def _check_training(theirs: Mapping[str, Any], place: str, config: Config) -> No
     options, optimizer = config.checkpoint, config.optimizer
     if not theirs or options.finetune:
         return
-    saved = argparse.Namespace(**{name: theirs[name] for name in ("optimizer",) if name in theirs})
-    check_optimizer(saved, namespace_from_config(config), place)
+    saved = argparse.Namespace(**{name: theirs[name] for name in REFUSED_OF_TRAINING if name in theirs})
+    check_refused(saved, namespace_from_config(config), place)
     decided = optimizer.override_opt_param_scheduler or optimizer.use_checkpoint_opt_param_scheduler
     if not (options.no_load_lr_state or decided):
         try:

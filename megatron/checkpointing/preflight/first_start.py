@@ -37,6 +37,8 @@ _START_OVER = "--start-over"  # with its label the last of a run's flags
 _OF_WHAT_IS_NOT_SAVED = {"no_load_optim": "no_save_optim", "no_load_rng": "no_save_rng"}
 # What only a --load in a file system takes: not of a start that goes on from object storage.
 _OF_FILES = ("prefetch_on_start", "prefetch_limit")
+# What only object storage takes: not of a start that goes on from a file system.
+_OF_OBJECTS = ("storage_cache", "storage_deadline")
 
 
 class FirstStart(NamedTuple):
@@ -91,8 +93,8 @@ def later_start(options: CheckpointConfig) -> CheckpointConfig:
     assert options.save is not None
     of_first = [name for name in (*FLAGS, "start_over") if name not in _flags_of_every_start(options)]
     changed = {name: CheckpointConfig.__dataclass_fields__[name].default for name in of_first}
-    if is_uri(options.save):
-        changed |= {name: CheckpointConfig.__dataclass_fields__[name].default for name in _OF_FILES}
+    of_other_places = _OF_FILES if is_uri(options.save) else _OF_OBJECTS
+    changed |= {name: CheckpointConfig.__dataclass_fields__[name].default for name in of_other_places}
     return dataclasses.replace(options, load=options.save, **changed)
 
 

@@ -8,11 +8,12 @@ wrong guess costs the time of these reads. The module does not import torch: it 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.checkpointing.engines.base import SavedCheckpoint
 from megatron.checkpointing.engines.lazy.header import ALIGNMENT, METADATA, SUFFIX, entries_of, read_header_by
 from megatron.checkpointing.preflight.compatibility import newest_with_manifest
 from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.parts import spread
 from megatron.config import Config
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.page_cache import ResidentPages
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 4 << 20  # bytes: of the buffer, and what is read between two looks at whether to stop
 _OPTIMIZER_SUFFIX = "_optim_states.pt"
+_LAYER_PREFIX = "layer_"
 
 Stretch = tuple[int, int]  # bytes [start, stop) of a file
 
@@ -56,6 +59,8 @@ class Prefetch:
         # What a rank knows that it reads before its model is built: all but, with engine torch, the layers.
         with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
         self._mine = names.optimizer_file(layout, at, config.model.params_dtype)
+        divided = config.checkpoint.ckpt_fully_parallel_load
+        self._replica, self._replicas = (at.dp, layout.dp) if divided else (0, 1)  # of those that divide the weights
         common = names.model_states_file(layout, at)
         self._wanted.put([self._mine, common] if with_optimizer else [common])
         self._thread.start()
@@ -124,7 +129,7 @@ class Prefetch:
             resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            for at, length in _blocks(_stretches(fd, path, self._mine)):
+            for at, length in _blocks(_stretches(fd, path, self._mine, self._replica, self._replicas)):
                 missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
@@ -155,9 +160,9 @@ def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
     return Prefetch(config, layout, config.parallel.rank, limit)
 
 
-def _stretches(fd: int, path: Path, my_optimizer_file: str) -> list[Stretch]:
+def _stretches(fd: int, path: Path, my_optimizer_file: str, replica: int, replicas: int) -> list[Stretch]:
     """The parts of a file to read: of engine lazy's, whose files hold more states than one, the header and what is not
-    another rank's shard; else all of it.
+    another rank's shard, nor a layer that another of `replicas` reads; else all of it.
 
     Raises CheckpointDamagedError or ValueError if the header is no header.
     """
@@ -167,15 +172,29 @@ def _stretches(fd: int, path: Path, my_optimizer_file: str) -> list[Stretch]:
     header = read_header_by(path, ALIGNMENT, lambda start, size: os.pread(fd, size, start))
     begin = len(header)
     found = [(0, begin)]
-    for name, entry in entries_of(header).items():
+    entries = entries_of(header)
+    others = _layers_of_others(entries, replica, replicas)
+    for name, entry in entries.items():
         state = name.partition("/")[0]
-        mine = not state.endswith(_OPTIMIZER_SUFFIX) or state == my_optimizer_file
+        mine = state == my_optimizer_file or not (state.endswith(_OPTIMIZER_SUFFIX) or state in others)
         if name != METADATA and mine:
             start, stop = entry["data_offsets"]
             if not 0 <= start <= stop <= size - begin:
                 raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")
             found.append((begin + start, begin + stop))
     return _merged(sorted(found))
+
+
+def _layers_of_others(entries: Mapping[str, Any], replica: int, replicas: int) -> set[str]:
+    """The layers that other replicas read, by the same division as megatron.checkpointing.state.replicas."""
+    elements: dict[str, int] = {}
+    for name, entry in entries.items():
+        state = name.partition("/")[0]
+        if state.startswith(_LAYER_PREFIX):
+            elements[state] = elements.get(state, 0) + math.prod(entry["shape"])
+    layers = sorted(elements, key=lambda state: (len(state), state))  # in the order of their numbers
+    readers = spread([elements[state] for state in layers], replicas)
+    return {state for state, reader in zip(layers, readers, strict=True) if reader != replica}
 
 
 def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:

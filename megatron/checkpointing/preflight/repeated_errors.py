@@ -155,6 +155,8 @@ class _Prefix:
         """
         from megatron.checkpointing.store.bucket.generations import run_id_there
 
+        if not _crash_directories(self._root):  # nothing to ask the store for
+            return
         run_id = None
         with contextlib.suppress(ObjectStoreError):
             run_id = run_id_there(self._bucket, self._uri)
@@ -184,12 +186,27 @@ def remove_old_crashes(root: Path) -> None:
 
     The runs have ended without a good end here, and no start of them has come to this node since.
     """
-    with contextlib.suppress(OSError):
-        directories = [entry for entry in os.scandir(root) if _CRASHES_OF_A_RUN.fullmatch(entry.name)]
-        for directory in directories:
-            with contextlib.suppress(OSError):
-                if directory.is_dir(follow_symlinks=False):
-                    _remove_if_old(_Directory(Path(directory.path)))
+    for directory in _crash_directories(root):
+        with contextlib.suppress(OSError):
+            _remove_if_old(_Directory(directory))
+
+
+def _crash_directories(root: Path) -> list[Path]:
+    """Where ranks of this node have written their crashes: a directory for each run."""
+    try:
+        there = [entry for entry in os.scandir(root) if _CRASHES_OF_A_RUN.fullmatch(entry.name)]
+        return [Path(entry.path) for entry in there if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def publish_crashes(options: CheckpointConfig) -> None:
+    """With a --save in object storage: put there what ranks of this node have left of their crashes.
+
+    Rank 0 judges for all hosts. It may do so before another host has published: then its next start knows.
+    """
+    if is_uri(options.save):
+        _Prefix(options).publish_crashes()
 
 
 def _remove_if_old(crashes: _Directory) -> None:
@@ -205,12 +222,13 @@ def _place_of(options: CheckpointConfig) -> _Directory | _Prefix:
     return _Prefix(options) if is_uri(save) else _Directory(Path(save) / names.GENERATIONS)
 
 
-def _listed(place: _Directory | _Prefix, kind: str) -> list[str]:
-    """Names of the records of one kind, oldest first."""
+def _listed(place: _Directory | _Prefix, *kinds: str) -> list[str]:
+    """Names of the records of these kinds, each oldest first."""
     try:
-        return sorted(name for name in place.list() if re.fullmatch(rf"{kind}\d{{8}}", name))
+        there = sorted(place.list())
     except _AWAY:
         return []
+    return [name for kind in kinds for name in there if re.fullmatch(rf"{kind}\d{{8}}", name)]
 
 
 def recorded(options: CheckpointConfig) -> list[StepError]:
@@ -221,14 +239,13 @@ def recorded(options: CheckpointConfig) -> list[StepError]:
     """
     place = _place_of(options)
     errors: dict[int, StepError] = {}  # by generation
-    for kind, read in ((_RECORD, place.read), (_CRASH, lambda name: _of_crash(place.crash(name)))):
-        for name in _listed(place, kind):
-            with contextlib.suppress(*_AWAY, ValueError, TypeError, KeyError):
-                error = StepError(**read(name))
-                if not all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
-                    continue
-                if error.generation not in errors or not error.error.startswith("SIGABRT"):
-                    errors[error.generation] = error
+    for name in _listed(place, _RECORD, _CRASH):
+        with contextlib.suppress(*_AWAY, ValueError, TypeError, KeyError):
+            error = StepError(**(_of_crash(place.crash(name)) if name.startswith(_CRASH) else place.read(name)))
+            if not all(type(number) is int for number in (error.generation, error.step, error.loaded, error.rank)):
+                continue
+            if error.generation not in errors or not error.error.startswith("SIGABRT"):
+                errors[error.generation] = error
     return [errors[generation] for generation in sorted(errors)]
 
 
@@ -260,9 +277,7 @@ def checkpoint_before(options: CheckpointConfig, later: bool) -> str | None:
     """
     if options.save is None:
         return None
-    place = _place_of(options)
-    if isinstance(place, _Prefix):
-        place.publish_crashes()
+    publish_crashes(options)
     last = recorded(options)[-STARTS:]
     if len(last) < STARTS or not all(error.same(last[-1]) for error in last):
         return None

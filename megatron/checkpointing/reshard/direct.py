@@ -37,6 +37,7 @@ from megatron.checkpointing.reshard.torch_shards import TorchShards
 from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shares_of_each
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.state.replicas import broadcast_within_replicas
 from megatron.checkpointing.state.restore import restore_optimizer, restore_progress, restore_tied_weights
 from megatron.checkpointing.state.shard_metadata import (
     flat_partitions,
@@ -48,6 +49,7 @@ from megatron.checkpointing.state.shard_metadata import (
 )
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.parts import share_of, spread
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.checksums import RangeChecksum
@@ -285,11 +287,9 @@ class DirectLoad:
         place = self._place
         if place.layout.dp == 1:
             return
-        group = self._engine.mpu.get_data_parallel_group()
-        with self._op.span("redistribute", "broadcast"), torch.no_grad():
-            for target, dp in zip(self._weights, self._readers(), strict=True):
-                source = place.layout.rank(place.at.tp, place.at.pp, dp)
-                torch.distributed.broadcast(target.tensor, source, group)
+        weights = zip((target.tensor for target in self._weights), self._readers(), strict=True)
+        with self._op.span("redistribute", "broadcast"):
+            broadcast_within_replicas(self._engine, place, weights)
 
     def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
@@ -366,21 +366,6 @@ class DirectLoad:
             state[group] = _copied(counters) | moments  # torch counts in place, for each parameter by itself
         self._shard = own | of_training | {"base_optimizer_state": {"state": state, "param_groups": groups}}
         return targets
-
-
-def share_of(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
-    """The part of `items` that `rank` takes: those of all ranks, in their order, are `items` in order."""
-    return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
-
-
-def spread(sizes: Sequence[int], readers: int) -> list[int]:
-    """Which of `readers` takes each of the items of these sizes: the largest first, each to who has the least."""
-    load = [0] * readers
-    found = [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        found[item] = load.index(min(load))
-        load[found[item]] += sizes[item]
-    return found
 
 
 _OF_TRAINING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # else a shard is of its rank

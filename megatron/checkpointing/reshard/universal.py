@@ -28,9 +28,10 @@ from megatron.checkpointing.preflight.universal_directory import (
     STEP,
     parameter_names,
 )
-from megatron.checkpointing.reshard.direct import DirectLoad, Survey, share_of
+from megatron.checkpointing.reshard.direct import DirectLoad, Survey
 from megatron.checkpointing.reshard.torch_shards import interleaved_ranges, placed_tensor
 from megatron.checkpointing.state.shard_metadata import shard_placement, weight_placement
+from megatron.checkpointing.store.parts import share_of
 from megatron.checkpointing.store.upstream import FIRST_FILE
 from megatron.parallel.parameter_slice import ParameterSlice, slice_of
 

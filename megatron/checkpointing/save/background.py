@@ -73,13 +73,20 @@ class BackgroundSave:
         try:
             self.error = self._finish()
         except BaseException as exc:  # training waits to hear of it, whatever it is
-            logger.exception("the commit thread failed")
             self.error = f"{type(exc).__name__}: {exc}"
-        self.total_ns = now_ns() - self._start_ns
-        self._decided.set()
-        with self._spans:
+            logger.exception("the commit thread failed")
+        finally:
+            self.total_ns = now_ns() - self._start_ns
+            self._decided.set()
+            with self._spans:
+                self._end_operation()
+                self._over.set()
+
+    def _end_operation(self) -> None:
+        try:
             self._op.end(None if self.error is None else f"CheckpointSaveError: {self.error}")
-            self._over.set()
+        except Exception:  # the save is what it is without its record
+            logger.exception("the end of the save of step %d is missing in the trace", self.step)
 
     def release_state(self) -> None:
         """Return when the live state may change."""
@@ -140,9 +147,9 @@ class BackgroundSaves:
         self._finished: list[BackgroundSave] = []
 
     def begin(self, save: BackgroundSave) -> None:
+        save.start()  # if no thread can be started, there is none to wait for
         self.pending = self.unreleased = save
         self.steps = 0
-        save.start()
 
     def release_state(self) -> None:
         """Return when the live state may change. Costs nothing if no save needs it."""

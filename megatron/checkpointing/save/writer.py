@@ -34,7 +34,7 @@ from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from restart_trace.clock import now_ns
-from restart_trace.recorder import Operation, Recorder
+from restart_trace.recorder import Operation, Recorder, untraced_operation
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +228,11 @@ class CheckpointWriter:
         # Set once the ranks have lost their connections in a background commit. The trainer raises it, since they
         # cannot commit anything any more.
         self.agreement_lost: type[AgreementLostError] | None = None
+
+    @property
+    def in_use(self) -> set[Path]:
+        """On rank 0: the checkpoints in directories that --keep-last leaves alone while they are in this set."""
+        return self._known.in_use
 
     def save(
         self,
@@ -501,6 +506,23 @@ class CheckpointWriter:
                 begun, self.superseded = control.broadcast((pruned.begun, self.superseded))
         if begun or save.on_storage:
             self._removals.begin(Removal(begun, mine, *self._names_of(save), save.op))
+
+    def prune_alone(self, directory: CheckpointStore, step: int) -> None:
+        """On rank 0, once the other ranks have ended: set aside and remove what is not to be kept any more.
+
+        `step`: of the last save. Waits for the removal, some seconds at most where storage hangs.
+        """
+        op = untraced_operation()
+        save = Save(names.tag_of(step), step, directory, "", Path(), op, now_ns())
+        pruned = self._prune(save)
+        if pruned.begun is None:
+            files = [(one.directory, one.manifest.files) for one in pruned.to_look_at if one.manifest is not None]
+            self._judge(pruned.to_look_at, [[wrong_in(each) for each in files]])
+            pruned = self._prune(save)
+        if pruned.begun:
+            _, held = self._names_of(save)
+            self._removals.begin(Removal(pruned.begun, (), (), held, op))
+            self._removals.close()
 
     def _names_of(self, save: Save) -> tuple[Collection[str], Mapping[Path, Collection[str]]]:
         """On rank 0: the known names of the files of this save, and of the checkpoints that were set aside."""

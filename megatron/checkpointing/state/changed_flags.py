@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.config import CheckpointConfig, Config, DataConfig
+from megatron.config import CheckpointConfig, Config, DataConfig, ModelConfig
 from megatron.config.arguments import GROUPS, namespace_from_config
 from megatron.config.data import parse_blend, parse_split
 from megatron.config.errors import ConfigError
@@ -68,8 +68,8 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
     Kind.REFUSED: {
         "the tensors of the checkpoint would not fit":
             "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads kv_channels normalization "
-            "swiglu use_rotary_position_embeddings add_position_embedding untie_embeddings_and_output_weights "
-            "add_bias_linear",
+            "swiglu use_rotary_position_embeddings untie_embeddings_and_output_weights add_bias_linear "
+            "add_position_embedding",
         "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table":
             "max_position_embeddings",
         "if the padded vocabulary has another size; else allowed": "make_vocab_size_divisible_by",
@@ -157,14 +157,15 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "trace_probes_interval trace_nvtx otlp profile profile_steps profile_ranks",
         "the samples and their order stay": "data_impl data_cache_path num_workers",
         "it changes how and when this launch saves":
-            "save save_interval keep_last no_save_optim no_save_rng checkpoint_engine checkpoint_durability "
-            "persist_interval replicas failure_domain replication_traffic peer_timeout "
-            "host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
+            "save save_interval keep_last no_save_optim no_save_rng export_hf_interval export_hf_dir export_hf_wait "
+            "checkpoint_engine checkpoint_durability persist_interval replicas failure_domain replication_traffic "
+            "peer_timeout host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
             "storage_cache storage_deadline allow_other_checkpoints library_options",
         "it says what this launch loads, and how":
             "override_opt_param_scheduler use_checkpoint_opt_param_scheduler load load_tag no_load_optim no_load_rng "
             "no_load_lr_state finetune exit_on_missing_checkpoint allow_start_over start_over on_repeated_error "
-            "load_timeout prefetch_on_start prefetch_limit verify_checkpoint universal_checkpoint reset_iteration",
+            "load_timeout ckpt_fully_parallel_load prefetch_on_start prefetch_limit verify_checkpoint "
+            "universal_checkpoint reset_iteration",
     },
 }  # fmt: skip
 
@@ -175,6 +176,15 @@ DECISIONS: dict[str, Decision] = {
     for name in settings.split()
 }
 """Setting of megatron.config -> what becomes of another value of it."""
+
+# Refused settings whose values may differ and fit: preflight/compatibility.py compares what they lead to.
+_COMPARED_BY_EFFECT = ("max_position_embeddings", "make_vocab_size_divisible_by", "params_dtype")
+_REFUSED = [name for name, decision in DECISIONS.items() if decision.kind is Kind.REFUSED]
+_OF_MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
+REFUSED_OF_MODEL = tuple(name for name in _REFUSED if name in _OF_MODEL and name not in _COMPARED_BY_EFFECT)
+REFUSED_OF_TRAINING = tuple(name for name in _REFUSED if name not in (*REFUSED_OF_MODEL, *_COMPARED_BY_EFFECT))
+# Of those, what allows another value; --finetune allows it for all of them.
+_ALLOWED_BY = {"optimizer": "no_load_optim"}
 
 _REPORTED = (Kind.APPLIED, Kind.MODEL, Kind.DATA, Kind.NO_EFFECT)
 # Settings that mean nothing in some runs.
@@ -222,13 +232,20 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
     return lines
 
 
-def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, place: object) -> None:
-    """Raises CheckpointMismatchError if another optimizer saved the state that is to be loaded from `place`."""
-    kind = getattr(saved, "optimizer", mine.optimizer)
-    if kind != mine.optimizer and not (mine.no_load_optim or mine.finetune):
+def check_refused(saved: argparse.Namespace, mine: argparse.Namespace, place: object) -> None:
+    """Raises CheckpointMismatchError if a setting is another than that which saved the state at `place`.
+
+    Compares settings of REFUSED_OF_TRAINING, but those that `saved` lacks.
+    """
+    for name in REFUSED_OF_TRAINING:
+        ours = getattr(mine, name)
+        theirs = getattr(saved, name, ours)
+        if theirs == ours or mine.finetune or (name in _ALLOWED_BY and getattr(mine, _ALLOWED_BY[name])):
+            continue
+        flag = flag_name(name)
         raise CheckpointMismatchError(
-            f"--optimizer {mine.optimizer}: {place} was saved with --optimizer {kind}, and the state of one does "
-            f"not fit the other; give --optimizer {kind}, or --no-load-optim to go on with a fresh optimizer state"
+            f"{flag} {_shown(ours)}: {place} was saved with {flag} {_shown(theirs)}; give that "
+            f"({DECISIONS[name].meaning})"
         )
 
 
@@ -243,7 +260,7 @@ def check_training(common: Mapping[str, Any], config: Config, place: object) -> 
             f"{place}: holds a model that hf-convert has imported, and no progress of a training: give --finetune to "
             "begin a training from it"
         )
-    check_optimizer(common["args"], namespace_from_config(config), place)
+    check_refused(common["args"], namespace_from_config(config), place)
     check_schedule_is_there(common, options)
 
 

@@ -8,6 +8,7 @@ PipelineEngines.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +39,21 @@ class Progress:
     indexed_samples: tuple[int, int, int] | None = None
 
 
-def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool) -> list[FileState]:
+def live_state(
+    engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool, layers: Collection[str] | None = None
+) -> list[FileState]:
     """The files that this rank loads; `with_tensors`: with the live weights and masters, which loads may fill in place.
+
+    `layers`: the files of layers among them; None: those of all layers of its stage.
 
     An engine may fill them before all ranks know whether the checkpoint is undamaged: whatever is applied afterwards,
     from that checkpoint or another, replaces them all, and so does `start_over`. Before the first step there are no
     moments.
     """
     mine = [
-        FileState(names.layer_file(number, place.at.tp), layer.state_dict() if with_tensors else {})
+        FileState(name, layer.state_dict() if with_tensors else {})
         for number, layer in layer_modules(engine)
+        if (name := names.layer_file(number, place.at.tp)) and (layers is None or name in layers)
     ]
     mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
     if with_optimizer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,31 @@ _SCALE_PROGRESS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresi
 _OF_FUSED = "bias_correction"  # an option that the parameter groups of FusedAdam alone have
 
 
-def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:
+def restore_layers(
+    engine: Any, place: RankPlace, states: Mapping[str, Any], files: Collection[str] | None = None
+) -> None:
+    """Put the weights of the layers that are in `files`, by default of all, into the live engine.
+
+    Raises RuntimeError from torch if a tensor's shape does not fit.
+    """
+    for number, layer in layer_modules(engine):
+        name = names.layer_file(number, place.at.tp)
+        if files is None or name in files:
+            layer.load_state_dict(states[name], strict=True)
+
+
+def restore_state(
+    engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config, *, with_layers: bool = True
+) -> Progress:
     """Put the loaded files of this rank into the live engine. Returns the progress that they record.
 
-    `check_training` has accepted the mp_rank file. Raises RuntimeError from torch if a tensor's shape does not fit.
+    `check_training` has accepted the mp_rank file. Without `with_layers` those are live already. Raises RuntimeError
+    from torch if a tensor's shape does not fit.
     """
     options = config.checkpoint
     common = states[names.model_states_file(place.layout, place.at)]
-    for number, layer in layer_modules(engine):
-        layer.load_state_dict(states[names.layer_file(number, place.at.tp)], strict=True)
+    if with_layers:
+        restore_layers(engine, place, states)
     with_optimizer = not (options.no_load_optim or options.finetune)
     shard = states.get(names.optimizer_file(place.layout, place.at, place.params_dtype))
     if with_optimizer and shard is not None:

@@ -151,7 +151,11 @@ def _moments(base: Any) -> Iterator[tuple[NestPath, int, Mapping[str, Any]]]:
 
 def layer_modules(engine: Any) -> list[tuple[int, torch.nn.Module]]:
     """(number, module) of the pipeline layers of this stage that have files of their own."""
-    module = engine.module
+    return layers_of(engine.module)
+
+
+def layers_of(module: Any) -> list[tuple[int, torch.nn.Module]]:
+    """As `layer_modules`, of DeepSpeed's PipelineModule."""
     first = module._local_start
     funcs = enumerate(module.forward_funcs)
     return [(first + i, layer) for i, layer in funcs if isinstance(layer, torch.nn.Module)]

@@ -18,6 +18,28 @@ def saves_left(config: Config, iteration: int) -> int:
     return last // interval - iteration // interval + (last % interval > 0)
 
 
+def exports_left(config: Config, iteration: int) -> int:
+    """Exports that --export-hf-interval is still to make after `iteration`."""
+    last, interval = config.training.train_iters, config.checkpoint.export_hf_interval
+    return 0 if interval is None or iteration >= last else last // interval - iteration // interval
+
+
+def export_bytes(config: Config, parameters: int) -> int:
+    """Bytes of an export of a model of so many parameters: the weights."""
+    return parameters * _ELEMENT_SIZE[config.model.params_dtype]
+
+
+def lack_for_exports(config: Config, one: int, left: int, free: int) -> str | None:
+    """What to warn of where exports are on other storage than --save; None if there is room. As `lack_of_space`."""
+    if left * one <= free:
+        return None
+    return (
+        f"--export-hf-dir {config.checkpoint.export_directory}: {_size(free)} are free, and {left} exports of "
+        f"{_size(one)} are to come: later ones will fail; free space, give another directory, or a larger "
+        "--export-hf-interval"
+    )
+
+
 def no_space(config: Config, one: int, free: int) -> str | None:
     """Why no save of the run could succeed; None if there is room for a checkpoint. Arguments as `lack_of_space`."""
     if one <= free:
@@ -28,17 +50,18 @@ def no_space(config: Config, one: int, free: int) -> str | None:
     )
 
 
-def lack_of_space(config: Config, one: int, present: int, left: int, free: int) -> str | None:
+def lack_of_space(config: Config, one: int, present: int, left: int, free: int, exports: int = 0) -> str | None:
     """What to warn of; None if there is room.
 
-    `one`: bytes of a checkpoint; `present`: complete ones in --save; `left`: saves to come; `free`: bytes. With
-    --keep-last N there are N, and one more while it is saved.
+    `one`: bytes of a checkpoint; `present`: complete ones in --save; `left`: saves to come; `free`: bytes; `exports`:
+    bytes of the exports to come in the same storage. With --keep-last N there are N, and one more while it is saved.
     """
     keep = config.checkpoint.keep_last
     more = left if keep is None else min(left, max(keep + 1 - present, 1))
-    if more * one <= free:
+    if more * one + exports <= free:
         return None
     kept = f"all of {left} to come" if keep is None else f"--keep-last {keep}, and one more while it is saved"
+    kept += f", and exports of {_size(exports)} (--export-hf-interval)" if exports else ""
     fix = "free space, give another --save" + (", or --keep-last N" if keep is None else ", or a smaller --keep-last")
     return (
         f"--save {config.checkpoint.save}: {_size(free)} are free, which is room for {free // one} checkpoints "

@@ -34,7 +34,7 @@ _FILES_FOLLOW = b',\n "files": {'
 _HEAD = re.compile(rb'\{\n "tag": "([A-Za-z0-9_][A-Za-z0-9_.-]{0,254})",\n "step": ([0-9]{1,18}),\n')
 _TAIL = re.compile(
     rb'\n "sequence": ([0-9]{1,19}),\n(?: "run_id": "([0-9a-f]{0,32})",\n)? "manifest_version": %d,\n'
-    rb' "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z' % MANIFEST_VERSION
+    rb' "checksum": "(sha256:[0-9a-f]{64})"\n\}\n\Z' % MANIFEST_VERSION
 )
 
 
@@ -163,6 +163,7 @@ class Heading(NamedTuple):
     step: int
     sequence: int
     run_id: str
+    checksum: str
 
     @staticmethod
     def of(directory: Path) -> Heading:
@@ -180,8 +181,9 @@ class Heading(NamedTuple):
             os.close(fd)
         if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
             manifest = Manifest.of(directory)
-            return Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id)
-        return Heading(begin[1].decode(), int(begin[2]), int(end[1]), (end[2] or b"").decode())
+            checksum = json.loads(manifest.to_json())["checksum"]
+            return Heading(manifest.tag, manifest.step, manifest.sequence, manifest.run_id, checksum)
+        return Heading(begin[1].decode(), int(begin[2]), int(end[1]), (end[2] or b"").decode(), end[3].decode())
 
 
 def _shown(value: Any) -> str:

@@ -302,16 +302,23 @@ def _run_id(save_dir: Path) -> str:
     directory does not match. Raises OSError if it cannot be read or written.
     """
     path = save_dir / names.GENERATIONS / _RUN_ID
-    try:
-        text = read_regular(path, RUN_ID_BYTES).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return _write_run_id(save_dir, uuid.uuid4().hex)
-    except ValueError:  # too long
-        text = ""
-    if is_run_id(text):
-        return text
-    logger.warning("%s: holds no id: the run gets a new one, and does not remove the checkpoints it has saved", path)
+    found = run_id_of(save_dir)
+    if found:
+        return found
+    if os.path.lexists(path):
+        logger.warning(
+            "%s: holds no id: the run gets a new one, and does not remove the checkpoints it has saved", path
+        )
     return _write_run_id(save_dir, uuid.uuid4().hex)
+
+
+def run_id_of(save_dir: Path) -> str:
+    """The id of the run that saves into the directory; "" if it has none. Raises OSError if it cannot be read."""
+    try:
+        text = read_regular(save_dir / names.GENERATIONS / _RUN_ID, RUN_ID_BYTES).decode("ascii", "replace").strip()
+    except (FileNotFoundError, ValueError):  # ValueError: too long
+        return ""
+    return text if is_run_id(text) else ""
 
 
 def is_run_id(text: str) -> bool:

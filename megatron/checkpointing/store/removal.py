@@ -31,7 +31,7 @@ from megatron.checkpointing.store.search import Candidate, Known, Search
 from megatron.fileio.files import sync_directory
 from megatron.fileio.no_links import files_in, remove_files
 from restart_trace.clock import now_ns
-from restart_trace.recorder import Operation
+from restart_trace.recorder import Operation, untraced_operation
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def prune(
     `owner`: leftovers of saves of earlier generations, which can never be committed. With `keep_last`: all but that
     many of the newest complete checkpoints up to `step`, which was just committed. Newer ones were saved before
     training went back: they are not counted, and go when training has passed them. Damaged ones are not counted either;
-    where there are enough newer ones they go, too, unless their manifest cannot be read.
+    where there are enough newer ones they go, too, unless their manifest cannot be read. Those that are `in_use` stay.
 
     Only what this run has saved under the name that it has is counted and removed (`why_not_own`), and no link.
 
@@ -115,6 +115,18 @@ def prune(
     return Pruned(set_aside=list(aside), removed=removed, problem=problem, left_alone=_not_told(others, known))
 
 
+def remove_unfinished(save_dir: Path, owner: Ownership) -> list[str]:
+    """Remove what `prune` always removes, above all saves that earlier launches did not finish. Returns their names.
+
+    On rank 0, before it saves: a killed save may hold the space of a whole checkpoint. Raises as `prune`.
+    """
+    pruned = prune(save_dir, None, 0, owner)
+    removals = Removals(rank=0)
+    removals.begin(Removal(pruned.set_aside, (), (), {}, untraced_operation()))
+    removals.close()
+    return pruned.removed
+
+
 def _not_told(others: Mapping[Path, str], known: Known) -> list[str]:
     """What to say of those `others` of which nothing was said yet: path and reason."""
     new = [path for path in others if path not in known.told]
@@ -141,7 +153,7 @@ def _surplus(
     kept = 0
     for position, directory in enumerate(ours):
         if kept == keep_last:
-            return to_look_at, ours[position:], others
+            return to_look_at, [one for one in ours[position:] if one not in known.in_use], others
         if directory in known.complete:
             kept += 1
         elif directory not in known.damaged:

@@ -83,6 +83,8 @@ class Known:
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
     sequence: int = 0  # of the last commit of this launch; 0: none yet
     told: set[Path] = field(default_factory=set)  # left alone, which was said
+    # Not removed for now, since another process reads them. The training thread changes this while another one prunes.
+    in_use: set[Path] = field(default_factory=set)
 
 
 class Search:
@@ -264,7 +266,7 @@ def _listed(directory: Path, known: Known) -> list[Listed]:
         raise ValueError(
             f"is the manifest of {heading.tag}, not of {directory.name}: restore that, or rename the directory"
         )
-    return [Listed(directory, *heading)]
+    return [Listed(directory, heading.tag, heading.step, heading.sequence, heading.run_id)]
 
 
 def _foreign(load_dir: Path, tag: str) -> list[Listed]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 
+from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.parts import MIB, range_bytes
-from megatron.fileio.objects.s3 import Bucket
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 

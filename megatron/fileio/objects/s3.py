@@ -9,6 +9,7 @@ and the fix, and leave out what the store's error says of credentials.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import logging
@@ -37,8 +38,15 @@ _CONNECTIONS = 64  # that are kept; there are as many as requests at once
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes
 _PIECE = MIB >> 2  # bytes that are copied while they are in the processor's cache
 _BACKOFF_S = (0.1, 5.0)  # the first wait is up to so long, no wait longer than so long
+_PATIENCE = 4  # deadlines that a request has which the store tells to slow down, as it does where many hosts save
 _THROTTLED = ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "503", "429")
 _CONFLICT = ("ConditionalRequestConflict", "OperationAborted")  # 409: try again
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
+# Others may be accepted. A file that is read while it is written has a part of them; an answer to HEAD has no code.
+_OTHER_CREDENTIALS = (
+    *_EXPIRED, "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch", "400", "403",
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
+)  # fmt: skip
 _MISSING = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
 _REGION = re.compile(r"[a-z0-9-]{2,32}")
 _CHANGED = ("PreconditionFailed", "412")
@@ -97,6 +105,7 @@ class Bucket:
     """One bucket. Methods may be called from any thread.
 
     `deadline_s`: how long one request may take with all its retries; what is under way then is waited for, 2 s at most.
+    It begins anew with each answer that says to slow down, until four deadlines have passed.
     `threads`: parts that are sent or read at once, each of which takes 8 MiB of memory, or a
     10,000th of the object if that is more. `listed`: keys in one answer, and in one request to remove.
     Raises ObjectStoreError if botocore is not installed. Every method raises ObjectStoreError naming object and fix.
@@ -107,11 +116,12 @@ class Bucket:
         self.traffic = Traffic()
         self.hedging = Hedging()
         self._deadline_s = deadline_s
+        self._slowed_s = _PATIENCE * deadline_s
         self._threads = threads
         self._listed = listed
         self._lock = threading.Lock()
         self._attempt_s = deadline_s / 4
-        self._exceptions, self._client = _client(name, self._attempt_s, threads)
+        self._exceptions, self._client, _ = _client(name, self._attempt_s, threads)
         self._google = speaks_google(_endpoint())
         # A version that no object has.
         self.no_version = NO_GENERATION if self._google else '"00000000000000000000000000000000"'
@@ -140,12 +150,21 @@ class Bucket:
             return self
         hurried = Bucket(self.name, deadline_s=deadline_s, threads=self._threads, listed=self._listed)
         hurried.traffic = self.traffic
+        hurried._slowed_s = deadline_s
         return hurried
 
     def check_reachable(self, prefix: str) -> None:
-        """Raises ObjectStoreError if the prefix cannot be listed; without an answer after a short deadline."""
-        deadline_s = min(_CHECK_S, self._deadline_s)
-        self._call("listing", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=1, deadline_s=deadline_s)
+        """Raises ObjectStoreError if the store refuses to read below the prefix, or does not answer in a short time.
+
+        Asks for an object that need not be there: each host does so, and a listing costs as much as a write.
+        """
+
+        def drop(answer: Mapping[str, Any], within_s: float) -> None:
+            answer["Body"].close()
+
+        with contextlib.suppress(ObjectMissingError):
+            deadline_s = min(_CHECK_S, self._deadline_s)
+            self._call("reading below", prefix, "get_object", drop, deadline_s=deadline_s, Key=f"{prefix}latest")
 
     # Small objects
 
@@ -457,25 +476,28 @@ class Bucket:
 
         `use` is told how many seconds it has. Once `given_up` is set there is no other attempt.
         """
-        deadline_s = deadline_s or self._deadline_s
-        begun, attempts, throttled = time.monotonic(), 0, 0
+        slowed_s, deadline_s = deadline_s or self._slowed_s, deadline_s or self._deadline_s
+        begun, attempts, throttled, renewed = time.monotonic(), 0, 0, False
+        until = begun + deadline_s
         while True:
             attempts += 1
             with self._lock:
                 self.traffic.requests += 1
                 self.traffic.retries += attempts > 1
             attempt = time.monotonic()
+            client, within_s = self._client_for(until - attempt)
             try:
                 with UnderWay(STORAGE, what, self.uri(key)):
-                    client, within_s = self._client_for(begun + deadline_s - time.monotonic())
                     answer = getattr(client, method)(Bucket=self.name, **arguments)
                     return answer if use is None else use(answer, within_s)
-            except self._exceptions.ClientError as exc:
-                why, slow = self._worth_another(exc, key)
             except self._of_the_way as exc:
                 why, slow = _connection_words(exc), False
-            except self._exceptions.BotoCoreError as exc:
-                raise ObjectStoreError(f"{self.uri(key)}: {_fix_of(exc)}") from None
+            except (self._exceptions.ClientError, self._exceptions.BotoCoreError) as exc:
+                if _code_of(exc) in _OTHER_CREDENTIALS and not renewed:
+                    renewed = True
+                    self._renew(client)
+                    continue
+                why, slow = self._worth_another(exc, key)
             finally:
                 with self._lock:
                     self.traffic.seconds += time.monotonic() - attempt
@@ -483,12 +505,14 @@ class Bucket:
             with self._lock:
                 self.traffic.throttled += slow
             first, longest = _BACKOFF_S
-            pause = random.uniform(0, min(longest, first * 2**attempts))
-            if time.monotonic() + pause - begun > deadline_s or (given_up is not None and given_up.is_set()):
+            pause = random.uniform(0, min(longest, first * 2**attempts, self._attempt_s))
+            if slow:
+                until = min(time.monotonic() + deadline_s, begun + slowed_s)
+            if time.monotonic() + pause > until or (given_up is not None and given_up.is_set()):
                 slowed = f", {throttled} of them answered 'slow down'" if throttled else ""
                 raise ObjectStoreError(
-                    f"{self.uri(key)}: {what} it did not succeed within {deadline_s:g} s ({attempts} attempts"
-                    f"{slowed}): {why}"
+                    f"{self.uri(key)}: {what} it did not succeed within {round(until - begun, 1):g} s "
+                    f"({attempts} attempts{slowed}): {why}"
                 )
             time.sleep(pause)
 
@@ -498,12 +522,29 @@ class Bucket:
             return self._client, self._attempt_s
         with self._lock:
             if self._last_client is None:
-                _, self._last_client = _client(self.name, _LAST_S, self._threads)
-        return self._last_client, _LAST_S
+                _, self._last_client, _ = _client(self.name, _LAST_S, self._threads)
+            return self._last_client, _LAST_S
+
+    def _renew(self, refused: Any) -> None:
+        """Look for credentials once more, unless another thread has: a file of the profile may have new ones by now.
+
+        While it has none or a part of them the client stays, and the next call looks again. `refused`: the client whose
+        credentials are. Roles of the machine are renewed by botocore before they expire.
+        """
+        with self._lock:
+            if refused not in (self._client, self._last_client):
+                return
+            self._last_client = None
+            with contextlib.suppress(ObjectStoreError):
+                _, client, credentials = _client(self.name, self._attempt_s, self._threads)
+                if credentials() is not None:
+                    self._client = client
 
     def _worth_another(self, exc: Any, key: str) -> tuple[str, bool]:
         """(what the store answered, whether it said to slow down). Raises what no other attempt will change."""
-        code = str(exc.response.get("Error", {}).get("Code", ""))
+        if isinstance(exc, self._exceptions.BotoCoreError):
+            raise ObjectStoreError(f"{self.uri(key)}: {_fix_of(exc)}") from None
+        code = _code_of(exc)
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _THROTTLED or status == 429:
             return f"{status} {code}", True
@@ -525,6 +566,12 @@ class Bucket:
         ) from None
 
 
+def _code_of(exc: Any) -> str:
+    """The store's name of what it refuses, or botocore's of what is wrong on this side."""
+    answer = getattr(exc, "response", None)
+    return type(exc).__name__ if answer is None else str(answer.get("Error", {}).get("Code", ""))
+
+
 class _TruncatedError(RuntimeError):
     """Fewer bytes came than the store had announced."""
 
@@ -537,8 +584,11 @@ def _errors_in_answers() -> tuple[type[Exception], ...]:
     return ResponseParserError, HTTPError
 
 
-def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
-    """botocore's exceptions, and its client for S3, which leaves retries to its caller."""
+_Credentials = tuple[str, str]  # access key and secret key
+
+
+def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any, Callable[[], _Credentials | None]]:
+    """botocore's exceptions; its client for S3, which leaves retries to its caller; and what tells the credentials."""
     try:
         import botocore.config
         import botocore.exceptions
@@ -568,25 +618,37 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         # botocore knows AWS_DEFAULT_REGION alone, other clients of AWS this name, too.
         region = os.environ.get("AWS_REGION") or None
         session = botocore.session.get_session()
+        credentials = functools.partial(_complete_credentials, session)
         session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
         if not speaks_google(_endpoint()):
             client = session.create_client("s3", region_name=region, config=config)
             client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
-            return botocore.exceptions, client
+            return botocore.exceptions, client, credentials
 
-        def credentials() -> tuple[str, str]:
-            found = session.get_credentials()
+        def signing() -> _Credentials:
+            found = credentials()
             if found is None:
                 raise botocore.exceptions.NoCredentialsError
-            frozen = found.get_frozen_credentials()
-            return frozen.access_key, frozen.secret_key
+            return found
 
         unsigned = config.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
         client = session.create_client("s3", region_name=region or "auto", config=unsigned)
-        speak_google(client, credentials)
-        return botocore.exceptions, client
+        speak_google(client, signing)
+        return botocore.exceptions, client, credentials
     except (botocore.exceptions.BotoCoreError, ValueError) as exc:
         raise ObjectStoreError(f"s3://{bucket}: {_fix_of(exc)}") from None
+
+
+def _complete_credentials(session: Any) -> _Credentials | None:
+    """Those that the session has now; None if there are none, or a part of them."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        found = session.get_credentials()
+        frozen = found and found.get_frozen_credentials()
+    except (BotoCoreError, ClientError):
+        return None
+    return (frozen.access_key, frozen.secret_key) if frozen and frozen.access_key and frozen.secret_key else None
 
 
 @functools.cache
@@ -623,8 +685,7 @@ _REFUSALS = {
 }
 _SAME = {
     "403": "AccessDenied", "Forbidden": "AccessDenied", "AllAccessDisabled": "AccessDenied",
-    "InvalidToken": "ExpiredToken", "TokenRefreshRequired": "ExpiredToken", "ExpiredTokenException": "ExpiredToken",
-    "RequestExpired": "ExpiredToken", "301": "PermanentRedirect",
+    **dict.fromkeys((*_EXPIRED, "RequestExpired"), "ExpiredToken"), "301": "PermanentRedirect",
     "InvalidClientTokenId": "InvalidAccessKeyId",
 }  # fmt: skip
 

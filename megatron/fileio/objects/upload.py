@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.fileio.objects.bucket import Bucket, SentPart, Uploaded
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.parts import streamed_part_bytes
-from megatron.fileio.objects.s3 import Bucket, SentPart, Uploaded
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 

@@ -3,7 +3,6 @@
 Afterwards it imports the sitecustomize that Python would have imported otherwise.
 """
 
-import importlib.util
 import os
 import sys
 
@@ -12,17 +11,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 def _install() -> None:
     """Import this copy of restart_trace, which need not be installed in the program's environment."""
-    package = os.path.dirname(os.path.dirname(_HERE))
-    if "restart_trace" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "restart_trace", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["restart_trace"] = module
-        spec.loader.exec_module(module)
-    import restart_trace.hooks
-
+    place = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+    sys.path.insert(0, place)
+    try:
+        import restart_trace.hooks
+    finally:
+        sys.path.remove(place)
     restart_trace.hooks.install()
 
 

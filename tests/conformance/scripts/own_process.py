@@ -68,15 +68,22 @@ def leftovers(subject: Subject, directory: Path) -> Any:
             subject.load([NAME], saved)
         subject.close()
         deadline = time.monotonic() + 300.0
-        while _alive() and time.monotonic() < deadline:
+        # The system may list a thread for a moment after it has ended.
+        while (_alive() or (counts and _native_threads() > counts[0][1])) and time.monotonic() < deadline:
             time.sleep(0.01)
-        counts.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
+        counts.append([len(os.listdir("/proc/self/fd")), _native_threads()])
     return {"alive": _alive(), "counts": counts}
 
 
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def _alive() -> list[str]:
+    """Threads and processes."""
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    return threads + [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    return threads + children
 
 
 ACTIONS = {"load": load, "refused": refused, "leftovers": leftovers}

@@ -39,6 +39,9 @@ def test_iterations_are_read_from_whole_lines_as_they_come(tmp_path: Path) -> No
     with log.path.open("a") as file:
         file.write("    12 | lm loss: 1 |\n[default7]: iteration        7/      12 | x |\n")
     assert list(log.new()) == [6, 7] and list(log.new()) == []
+    assert log.losses == [(5, "1"), (6, "1")]  # as far as they are told
+    log.path.write_text(log.path.read_text() + " iteration  8/ 12 | elapsed: 3 | lm loss: 6.1E-01 | x |\n")
+    assert list(log.new()) == [8] and log.losses[2:] == [(8, "6.1E-01")]
 
 
 SHOWN = ("torchrun", "fork", "fork-in-place", "fork-standby")
@@ -71,7 +74,7 @@ def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
     assert commands["fork-in-place"][commands["fork-in-place"].index("--max-restarts") + 1] == "1"
     assert [name for name in SHOWN if "--standby" in commands[name]] == ["fork-standby"]
     assert commands["fork"][commands["fork"].index("--max-restarts") + 1] == "0"
-    script = (Path(__file__).parents[3] / "benchmarks" / "launchers" / "plain_deepspeed.py").read_text()
+    script = (Path(__file__).parents[3] / "benchmarks" / "launchers" / "plain_model.py").read_text()
     for default in ('"--layers", 4', '"--hidden-size", 128', '"--ffn-size", 344', '"--heads", 4', '"--kv-heads", 2',
                     '"--seq-length", 128', '"--micro-batch", 2'):  # fmt: skip
         assert default in script

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.common.samples import Ratio, median_of_ratios, ratio_of_medians, verdict
 from benchmarks.common.state import model_flags
+from benchmarks.overhead import jobs
 from benchmarks.overhead.cli import main, parse_ranks
 from benchmarks.overhead.clients import table
 from benchmarks.overhead.launch import Measurement
@@ -173,6 +174,18 @@ def test_cold_needs_root(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     told.seek(0)
     assert "--cold: /proc/sys/vm/drop_caches cannot be written" in told.read()
+
+
+def test_the_table_of_jobs_has_the_share_of_tracing_in_their_processor_time() -> None:
+    untraced = [{"wall_s": 20.0, "cpu_s": cpu_s, "calls_s": 0.0} for cpu_s in (19.0, 20.0, 21.0)]
+    traced = [{"wall_s": 21.0, "cpu_s": 20.0, "start_s": 0.1, "calls_s": calls_s} for calls_s in (0.04, 0.06, 0.05)]
+    slow = [sample | {"start_s": 0.2} for sample in traced]
+    lines = jobs.table({"one": (30, untraced, traced), "two": (1, untraced, slow)}).splitlines()
+    assert lines[2] == (
+        "| one | 30 | 20.0 +- 1.0 | 20.0 +- 0.0 | 20.0 +- 0.0 | 21.0 +- 0.0 | 100.0 +- 0.0 | 50.0 +- 10.0 | 0.75 % |"
+    )
+    assert lines[3].startswith("| two | 1 |") and lines[3].endswith("| 1.25 % |")
+    assert lines[-1] == "Tracing takes less than 1% of the processor time of 1 of 2 jobs."
 
 
 def test_the_table_of_clients_has_medians_and_spreads() -> None:

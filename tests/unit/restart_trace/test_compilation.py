@@ -59,13 +59,13 @@ PROGRAM = """
 """
 
 
-def traced(directory: Path, cycle: int) -> list[dict[str, Any]]:
+def traced(directory: Path, cycle: int, program: str = PROGRAM, *words: str) -> list[dict[str, Any]]:
     """The trace of the program, run as a job would run it."""
-    (directory / "program.py").write_text(textwrap.dedent(PROGRAM))
+    (directory / "program.py").write_text(textwrap.dedent(program))
     (directory / "store").unlink(missing_ok=True)
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("RESTART_", "TORCH_EXTENSIONS"))}
     rank = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(directory / "built")}
-    command = [sys.executable, "-m", "restart_trace.run", "--trace-dir", "trace", "program.py"]
+    command = [sys.executable, "-m", "restart_trace.run", "--trace-dir", "trace", "program.py", *words]
     done = subprocess.run(
         command, env=kept | rank, cwd=directory, capture_output=True, text=True, timeout=300, check=False
     )
@@ -88,3 +88,55 @@ def test_builds_and_graphs_are_a_phase_of_their_own(tmp_path: Path) -> None:
         load = [r for r in records if r["type"] == "span" and r["operation"] == "load"]
         begun, ended = min(s["start_ns"] for s in load), max(s["end_ns"] for s in load)
         assert not [s for s in compiled if begun < s["end_ns"] <= ended]  # what a load compiles is a part of it
+
+
+BACKWARD = """
+    import sys, threading, time, torch
+    from functorch.compile import make_boxed_func, nop
+    from torch._dynamo.backends.common import aot_autograd
+
+    def slow(graph, inputs):
+        time.sleep(0.5)
+        return make_boxed_func(graph)
+
+    def backward(loss):
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    class OfAnotherThread(torch.autograd.Function):  # as of a CUDA device
+        @staticmethod
+        def forward(context, weight):
+            return weight.sum()
+
+        @staticmethod
+        def backward(context, gradient):
+            with torch.enable_grad():
+                backward(compiled(torch.ones(3, 2)).sum())
+
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=nop, bw_compiler=slow))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        if sys.argv[1] == "training":
+            compiled(torch.ones(3, 2)).sum().backward()
+        elif sys.argv[1] == "one of its backward pass":
+            OfAnotherThread.apply(model.weight).backward()
+        else:
+            backward(compiled(torch.ones(3, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "recorded"), [("training", 1), ("one of its backward pass", 1), ("one that it may not wait for", 0)]
+)
+def test_the_graph_of_a_backward_pass_is_compiled_in_the_first_step(tmp_path: Path, thread: str, recorded: int) -> None:
+    records = traced(tmp_path, 0, BACKWARD, thread)
+    spans = [r for r in records if r["type"] == "span" and r["operation"] == "startup"]
+    (first,) = [span for span in spans if span["phase"] == "first_step"]
+    compiled = [span for span in spans if span["phase"] == "compile"]
+    assert sum(span["duration_ns"] >= 500_000_000 for span in compiled) == recorded
+    others = sum(span["duration_ns"] for span in spans if span["start_ns"] > first["start_ns"])  # imports, too
+    assert first["duration_ns"] == first["end_ns"] - first["start_ns"] - others

@@ -208,3 +208,13 @@ def test_a_device_is_sampled_and_what_it_has_not_is_left_out() -> None:
     }  # fmt: skip
     assert nvml_values("GPU-0", without, bus=False) == {"gpu_memory_used_bytes": 5}
     assert without.calls == []  # each takes 20 ms: nothing for the thread that trains
+
+
+def test_a_driver_without_counts_of_links_still_gives_the_others() -> None:
+    class WithoutFields(Bus):
+        def nvmlDeviceGetFieldValues(self, _device: str, fields: list[tuple[int, int]]) -> list[Any]:  # noqa: N802
+            raise NVMLError("function not found")
+
+    assert nvml_values("GPU-0", WithoutFields(links=False), bus=True) == {
+        "gpu_memory_used_bytes": 5, "pcie_tx_bytes_per_s": 7000, "pcie_rx_bytes_per_s": 8000,
+    }  # fmt: skip

@@ -18,34 +18,19 @@ import pytest
 
 from restart_trace.clock import now_ns
 from restart_trace.hooks import guard
+from restart_trace.hooks.clients import hook_accelerate, hook_torchtitan
 from restart_trace.hooks.coordinates import coordinates_in_groups, coordinates_in_mesh, coordinates_of
+from restart_trace.hooks.deepspeed_engine import DeepSpeedHooks
 from restart_trace.hooks.guard import Call, put, wrap
-from restart_trace.hooks.serialization import Serialization
+from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session, program_of
 from restart_trace.hooks.timeline import Piece, Timeline
 from restart_trace.reading import read_records
-from restart_trace.recorder import Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.run import main
 from restart_trace.sink import JsonlSink
+from tests.unit.restart_trace.programs import ROOT, python
 from tests.unit.trace_helpers import PROCESS
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def python(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that a user could have written, in a directory of its own."""
-    kept = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE") and not n.startswith("RESTART_")}
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(code))
-    return subprocess.run(
-        [sys.executable, str(script)],
-        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
 
 # ---------------------------------------------------------------- around a function
 
@@ -218,29 +203,23 @@ def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
     assert (spans[4]["bytes"], spans[4]["error"]) == (3, "OSError: full")
 
 
-# ---------------------------------------------------------------- torch.load
-
-
-def test_a_file_is_mapped_if_torchs_setting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch maps no file object: within a load that is traced it has to get the path."""
-    import torch
-    from torch.utils.serialization import config
-
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
-    module = SimpleNamespace(__name__="torch", load=torch.load)
-    wrap(module, "load", Serialization(session).load)
-    torch.save(torch.arange(4), tmp_path / "a.pt")
-    running = session.begin("load")
-    assert running is not None
-    with config.patch("load.mmap", True), session.until_end(running):  # type: ignore[attr-defined]  # torch puts it there
-        assert module.load(tmp_path / "a.pt").tolist() == [0, 1, 2, 3]
-    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
-    assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == "load"] == ["library_call"]
+def test_deepspeeds_files_are_named_below_their_tag_and_others_by_themselves() -> None:
+    running = Running(untraced_operation(), "save")
+    assert running.name_of("/runs/a/global_step5/zero/x.pt") == "x.pt"
+    with running.within_deepspeed("/runs/a"):
+        names = [running.name_of(f"/runs/a/{name}") for name in ("global_step5/zero/x.pt", "latest")]
+    assert names == ["zero/x.pt", "latest"]
 
 
 # ---------------------------------------------------------------- where a rank stands
+
+
+def test_until_more_is_known_all_ranks_are_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    Session(tmp_path, now_ns()).open(3, 8)
+    process = next(iter(read_records(tmp_path / "rank_00003_cycle_000.jsonl")))
+    place = {key: process[key] for key in ("tp", "pp", "dp", "layout", "world_size")}
+    assert place == {"tp": 0, "pp": 0, "dp": 3, "layout": {"tp": 1, "pp": 1, "dp": 8}, "world_size": 8}
 
 
 def test_coordinates_are_those_of_the_grid_or_the_mpu() -> None:
@@ -355,19 +334,151 @@ def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, mon
     assert {r["parameters"] for r in found} == {3} and "type proc" in found[-1]["save_mount"]
 
 
+def test_a_file_that_one_rank_saves_besides_names_no_other_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do weights alone. Otherwise the ranks would seem to disagree on the engine."""
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+
+    class Accelerator:
+        def save_model(self, save_directory: str) -> None: ...
+
+    library: Any = SimpleNamespace(Accelerator=Accelerator)
+    hook_accelerate(session, library)
+    Accelerator().save_model("/proc/1/a/weights")
+    with session.file_call("save", "torch.save", "/proc/1/a/metrics.pt"):
+        pass
+    session.end_idle()
+    session.record_directory("save", "/proc/2/c/checkpoint-1", "Library")
+    Accelerator().save_model("/proc/3/d/weights")
+    with session.file_call("save", "torch.save", "/proc/4/e/metrics.pt"):
+        pass
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    engines = [record.get("engine_used") for record in trace if record["type"] == "runtime"]
+    assert engines == [None, "torch.save", "Library", "Library", "Library"]
+    saved_by = [record["engine"] for record in trace if record["type"] == "operation_label"]
+    assert saved_by == ["accelerate", "torch.save", "accelerate", "torch.save"]
+    begun = [record for record in trace if record["type"] == "operation_begin" and record["operation"] == "save"]
+    assert [record.get("weights_only", False) for record in begun] == [True, False, True, False]
+
+
+def test_torchtitans_saves_in_the_background_are_left_to_dcps_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+
+    class CheckpointManager:
+        def dcp_save(self, checkpoint_id: str, async_mode: Any) -> None: ...
+
+        def dcp_load(self, checkpoint_id: str) -> None: ...
+
+    library: Any = SimpleNamespace(CheckpointManager=CheckpointManager)
+    hook_torchtitan(session, library)
+    manager = CheckpointManager()
+    manager.dcp_save("/proc/1/step-2", SimpleNamespace(value="async"))
+    manager.dcp_save("/proc/1/step-4", SimpleNamespace(value="disabled"))
+    manager.dcp_load("/proc/1/step-4")
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    begun = {r["op"]: r["operation"] for r in trace if r["type"] == "operation_begin" and r["operation"] != "startup"}
+    labels = [(begun[r["op"]], r["tag"]) for r in trace if r["type"] == "operation_label"]
+    assert labels == [("save", "step-4"), ("load", "step-4")] and len(begun) == 2
+
+
+def test_a_decoupled_save_that_is_committed_within_another_operation_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a trainer's own save, which is traced, makes the step that commits the save before."""
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+    hooks = DeepSpeedHooks(session)
+
+    class Engine:
+        global_steps = 1
+        checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True)
+
+        def save_checkpoint(self, save_dir: str, tag: str) -> None: ...
+
+        def commit(self) -> None: ...
+
+    wrap(Engine, "save_checkpoint", hooks.save)
+    wrap(Engine, "commit", hooks.commit_decoupled)
+    Engine().save_checkpoint("/proc/a", "first")
+    other = session.begin("save")
+    assert other is not None
+    with session.until_end(other):
+        Engine().commit()
+        assert session.running() is other
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    (first,) = {r["op"] for r in trace if r["type"] == "operation_label" and r.get("tag") == "first"}
+    assert [r["outcome"] for r in trace if r["type"] == "operation_end" and r["op"] == first] == ["ok"]
+    assert [(r["phase"], r["blocking"]) for r in trace if r["type"] == "span" and r["op"] == first][-1] == (
+        "commit", False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "opaque"), [("TorchCheckpointEngine", False), ("FastCheckpointEngine", True)])
+def test_only_what_a_commit_of_torchs_engine_does_is_known(
+    name: str, opaque: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+    seen: list[bool] = []
+
+    def commit(*_: Any) -> None:
+        running = session.running()
+        assert running is not None
+        seen.append(running.opaque)
+
+    class Engine:
+        global_steps = 1
+        checkpoint_engine: Any = type(name, (), {"is_decoupled": lambda _: False, "commit": commit})()
+
+        def save_checkpoint(self, save_dir: str, tag: str) -> None:
+            self.checkpoint_engine.commit(tag)
+            commit()
+
+    wrap(Engine, "save_checkpoint", DeepSpeedHooks(session).save)
+    Engine().save_checkpoint("/proc/a", "first")
+    assert seen == [opaque, False]
+
+
 # ---------------------------------------------------------------- in a program
 
 
-def test_hooks_import_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
+def test_a_process_without_a_hooked_library_imports_next_to_nothing_for_them(tmp_path: Path) -> None:
+    """Every Python process of a job installs them."""
+    code = """
+        import sys
+        before = set(sys.modules)
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        print(*sorted(set(sys.modules) - before - {"__future__", "atexit"}))
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    hooks = [f"restart_trace.hooks{part}" for part in ("", ".imports", ".install", ".variables")]
+    assert done.stdout.split() == ["restart_trace", *hooks]
+    assert not (tmp_path / "trace").exists()  # it imported no torch: it is no rank of a training
+
+
+def test_hooks_import_neither_torch_nor_what_only_ranks_need(tmp_path: Path) -> None:
+    """Launchers import torch, too. importlib.metadata would be a quarter of what the hooks take."""
+    fake_torch(tmp_path)
     code = """
         import sys
         import restart_trace.hooks
         restart_trace.hooks.install("trace")
-        print(sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)))
+        import torch
+        print(sorted({"deepspeed", "numpy", "importlib.metadata"} & set(sys.modules)))
     """
-    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    done = python(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
-    assert not (tmp_path / "trace").exists()  # it imported no torch: it is no rank of a training
 
 
 FAKE_TORCH = """
@@ -427,25 +538,36 @@ def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp
     assert phases[1][1] >= 20_000_000  # what it slept
 
 
-def test_files_that_ranks_name_after_themselves_are_one_save(tmp_path: Path) -> None:
-    """By the same tag on all ranks; other numbers, and those of other ranks, stay."""
-    names = ("state_rank_01_of_2.pt", "rank1.pt", "Rank-10.pt", "rank_0.pt", "model1.pt")
-    code = f"""
+def test_what_a_rank_forks_before_it_imports_torch_is_none(tmp_path: Path) -> None:
+    """As a pool that prepares data does."""
+    fake_torch(tmp_path)
+    code = """
+        import os
         import restart_trace.hooks
         restart_trace.hooks.install("trace")
+        pid = os.fork()
         import torch
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([weight])
-        for name in {names}:
-            torch.save([], name)
-            weight.sum().backward()  # what follows is another save
-            optimizer.step()
+        if pid:
+            os.waitpid(pid, 0)
     """
-    done = python(code, tmp_path, RANK="1", WORLD_SIZE="2")
-    assert done.returncode == 0, done.stderr
-    records = read_records(tmp_path / "trace" / "rank_00001_cycle_000.jsonl")
-    tags = [record["tag"] for record in records if record["type"] == "operation_end" and record["operation"] == "save"]
-    assert tags == ["state_rank_*_of_2.pt", "rank*.pt", "Rank-10.pt", "rank_0.pt", "model1.pt"]
+    assert python(code, tmp_path, RANK="0", WORLD_SIZE="1").returncode == 0
+    assert [path.name for path in (tmp_path / "trace").glob("rank_*")] == ["rank_00000_cycle_000.jsonl"]
+
+
+def test_sys_exit_can_be_pickled_and_a_directory_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+    code = f"""
+        import inspect, os, pickle, sys
+        signature = inspect.signature(sys.exit)
+        os.mkdir("gone")
+        os.chdir("gone")
+        os.rmdir("../gone")
+        import restart_trace.hooks
+        restart_trace.hooks.install({str(tmp_path / "trace")!r})
+        assert inspect.signature(sys.exit) == signature
+        pickle.loads(pickle.dumps(sys.exit))(3)
+    """
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_a_launcher_is_no_rank_whatever_its_node_is_numbered(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -172,6 +173,16 @@ def test_process_record(tmp_path: Path) -> None:
     assert record["environment"]["NCCL_DEBUG"] == "INFO" and "AWS_SECRET_KEY" not in record["environment"]
 
 
+@pytest.mark.parametrize("probes", [True, False])
+def test_processes_are_probed_if_that_is_asked_for(probes: bool, tmp_path: Path) -> None:
+    identity = RankIdentity(rank=0, world_size=1, local_rank=0, coordinates=(0, 0, 0), layout=(1, 1, 1))
+    recorder, _ = open_rank_trace(tmp_path, identity, {}, engine_asked="torch", durability="none", probes=probes)
+    recorder.begin("save").end()
+    recorder.close()
+    probed = [record["at"] for record in read(tmp_path / "rank_00000_cycle_000.jsonl") if record["type"] == "probe"]
+    assert probed == (["start", "end"] if probes else [])
+
+
 def test_environment_is_allow_listed() -> None:
     assert environment({"HF_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "MASTER_ADDR": "h"}) == {"MASTER_ADDR": "h"}
     assert {"python", "kernel", "torch"} <= set(versions())
@@ -219,6 +230,27 @@ def test_samples_are_taken_while_an_operation_runs(tmp_path: Path) -> None:
     assert all(sample["values"]["rss_bytes"] > 1_000_000 for sample in taken)
     untraced_recorder().sample_every(0.01, make_probe(0))
     assert not is_sampling()
+
+
+def test_a_sample_that_cannot_be_taken_is_missing_and_the_next_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of /proc while a process has no open file left."""
+    number = itertools.count()
+
+    def probe() -> dict[str, float]:
+        if (at := next(number)) in (0, 1, 3):
+            raise OSError(24, "Too many open files")
+        return {"rss_bytes": float(at)}
+
+    path = tmp_path / "x.jsonl"
+    recorder = Recorder(JsonlSink(path), PROCESS)
+    recorder.sample_every(0.01, probe)
+    wait_for(lambda: sum(record["type"] == "sample" for record in read(path)) >= 3, "three samples")
+    recorder.close()
+    taken = [record["values"]["rss_bytes"] for record in read(path) if record["type"] == "sample"]
+    assert taken[:3] == [2.0, 4.0, 5.0]
+    assert caplog.text.count("Too many open files") == 1
 
 
 def is_sampling() -> bool:

@@ -1,4 +1,4 @@
-"""docs/log_format.md and the schema say the same, and the schema cannot change under its version number."""
+"""Each phase and record is told in docs/log_format.md, each field in the schema, which its version number fixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, rank_lo
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = (ROOT / "docs" / "log_format.md").read_text()
 GOLDEN = ROOT / "tests" / "golden" / f"log_format_v{schema.SCHEMA_VERSION}.json"
-COMMON = "Field of every record but spans"
 
 
 def section(heading: str) -> str:
@@ -29,10 +28,6 @@ def rows(heading: str) -> list[list[str]]:
     """Cells of the table in a section, without its header."""
     lines = [line for line in section(heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def documented_fields(heading: str) -> dict[str, tuple[str, bool]]:
-    return {cells[0].strip("`"): (cells[1], cells[2] == "yes") for cells in rows(heading)}
 
 
 def schema_fields(record_type: str) -> dict[str, tuple[str, bool]]:
@@ -50,9 +45,12 @@ def fingerprint() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("record_type", schema.RECORD_FIELDS)
-def test_every_field_is_documented_and_every_documented_field_exists(record_type: str) -> None:
-    common = {} if record_type == schema.SPAN else documented_fields(COMMON)
-    assert common | documented_fields(record_type) == schema_fields(record_type)
+def test_every_record_and_field_has_a_meaning(record_type: str) -> None:
+    """Fields have theirs in the schema alone."""
+    fields = schema.RECORD_FIELDS[record_type]
+    assert section(record_type).strip()
+    assert ("type" in fields) == (record_type != schema.SPAN)
+    assert all(field.meaning.strip() for field in fields.values())
 
 
 def test_every_record_type_has_a_section_and_no_other_does() -> None:
@@ -62,10 +60,12 @@ def test_every_record_type_has_a_section_and_no_other_does() -> None:
 
 def test_every_phase_is_documented_and_every_documented_phase_exists() -> None:
     documented: dict[str, dict[str, tuple[str, ...]]] = {}
-    for operation, phase, details, meaning in rows("Phases"):
-        assert meaning
-        names = tuple(re.findall(r"`(\w+)`", details))
-        documented.setdefault(operation.strip("`"), {})[phase.strip("`")] = names
+    for operation, phases in re.findall(r"^\*\*`(\w+)`\*\*\n\n(.*?)\n\n", section("Phases"), re.DOTALL | re.MULTILINE):
+        lines = [line for line in phases.splitlines() if not line.startswith("  ")]  # the others continue a meaning
+        told = [re.fullmatch(r"- `(\w+)`(?: \(([^)]*)\))?: \S.*", line) for line in lines]
+        assert all(told), lines
+        names = {match[1]: tuple(re.findall(r"`(\w+)`", match[2] or "")) for match in told if match}
+        documented[operation] = names
     assert documented == schema.PHASES
     assert [list(phases) for phases in documented.values()] == [list(phases) for phases in schema.PHASES.values()]
 
@@ -122,6 +122,14 @@ GOOD_SPAN = {
 )
 def test_check_record(change: dict[str, Any], fault: str | None) -> None:
     assert schema.check_record(GOOD_SPAN | change) == ([] if fault is None else [fault])
+
+
+def test_only_where_a_supervisor_has_no_number_it_may_be_below_zero() -> None:
+    for fields in schema.RECORD_FIELDS.values():
+        for name in (name for name, field in fields.items() if field.json_type == "int"):
+            least = -1 if name in ("rank", "tp", "pp", "dp") else 0
+            assert schema.int_range(name)[0] == least, name
+    assert schema.check_record(GOOD_SPAN | {"op": -1}) == ["field op is out of range: -1"]
 
 
 def test_check_record_names_missing_fields() -> None:

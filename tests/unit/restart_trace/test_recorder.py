@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -52,6 +54,15 @@ def test_operation_with_spans(trace: tuple[Recorder, Path]) -> None:
     assert (write["phase"], write["detail"], write["file"], write["bytes"]) == ("flush", "write", "a.pt", 7)
     assert (serialize["duration_ns"], serialize["blocking"]) == (40, False)
     assert (end["bytes"], end["num_files"], end["durable"], end["engine"]) == (7, 1, True, "E")
+
+
+def test_an_operation_is_inferred_or_of_weights_only_where_that_is_said(trace: tuple[Recorder, Path]) -> None:
+    recorder, path = trace
+    recorder.begin("save").end()
+    recorder.begin("save", inferred=True).end()
+    recorder.begin("save", weights_only=True).end()
+    begun = [record for record in read(path) if record["type"] == "operation_begin"]
+    assert [(r.get("inferred"), r.get("weights_only")) for r in begun] == [(None, None), (True, None), (None, True)]
 
 
 def test_spans_of_a_contiguous_operation_follow_one_another(trace: tuple[Recorder, Path]) -> None:
@@ -164,6 +175,7 @@ def test_iterations_and_events(trace: tuple[Recorder, Path]) -> None:
     recorder.event("load", "checkpoint_rejected", "global_step8: truncated", 8)
     first, second, event = read(path)
     assert first["loss"] == 2.5 and "loss" not in second
+    assert path.read_text().splitlines()[2] == '{"type":"iteration","step":2,"start_ns":20,"end_ns":30}'
     assert (event["phase"], event["detail"], event["step"]) == ("checkpoint_rejected", "global_step8: truncated", 8)
     assert abs(event["wall_ns"] - time.time_ns()) < 60e9
 
@@ -201,6 +213,33 @@ def test_off_records_nothing_and_costs_next_to_nothing(tmp_path: Path) -> None:
     recorder.event("load", "checkpoint_rejected")
     recorder.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_that_fails_costs_its_samples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[dict[str, float]] = [{"rss_bytes": 1.0}]
+
+    def probe() -> dict[str, float]:
+        if not answers:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return answers.pop()
+
+    path = tmp_path / "trace.jsonl"
+    recorder = Recorder(JsonlSink(path), PROCESS, probe)
+    for step in range(3):
+        with recorder.operation("save", tag="t", step=step) as op:
+            op.measure(link_bytes=5.0)
+        if step == 1:
+            answers += [{"rss_bytes": 2.0}] * 2
+    recorder.close()
+    ends = [record["outcome"] for record in read(path) if record["type"] == "operation_end"]
+    probes = [record["values"] for record in read(path) if record["type"] == "probe"]
+    assert ends == ["ok"] * 3
+    assert probes == [
+        {"rss_bytes": 1.0}, {"link_bytes": 5.0}, {"link_bytes": 5.0}, {"rss_bytes": 2.0},
+        {"rss_bytes": 2.0, "link_bytes": 5.0},
+    ]  # fmt: skip
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Too many open files" in said
 
 
 def test_an_untraced_operation_serves_saves_and_loads() -> None:

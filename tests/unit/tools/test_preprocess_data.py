@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 import re
 import resource
@@ -22,7 +24,7 @@ from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.tokenizer import build_tokenizer
 from tools.preprocess_data import main
 
-pytestmark = pytest.mark.slow  # each starts the tool as a process, which starts workers
+pytestmark = pytest.mark.slow  # most start the tool as a process, which starts workers
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "golden" / "upstream_run" / "data"
@@ -37,6 +39,20 @@ def run(
     return subprocess.run(
         [*command, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False, **options
     )
+
+
+def call(arguments: list[Any]) -> subprocess.CompletedProcess[str]:
+    """`run` with one worker and no start: the tool within this process, which tells what it has to say by its log."""
+    said, root = io.StringIO(), logging.getLogger()
+    handler, level = logging.StreamHandler(said), root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        code = main([*map(str, arguments)])
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return subprocess.CompletedProcess([], code, "", said.getvalue())
 
 
 def corpus(directory: Path, lines: list[Any]) -> Path:
@@ -76,7 +92,7 @@ def test_bytes_equal_upstreams(tmp_path: Path, workers: int, how: str) -> None:
 
 
 def test_exact_sizes_end_every_document_with_its_end(tmp_path: Path) -> None:
-    done = run(
+    done = call(
         ["--input", DATA / "corpus.jsonl", "--append-eod", "--document-sizes", "exact", *SENTENCEPIECE]
         + ["--output-prefix", tmp_path / "corpus"]
     )
@@ -110,7 +126,7 @@ def test_sequences_empty_documents_and_sizes(
 ) -> None:
     """Lists are sequences of one document; a text without tokens leaves no sequence, as upstream."""
     path = corpus(tmp_path, [{"text": t} for t in ("1 2", "", ["3", "", "4 5"], [], "6")])
-    done = run(["--input", path, *NULL, *flags, "--output-prefix", tmp_path / "o"])
+    done = call(["--input", path, *NULL, *flags, "--output-prefix", tmp_path / "o"])
     assert done.returncode == 0, done.stderr
     data = MMapIndexedDataset(tmp_path / "o_text_document")
     stored = np.fromfile(tmp_path / "o_text_document.bin", dtype=data[0].dtype)  # sizes need not cover all of it
@@ -120,7 +136,7 @@ def test_sequences_empty_documents_and_sizes(
 
 def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"a": "1 2", "b": "3", "c": "x"}, {"a": "4", "b": "5 6"}])
-    done = run(["--input", path, *NULL, "--json-keys", "a", "b", "--output-prefix", tmp_path / "o"])
+    done = call(["--input", path, *NULL, "--json-keys", "a", "b", "--output-prefix", tmp_path / "o"])
     assert done.returncode == 0, done.stderr
     for key, expected in (("a", [[1, 2], [4]]), ("b", [[3], [5, 6]])):
         data = MMapIndexedDataset(tmp_path / f"o_{key}_document")
@@ -139,7 +155,7 @@ def test_many_chunks_keep_the_order_with_any_number_of_workers(tmp_path: Path) -
 
 def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"text": "1"}, b"", b"  ", {"text": "2"}, b""])
-    done = run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"])
+    done = call(["--input", path, *NULL, "--output-prefix", tmp_path / "o"])
     assert done.returncode == 0 and "3 blank lines skipped" in done.stderr
     assert len(MMapIndexedDataset(tmp_path / "o_text_document")) == 2
 
@@ -152,7 +168,7 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
     trained.save_model(str(tmp_path))
     files: dict[str, Any] = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     path = corpus(tmp_path, [{"text": "def run(path):"}])
-    done = run(
+    done = call(
         ["--input", path, "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files["vocab_file"]]
         + ["--merge-file", files["merge_file"], "--output-prefix", tmp_path / "o"]
     )
@@ -163,12 +179,12 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
 
 def test_an_older_dataset_is_replaced_by_a_good_run_only(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"text": "1 2 3"}])
-    assert run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
+    assert call(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
     path = corpus(tmp_path, [{"text": "4"}, b"{"])
-    assert run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 2
+    assert call(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 2
     assert MMapIndexedDataset(tmp_path / "o_text_document")[0].tolist() == [1, 2, 3]
     path = corpus(tmp_path, [{"text": "4"}])
-    assert run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
+    assert call(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
     assert MMapIndexedDataset(tmp_path / "o_text_document")[0].tolist() == [4]
 
 
@@ -199,7 +215,8 @@ GOOD = {"text": "1"}
 )
 def test_bad_lines_are_named(tmp_path: Path, lines: list[Any], message: str, workers: int) -> None:
     path = corpus(tmp_path, lines)
-    done = run(["--input", path, *NULL, "--output-prefix", tmp_path / "o", "--workers", workers])
+    arguments = ["--input", path, *NULL, "--output-prefix", tmp_path / "o", "--workers", workers]
+    done = call(arguments) if workers == 1 else run(arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()[-1:]
     assert re.search(f"^megatron-preprocess-data: error: .*{message}", line), done.stderr
@@ -209,7 +226,7 @@ def test_bad_lines_are_named(tmp_path: Path, lines: list[Any], message: str, wor
 
 def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"text": "fine"}, {"text": "\ud800"}])
-    done = run(["--input", path, *SENTENCEPIECE, "--output-prefix", tmp_path / "o"])
+    done = call(["--input", path, *SENTENCEPIECE, "--output-prefix", tmp_path / "o"])
     assert done.returncode == 2 and "input.jsonl, line 2: the text is not valid Unicode" in done.stderr
     assert contents(tmp_path) == {"input.jsonl"}
 

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "default: by the ending of FILE. otlp: spans in OTLP/JSON (docs/opentelemetry.md); prometheus (.prom): "
     help_ += "metrics in its text format (docs/prometheus.md); tensorboard: the same as scalars, in an event file"
     parser.add_argument("--format", choices=("parquet", "csv", "otlp", "prometheus", "tensorboard"), help=help_)
-    help_ = "of parquet and csv; docs/guides/notebooks.md lists their columns (default: spans)"
+    help_ = "of parquet and csv (default: spans); their columns: "
+    help_ += "python -m pydoc megatron_restart_tools.ckpt_analysis.trace_analysis.TraceAnalysis"
     parser.add_argument("--table", choices=TABLES, help=help_)
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from restart_trace.collector import url_refusal
+from restart_trace.collector import endpoint_refusal
 
 from ...common.cli import CHECK_FAILED, OK
 from ...common.escaping import visible
@@ -96,7 +96,7 @@ def _newest(directory: Path) -> int:
 
 
 def _endpoint(text: str) -> str:
-    if wrong := url_refusal(text):
+    if wrong := endpoint_refusal(text):
         raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
     return text
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
+from ..imported.formats import LOGS
+
 HELP = "read the log of a run without instrumentation, or OpenTelemetry spans of one with it, for the other commands"
-EXAMPLES = """\
+_READS = (
+    f"reads {LOGS}. With --from nvrx it reads the files that ft_launcher of NVIDIA Resiliency Extension writes about "
+    "its cycles, with --from profiler the Chrome traces of torch.profiler."
+)
+EXAMPLES = f"""\
   %(prog)s train.log                      writes train-imported/ beside the log
   %(prog)s train.log -o runs/baseline     the same into runs/baseline
   ckpt-analysis report train-imported     show what the log contains; the rest is marked as not recorded
@@ -18,10 +25,7 @@ EXAMPLES = """\
   %(prog)s profiles/ --from profiler -o runs/profiled  steps, saves and loads in traces of torch.profiler
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
-reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
-timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint), DeepSpeed's FastPersist statistics, and
-torchtitan's structured logs. With --from nvrx it reads the files that ft_launcher of NVIDIA Resiliency Extension writes
-about its cycles, with --from profiler the Chrome traces of torch.profiler.
+{textwrap.fill(_READS, 110, break_on_hyphens=False)}
 """
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...common.cli import CHECK_FAILED, OK
 from ...common.formatting import plural
+from ..common.errors import CouldNotRunError
 from .common import add_logdir, holds_sweep, open_run, progress_of, refuse_flags_of_traces, write_stdout
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ EXAMPLES = """\
   %(prog)s $trace                         one line per problem; exit 1 if there is any
   %(prog)s --quiet $trace && echo fine
   %(prog)s tiny.zip                       a bundle of a sweep: checksums, all its traces, docs/rules.md
+  %(prog)s --mlperf mlperf.zip            and the rules of MLPerf Storage for checkpoints
 """
 PROCESSES_FROM_BYTES = 32 << 20  # the processes import the standard library only, so they start fast
 # Problems that are already reported line by line.
@@ -32,12 +34,18 @@ _BY_LINE = {*_OF_FILES, "no_process_record", "unknown_schema_version", "invalid_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser, ", or of a sweep, or a bundle of one")
+    help_ = "of a sweep: also check MLPerf Storage's rules for checkpoints, as far as docs/rules.md says"
+    parser.add_argument("--mlperf", action="store_true", help=help_)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all problems. Returns CHECK_FAILED if there is one."""
     if holds_sweep(arguments.logdir):
         return _sweep(arguments)
+    if arguments.mlperf and not arguments.logdir.exists():
+        raise CouldNotRunError(f"--mlperf {arguments.logdir}: does not exist; give the --out of a sweep, or a bundle")
+    if arguments.mlperf:
+        raise CouldNotRunError(f"--mlperf {arguments.logdir}: is no sweep and no bundle of one; leave the flag out")
     return CHECK_FAILED if _trace(arguments.logdir, arguments) else OK
 
 
@@ -46,6 +54,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from ...common.escaping import visible
     from ..sweeps.bundle import opened
     from ..sweeps.groups import measured_cells
+    from ..sweeps.mlperf import deviations
     from ..sweeps.read import read_sweep
     from ..sweeps.rules import violations
 
@@ -57,7 +66,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
         for one in sweep.cells:
             if one.ok and one.trace_dir is not None:
                 faults += _trace(one.trace_dir, arguments, f"{arguments.logdir}: {one.cell.name}")
-        broken = violations(sweep, measured_cells(sweep))
+        measured = measured_cells(sweep)
+        broken = violations(sweep, measured)
+        if arguments.mlperf:
+            broken += [f"MLPerf Storage {one}" for one in deviations(sweep, measured)]
     write_stdout("".join(f"rule not met: {visible(one)}\n" for one in broken))
     verdict = "valid" if not faults and not broken else f"not valid: {plural(faults + len(broken), 'problem')}"
     write_stdout(f"{arguments.logdir}: {plural(len(sweep.cells), 'cell')}: {verdict} (docs/rules.md)\n")

@@ -6,7 +6,11 @@ them. docs/glossary.md is printed by `python -m tests.golden.glossary_page`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from ...common.formatting import listed
+from .phase_kinds import AFTERWARDS, SYNCHRONISING, WAITING
 
 
 class Entry(NamedTuple):
@@ -17,6 +21,10 @@ class Entry(NamedTuple):
     names: tuple[str, ...] = ()
     unit: str = ""
     see: str = ""
+
+
+def _names(phases: Sequence[str]) -> str:
+    return listed([f"`{phase}`" for phase in phases])
 
 
 ENTRIES: tuple[Entry, ...] = (
@@ -145,14 +153,14 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         "own time",
-        "Busy time of a rank in the phases in which it waits for no other: all but `barrier`, `rendezvous`, "
-        "`wait_previous` and what follows an operation (`caught_up`, `remove`).",
+        f"Busy time of a rank in the phases in which it waits for no other: all but {_names(WAITING)}, and what "
+        f"follows an operation ({_names(AFTERWARDS)}).",
         ("own",),
         "s",
     ),
     Entry(
         "waiting",
-        "Time of a rank in a phase in which ranks meet (`barrier`, `rendezvous`, `communicators`, `first_step`) until "
+        f"Time of a rank in a phase in which ranks meet ({_names(SYNCHRONISING)}) until "
         "the last has come: all leave their n-th `barrier` of an operation together, so who waits least there, or has "
         "no such span, was waited for; skew is the longest less the shortest wait in it.",
         ("wait", "waited for", "waiting", "skew"),
@@ -167,8 +175,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         "critical rank",
         "The rank for which the others waited, not the one with the longest wall time: it is longest on the critical "
-        "path outside of `rendezvous`, `communicators`, `barrier` and `first_step`; most of that is its critical "
-        "phase.",
+        f"path outside of {_names(SYNCHRONISING)}; most of that is its critical phase.",
         ("critical",),
     ),
     Entry(
@@ -253,6 +260,16 @@ ENTRIES: tuple[Entry, ...] = (
         see="metrics.md#problems",
     ),
     Entry("straggler", "A rank or host whose own time is far above the median's.", see="findings.md"),
+)
+# Words of titles and axes that need no definition: plain English, and what every engineer takes to mean one thing. A
+# term that others define otherwise, or that a key or head of a table has, gets an entry instead.
+ORDINARY = (
+    *("and", "one", "is", "are", "was", "in", "since", "what", "who", "where", "when", "that", "their", "them", "each"),
+    *("for", "no", "not", "with", "without", "against", "whole", "full", "side", "beside", "around", "itself", "four"),
+    *("went", "waited", "spend", "began", "happened", "shown", "compared", "measured", "does", "filled", "exceeds"),
+    *("file", "host", "time", "second", "size", "GB", "memory", "page cache", "storage", "device", "model", "replay"),
+    *("kind", "stage", "order", "times", "summary", "definition", "count", "block", "difference", "noise", "vertical"),
+    *("band", "more", "less", "better", "fast", "costliest"),
 )
 DEFINITIONS = {entry.term: entry.definition for entry in ENTRIES}
 

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -15,11 +16,19 @@ _WORKERS = min(4, os.cpu_count() or 1)
 
 
 def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Results in the order of the items, which are asked for only as far ahead as there are workers."""
+    """Results in the order of the items, which are asked for only as far ahead as there are workers.
+
+    A single item is computed by the calling thread.
+    """
+    items = iter(items)
+    ahead = list(islice(items, 2))
+    if len(ahead) < 2:
+        yield from map(function, ahead)
+        return
     with ThreadPoolExecutor(_WORKERS) as pool:
         waiting: deque[Future[Result]] = deque()
         try:
-            for item in items:
+            for item in chain(ahead, items):
                 waiting.append(pool.submit(function, item))
                 if len(waiting) > _WORKERS:
                     yield waiting.popleft().result()

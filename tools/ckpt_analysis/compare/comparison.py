@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from statistics import median
 
-from ...common.formatting import plural
+from ...common.formatting import listed, plural
 from ...common.statistics import ALPHA, LEAST_REPEATS, difference
 from ..common.errors import CouldNotRunError
 from ..report import Report
@@ -131,4 +131,16 @@ def _notes(variants: list[Variant], facts: list[VariantFacts], rows: list[Metric
                 notes.append(
                     f"{known.label}: {plural(problems, 'problem')} in its logs; `report {report.directory}` lists them."
                 )
-    return notes
+    return notes + _gaps(variants, facts)
+
+
+def _gaps(variants: list[Variant], facts: list[VariantFacts]) -> list[str]:
+    """A sentence on each metric that replays have no values of, with the reason."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for variant, known in zip(variants, facts, strict=True):
+        for report in variant.reports:
+            reasons = report.replayed.not_measured if report.replayed else {}
+            for info in report.cycles:
+                for gap in reasons.get(info.engine_asked or "", {}).items():
+                    labels.setdefault(gap, []).append(known.label)
+    return [f"No {metric} of {listed(list(dict.fromkeys(of)))}: {why}." for (metric, why), of in labels.items()]

@@ -10,6 +10,7 @@ METRICS = (
     "blocked_s",
     "committed_s",
     "durable_s",
+    "in_memory_s",
     "load_s",
     "load_cold_s",
     "load_warm_s",

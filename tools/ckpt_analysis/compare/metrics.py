@@ -73,7 +73,8 @@ _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
     (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
     (_time("down_s", "from the end of a cycle to the start of the next"), lambda s: s.down_s),
 ]
-OF_REPLAY = (  # a replay knows the page cache of each load, and the memory of each save
+OF_REPLAY = (  # a replay knows saves in memory alone, the page cache of each load, and the memory of each save
+    _time("in_memory_s", "start of a save until all ranks have agreed on it in memory", headline=True),
     _time("load_cold_s", "load with the checkpoint out of the page cache", headline=True),
     _time("load_warm_s", "load with the checkpoint in the page cache", headline=True),
     _time("load_warm_again_s", "second warm load in the same process"),

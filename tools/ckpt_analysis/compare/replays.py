@@ -54,6 +54,7 @@ def _replayed(figures: dict[str, Any]) -> Replayed:
         storage=figures["directory"] + (f" ({kind})" if (kind := figures["machine"]["filesystem"]) else ""),
         ranks=len(figures["ranks"]),
         world_size=math.prod(map(int, figures["layout"].values())),
+        hosts=_hosts(figures),
         share=figures["bytes_per_rank"] / limited["full_bytes_per_rank"] if limited else 1.0,
         values={
             str(engine): {one.name: values for one in OF_REPLAY if (values := _samples(found[one.name]))}
@@ -61,14 +62,31 @@ def _replayed(figures: dict[str, Any]) -> Replayed:
             if not found["failed"]
         },
         conditions=_conditions(figures),
+        not_measured={str(engine): _not_measured(found) for engine, found in figures["engines"].items()},
     )
+
+
+def _hosts(figures: dict[str, Any]) -> int | None:
+    """How many hosts the ranks ran on; None if no engine saved, or if an older version wrote the JSON."""
+    hosts = figures.get("hosts")
+    if hosts is not None and (type(hosts) is not int or hosts < 1):
+        raise ValueError(f"{hosts!r} hosts")
+    return hosts
+
+
+def _not_measured(found: dict[str, Any]) -> dict[str, str]:
+    """Metric -> why an engine has no values of it."""
+    reasons = {str(figure): str(why) for figure, why in found["not_measured"].items()}
+    if found["in_memory_s"]:
+        reasons["durable_s"] = "its saves are in memory alone: see in_memory_s"
+    return reasons
 
 
 def _conditions(figures: dict[str, Any]) -> dict[str, str]:
     """What a replay ran with, besides its engines: options, the steps between saves, and the machine."""
     steps = figures["steps"] or {}
     found = {name: value for name, value in figures["options"].items() if name != "checkpoint_durability"}
-    found |= {name: figures.get(name) for name in ("sharding", "operations", "small_tensors", "striping")}
+    found |= {name: figures.get(name) for name in ("sharding", "operations", "small_tensors", "vocab_size", "striping")}
     found |= {"steps_s": steps.get("total_s"), "steps": steps.get("work")}
     found |= {name: figures["machine"].get(name) for name in ("processors", "kernel")}
     return {name: str(value) for name, value in found.items() if value is not None}

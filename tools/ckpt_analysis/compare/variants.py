@@ -82,6 +82,7 @@ def of_engine(report: Report, engine: str) -> Report:
         report,
         cycles=[info for info in report.cycles if info.cycle in kept],
         saves=[save for save in report.saves if save.cycle in kept],
+        weights=[save for save in report.weights if save.cycle in kept],
         loads=[load for load in report.loads if load.cycle in kept],
         starts=[start for start in report.starts if start.cycle in kept],
         steps=[step for step in report.steps if step.cycle in kept],

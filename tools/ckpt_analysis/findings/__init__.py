@@ -1,6 +1,6 @@
 """Findings: rules that name what costs time in a run, and the flag or action that helps.
 
-docs/findings.md documents every rule and gives the reasons for its thresholds.
+docs/findings.md says when each rule is met.
 """
 
 from __future__ import annotations

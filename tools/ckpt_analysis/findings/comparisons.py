@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from ..common.phase_kinds import WAITING
 from ..metrics.phases import PHASE_NAME
 from ..metrics.rank_tables import RankTables
-from ..metrics.rank_totals import WAITING
 
 RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, "least_ranks": 4, "waited": 0.5}
 HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}

@@ -103,6 +103,8 @@ def _most_of_it(found: tuple[str, float, float] | None) -> str:
 
 def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
+    if e.hosts["host"].n_unique() < 2:
+        return []
     hosts = rank_hosts(e)
     found = []
     for rows in _worst(_not_oversubscribed(e, slow_hosts(e.tables.totals, hosts, limits)), "host"):

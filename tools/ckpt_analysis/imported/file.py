@@ -1,4 +1,4 @@
-"""`imported.json`: the one file of an imported run's directory. docs/log_format.md describes it."""
+"""`imported.json`: the one file of an imported run's directory, with the fields of model/imported_run.py."""
 
 from __future__ import annotations
 

@@ -180,30 +180,30 @@ def _cut(cycle: _Cycle, steps: pl.DataFrame, blocked: pl.DataFrame) -> pl.DataFr
     Starting; blocked by a save; a step that counts; one that was undone, and what came after the last step or save
     until the failure. What no layer covers is `other`.
     """
-    counts = pl.lit(True) if cycle.kept is None else pl.col("step") <= cycle.kept
+    step = pl.lit(TRAINING) if cycle.kept is None else pl.when(pl.col("step") <= cycle.kept).then(pl.lit(TRAINING))
     ends = [end for part in (steps, blocked) if (end := part["end_ns"].max()) is not None]
-    tail = [] if cycle.is_complete or not ends else [(max(ends), cycle.end)]  # type: ignore[type-var]
+    tail = [] if cycle.is_complete or not ends else [(WASTED, max(ends), cycle.end)]  # type: ignore[type-var]
     window = ["start_ns", "end_ns"]
-    schema = dict.fromkeys(window, pl.Int64)
-    layers = {
-        cycle.starting: pl.DataFrame([(cycle.begin, cycle.ready)], schema=schema, orient="row"),
-        BLOCKED: blocked.select(window),
-        TRAINING: steps.filter(counts).select(window),
-        WASTED: pl.concat([steps.filter(~counts).select(window), pl.DataFrame(tail, schema=schema, orient="row")]),
-    }
-    edges = [pl.DataFrame({"at": [cycle.begin, cycle.end]})]
-    for part, layer in layers.items():
-        inside = layer.select(pl.all().clip(cycle.begin, cycle.end))
-        for name, change in (("start_ns", 1), ("end_ns", -1)):
-            edges.append(inside.select(pl.col(name).alias("at"), pl.lit(change, pl.Int32).alias(part)))
-    merged = pl.concat(edges, how="diagonal").group_by("at").agg(pl.col(*layers).sum()).sort("at")
-    open_now = merged.select("at", pl.col(*layers).cum_sum() > 0)
-    part = pl.coalesce(*(pl.when(name).then(pl.lit(name)) for name in layers), pl.lit(OTHER))
-    stretches = open_now.select(
-        part.alias("part"), pl.col("at").alias("start_ns"), pl.col("at").shift(-1).alias("end_ns")
+    layers = (cycle.starting, BLOCKED, TRAINING, WASTED)
+    schema = {"part": pl.String} | dict.fromkeys(window, pl.Int64)
+    # OTHER is no layer: its row makes the stretches begin and end with the cycle.
+    known = [(cycle.starting, cycle.begin, cycle.ready), *tail, (OTHER, cycle.begin, cycle.end)]
+    table = pl.concat(
+        [
+            pl.DataFrame(known, schema=schema, orient="row"),
+            blocked.select(pl.lit(BLOCKED).alias("part"), *window),
+            steps.select(pl.coalesce(step, pl.lit(WASTED)).alias("part"), *window),
+        ]
     )
-    stretches = stretches.drop_nulls().with_columns(pl.col("part").rle_id().alias("run"))
-    joined = stretches.group_by("run", maintain_order=True).agg(
+    edges = (
+        table.select("part", pl.col(name).clip(cycle.begin, cycle.end).alias("at"), pl.lit(change).alias("change"))
+        for name, change in (("start_ns", 1), ("end_ns", -1))
+    )
+    changes = (pl.col("change").filter(pl.col("part") == part).sum().alias(part) for part in layers)
+    merged = pl.concat(edges).group_by("at").agg(*changes).sort("at")
+    part = pl.coalesce(*(pl.when(pl.col(name).cum_sum() > 0).then(pl.lit(name)) for name in layers), pl.lit(OTHER))
+    stretches = merged.select(part.alias("part"), start_ns="at", end_ns=pl.col("at").shift(-1)).drop_nulls()
+    joined = stretches.group_by(pl.col("part").rle_id().alias("run"), maintain_order=True).agg(
         pl.col("part").first(), pl.col("start_ns").first(), pl.col("end_ns").last()
     )
-    return joined.select("part", *window)
+    return joined.drop("run")

@@ -43,11 +43,12 @@ def check_operations(frames: Frames, blind: Collection[int]) -> list[Problem]:
         if not unfinished.is_empty() and not (operation == "startup" and cycle in blind):
             problems.append(_unfinished(frames, unfinished, name, rows.height))
         absent = sorted(present[cycle] - set(rows["rank"]))
-        if absent and not rows["inferred"].all():  # a job may well call torch.save on one rank alone
+        free = (rows["inferred"] | rows["weights_only"]).all()  # a job may well make these calls on one rank alone
+        if absent and not free:
             message = f"{name} has no record from {_ranks(absent, len(present[cycle]))}"
             problems.append(Problem("ranks_without_operation", message, labels | {"ranks": absent}))
         tags = sorted(rows["tag"].drop_nulls().unique())
-        if len(tags) > 1 and not rows["inferred"].all():  # of those the tag is the name of a file
+        if len(tags) > 1 and not free:  # of those the tag is the name of a file
             message = f"{name}: ranks disagree on the tag: {', '.join(tags)}"
             data = {"cycle": cycle, "field": "tag", "values": tags}
             problems.append(Problem("ranks_disagree", message, data))

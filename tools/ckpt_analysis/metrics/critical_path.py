@@ -14,13 +14,10 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from ..common.phase_kinds import SYNCHRONISING
 from ..model.frame import Frames
-from ..model.startup_spans import loads_inside, startups_to_first_step
 from .phases import PHASE_NAME
 from .restart_parts import UNNAMED
-
-# Phases, with all their details, in which every rank takes part and that none leaves before the last has come.
-SYNCHRONISING = ("rendezvous", "communicators", "barrier", "first_step")
 
 Row = tuple[str, int, int, int]  # phase, start_ns, end_ns, occurrence
 
@@ -80,8 +77,7 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
 
     `phase` is "phase" or "phase/detail"; `caught_up`, which follows the first step, is among them.
     """
-    startups = startups_to_first_step(frames).filter(pl.col("group") == group)
-    loads = loads_inside(frames, startups)
+    loads = frames.startup_loads.filter(pl.col("startup") == group)
     groups = [group, *loads["group"].unique()]
     # What ran in the background, such as pinning memory, delayed nothing but where a span says that it was waited for.
     spans = frames.spans_of(pl.col("group").is_in(groups), pl.col("blocking"))
@@ -105,7 +101,9 @@ def _one_after_another(spans: pl.DataFrame) -> pl.DataFrame:
     The trace has no finer times of these: docs/log_format.md, `span`. The last one, or the only one, has what the
     others leave of the window.
     """
-    alternates = pl.col("duration_ns") < pl.col("end_ns") - pl.col("start_ns")
+    alternates = spans.select(pl.col("duration_ns") < pl.col("end_ns") - pl.col("start_ns")).to_series()
+    if not alternates.any():
+        return spans
     window = ["op", "thread", "start_ns", "end_ns"]
     until_ns = pl.col("start_ns") + pl.col("duration_ns").cum_sum().over(window)
     is_last = pl.int_range(pl.len()).over(window) == pl.len().over(window) - 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from ..common.phase_kinds import AFTERWARDS, SYNCHRONISING
 from ..model.frame import Frames
-from .critical_path import SYNCHRONISING, Row, critical_path, start_windows, timeline, windows_of
-from .phases import AFTERWARDS
+from .critical_path import Row, critical_path, start_windows, timeline, windows_of
 from .restart_parts import UNNAMED
 
 LATE = "late"  # the critical rank began the operation when others waited in it already
@@ -78,13 +78,12 @@ def _longest_phases(critical: pl.DataFrame, late: _Late, seconds: pl.DataFrame, 
     )
 
 
-def critical_ranks_of_starts(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
+def critical_ranks_of_starts(frames: Frames) -> pl.DataFrame:
     """The same of every start that a rank brought to its first step, by the path of `critical_path`.
 
-    A rank without a first step has no length of its own, and is not critical. `startups` as `startups_to_first_step`
-    gives them.
+    A rank without a first step has no length of its own, and is not critical.
     """
-    found = []
+    startups, found = frames.startups, []
     for group in startups["group"].unique().sort():
         mine = startups.filter(pl.col("group") == group)
         path = critical_path(start_windows(frames, group))
@@ -122,6 +121,8 @@ def _came_last(frames: Frames, finished: pl.DataFrame) -> pl.DataFrame:
     )
     ranks = finished.group_by("group").agg(pl.len().alias("ranks"))
     some = least.join(ranks, on="group").filter(pl.col("came") < pl.col("ranks"))
+    if some.is_empty():
+        return least.select(*key, rank="least")
     absent = (
         some.select(*key, "latest_ns")
         .join(finished.select("group", "rank", "wall_ns"), on="group")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -26,20 +27,20 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
     If nobody injected it, the first `detected` event takes its place: a supervisor that only watches, as hooks in
     torchrun's agent, knows no earlier time. None if no supervisor recorded one (a job killed by hand).
     """
-    mine = events.filter((pl.col("operation") == "failure") & (pl.col("cycle") == cycle)).sort("time_ns")
-    first = mine.filter(pl.col("phase") == "injected").tail(1)
-    if first.is_empty():
-        first = mine.filter(pl.col("phase") == "detected").head(1)
-    if first.is_empty():
+    mine = events.filter((pl.col("operation") == "failure") & (pl.col("cycle") == cycle)).sort("time_ns").to_dicts()
+    injected, detected = ([one for one in mine if one["phase"] == phase] for phase in ("injected", "detected"))
+    if not injected and not detected:
         return None
-    began_ns = first["time_ns"].item()
-    later = mine.filter(pl.col("time_ns") >= began_ns)
-    hosts = tuple(_on_host(later, host, began_ns) for host in later["host"].unique(maintain_order=True).drop_nulls())
+    first = injected[-1] if injected else detected[0]
+    began_ns = first["time_ns"]
+    later = [one for one in mine if one["time_ns"] >= began_ns]
+    names = dict.fromkeys(one["host"] for one in later if one["host"] is not None)
+    hosts = tuple(_on_host(later, host, began_ns) for host in names)
     relaunched = _first(later, "relaunched", began_ns)
     return Failure(
         began_ns,
         FailureTimes(
-            fault=first["detail"].item(),
+            fault=first["detail"],
             detected_s=_first(later, "detected", began_ns),
             stopped_s=_stopped(hosts, relaunched) if len(hosts) > 1 else _first(later, "stopped", began_ns),
             relaunched_s=relaunched,
@@ -71,14 +72,13 @@ def clean_ends(frames: Frames, world_sizes: Mapping[int, int]) -> dict[int, int]
     }
 
 
-def _first(events: pl.DataFrame, phase: str, began_ns: int) -> float | None:
+def _first(events: Sequence[Mapping[str, Any]], phase: str, began_ns: int) -> float | None:
     """Seconds from `began_ns` to the first event of a phase."""
-    times = events.filter(pl.col("phase") == phase)["time_ns"]
-    return None if times.is_empty() else (times[0] - began_ns) / 1e9
+    return next(((event["time_ns"] - began_ns) / 1e9 for event in events if event["phase"] == phase), None)
 
 
-def _on_host(events: pl.DataFrame, host: str, began_ns: int) -> HostFailureTimes:
-    mine = events.filter(pl.col("host") == host)
+def _on_host(events: Sequence[Mapping[str, Any]], host: str, began_ns: int) -> HostFailureTimes:
+    mine = [event for event in events if event["host"] == host]
     return HostFailureTimes(host, *(_first(mine, phase, began_ns) for phase in ("detected", "stopped", "relaunched")))
 
 

@@ -31,18 +31,12 @@ def repeated_losses(iterations: pl.DataFrame, cycle: int) -> pl.DataFrame:
 
     Of each cycle the lowest rank that recorded a loss counts: a loss is the same on all ranks.
     """
-    now = _losses(iterations.filter(pl.col("cycle") == cycle))
-    again = now["step"].implode()
-    earlier = _losses(iterations.filter((pl.col("cycle") < cycle) & pl.col("step").is_in(again)))
-    before = (
-        earlier.sort("cycle")
-        .unique("step", keep="last", maintain_order=True)
-        .select("step", pl.col("loss").alias("loss_before"))
-    )
-    return now.join(before, on="step", how="inner").select("step", "loss", "loss_before").sort("step")
+    now = _losses(iterations, pl.col("cycle") == cycle)
+    before = _losses(iterations, pl.col("cycle") < cycle, pl.col("step").is_in(now["step"].implode()))
+    return now.join(before.rename({"loss": "loss_before"}), on="step", how="inner").sort("step")
 
 
-def _losses(iterations: pl.DataFrame) -> pl.DataFrame:
-    """cycle, step and loss, as the lowest rank has it that recorded one."""
-    known = iterations.filter(pl.col("loss").is_not_null())
-    return known.group_by("cycle", "step").agg(pl.col("loss").sort_by("rank").first())
+def _losses(iterations: pl.DataFrame, *which: pl.Expr) -> pl.DataFrame:
+    """step and loss of the iterations `which`, of the newest cycle and in it of the lowest rank that recorded one."""
+    known = iterations.filter(pl.col("loss").is_not_null(), *which)
+    return known.group_by("step").agg(pl.col("loss").sort_by("cycle", "rank", descending=[True, False]).first())

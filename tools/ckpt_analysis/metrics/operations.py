@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +11,10 @@ import polars as pl
 from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
+from ..model.run_info import CycleInfo
 from .critical_rank import critical_ranks
 from .phases import throughput_GBps
-from .rank_totals import finished_spread, join_totals, stats_over_ranks
+from .rank_totals import finished_spreads, join_totals, stats_over_ranks
 from .results import OperationStats, PhaseStats
 from .span_times import MEASURED, SpanTimes, times_of_piece
 from .volumes import Volumes, add_parts, regrouped, volumes
@@ -72,23 +73,28 @@ def measure(
 ) -> list[OperationStats]:
     """Statistics of every `operation` ("save" or "load"), in the order in which they began.
 
-    `times` is what `rank_times` has for it; `lacking` are the cycles of which some rank left no trace: what all ranks
-    moved is not known there.
+    `times` is what `rank_times` has for it; `lacking` are the groups without a record of some rank, as
+    `groups_lacking_ranks` finds them: what all ranks moved is not known there.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
+    if operations.is_empty():
+        return []
     critical = critical_ranks(frames, operation, times.seconds, times.totals)
-    over_ranks = stats_over_ranks(times.seconds, times.totals, times.volumes, critical, operation, per_rank=per_rank)
-    blocked = finished_spread(times.totals, pl.col("blocked_ns"), critical)
+    spreads = finished_spreads(times.totals, critical)
+    over_ranks = stats_over_ranks(
+        times.seconds, times.totals, times.volumes, critical, spreads, operation, per_rank=per_rank
+    )
     drained = _drained(times.totals)
     committed = _committed(frames, operation)
     results = []
     for row in _facts(operations).iter_rows(named=True):
         group, durable = row.pop("group"), row.pop("durable")
-        if row["cycle"] in lacking:
+        if group in lacking:
             row |= {"bytes": None, "num_files": None}
             durable = False
-        recorded = group in blocked and over_ranks[group]["phases"]  # without a span nothing says that it did not block
-        blocked_s = blocked[group].max_s if recorded else None
+        blocked = spreads.get((group, "blocked_ns"))
+        recorded = blocked and over_ranks[group]["phases"]  # without a span nothing says that it did not block
+        blocked_s = blocked.max_s if blocked and recorded else None
         committed_s = committed.get(group) if row["outcome"] != "failed" else None
         results.append(
             OperationStats(
@@ -99,11 +105,39 @@ def measure(
                 drain_s=drained.get(group),
                 committed_s=committed_s,
                 durable_s=committed_s if durable else None,
-                io_GBps=None if row["cycle"] in lacking else _io_GBps(operation, over_ranks[group]["phases"]),
+                io_GBps=None if group in lacking else _io_GBps(operation, over_ranks[group]["phases"]),
                 blocked_GBps=throughput_GBps(row["bytes"], blocked_s),
             )
         )
     return results
+
+
+def groups_lacking_ranks(operations: pl.DataFrame, cycles: Iterable[CycleInfo], *, ours: bool) -> set[int]:
+    """Groups of saves and loads that some rank has no record of, though it took part as far as can be told.
+
+    A rank without a trace did. In this project's trainer (`ours`) every rank takes part. In other jobs those do that a
+    member of the group saves or loads with at another time; inferred operations and those of weights are made by any
+    ranks.
+    """
+    infos = {info.cycle: info for info in cycles}
+    free = (pl.col("inferred") | pl.col("weights_only")).all()
+    moving = operations.filter(pl.col("operation").is_in(MEASURED)).group_by("group")
+    each = moving.agg(pl.col("operation", "cycle").first(), pl.col("rank").unique().sort(), free.alias("free"))
+    alike = each.group_by("operation", "cycle", "rank", "free").agg("group").rows()  # far fewer than there are groups
+    together: dict[tuple[str, int], set[int]] = {}  # kind, rank -> those that take part with it
+    for kind, _, ranks, is_free, _ in alike:
+        for rank in () if is_free else ranks:
+            together.setdefault((kind, rank), set()).update(ranks)
+    lacking: set[int] = set()
+    for kind, cycle, ranks, is_free, groups in alike:
+        expected = set(range(infos[cycle].expected)).difference(infos[cycle].missing)
+        if is_free:
+            expected = set()
+        elif not ours:
+            expected &= set().union(*(together[kind, rank] for rank in ranks))
+        if infos[cycle].missing or not expected <= set(ranks):
+            lacking.update(groups)
+    return lacking
 
 
 def _facts(operations: pl.DataFrame) -> pl.DataFrame:
@@ -124,6 +158,7 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
         operations.group_by("group")
         .agg(
             pl.col("tag").drop_nulls().mode().sort().first(),
+            pl.col("weights_only").all(),
             pl.col("step").drop_nulls().mode().sort().first(),
             pl.col("cycle").first(),
             pl.col("engine").drop_nulls().mode().sort().first(),

@@ -23,8 +23,6 @@ PHASE_NAME = pl.concat_str(
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
 START_ORDER = [*PHASES["startup"]]
 START_ORDER.insert(START_ORDER.index("first_step"), "load")
-# What follows when the operation is over: no part of its whole.
-AFTERWARDS = ("caught_up", "remove")
 
 
 def phase_seconds(
@@ -61,11 +59,13 @@ def spread_over_ranks(
         (pl.col("members") - pl.col("sorted").list.len()).alias("absent")
     )
     low, high = _value((pl.col("members") - 1) // 2), _value(pl.col("members") // 2)
-    table = table.with_columns(
+    table = table.select(
+        *key,
+        pl.col("members", "absent", "critical", "max"),
         ((low + high) / 2).alias("median"),
         _value(pl.lit(0)).alias("min"),
         pl.when(pl.col("max") == 0).then("lowest").otherwise("slowest").alias("slowest"),
-    ).drop("sorted")
+    )
     at_critical = _at_critical(values, groups, key)
     spreads: dict[tuple[Any, ...], tuple[Spread, int]] = {}
     for row in table.iter_rows(named=True):
@@ -91,10 +91,10 @@ def _value(place: pl.Expr) -> pl.Expr:
 
 def _at_critical(values: pl.DataFrame, groups: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], int]:
     """The value of each key on the critical rank of its group, where it has one."""
-    critical = groups.select("group", pl.col("critical").alias("rank")).drop_nulls()
-    of_any = values.filter(pl.col("rank").is_in(critical["rank"].unique().implode()))  # far fewer to join
-    rows = of_any.join(critical, on=["group", "rank"], how="semi").select(*key, "busy_ns")
-    return {row[:-1]: row[-1] for row in rows.iter_rows()}
+    critical = groups.filter(pl.col("critical").is_not_null())
+    of_any = values.filter(pl.col("rank").is_in(critical["critical"].unique().to_list()))  # far fewer to join
+    rows = of_any.join(critical, left_on=["group", "rank"], right_on=["group", "critical"], how="semi")
+    return {row[:-1]: row[-1] for row in rows[[*key, "busy_ns"]].iter_rows()}
 
 
 def phase_stats(

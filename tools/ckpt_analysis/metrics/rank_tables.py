@@ -24,6 +24,11 @@ class RankTables:
     phases: pl.DataFrame
     totals: pl.DataFrame
 
+    def without(self, groups: list[int]) -> RankTables:
+        """The tables without the operations `groups`."""
+        others = ~pl.col("group").is_in(groups)
+        return RankTables(self.phases.filter(others), self.totals.filter(others))
+
     def with_phase(self, which: pl.Expr, phase: str, detail: str = "") -> pl.DataFrame:
         """Rows of `totals` that match `which`, with busy_ns: the time in this phase, or in this detail of it.
 

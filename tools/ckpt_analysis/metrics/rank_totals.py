@@ -8,12 +8,11 @@ from typing import Any
 import polars as pl
 
 from ..common.intervals import busy, clip, pieces
-from .phases import AFTERWARDS, phase_stats, rank_stats, spread_over_ranks
+from ..common.phase_kinds import AFTERWARDS, WAITING
+from .phases import phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
 from .volumes import Volumes
 
-# Time in these is time in which a rank does nothing but wait for other ranks, or for an earlier save.
-WAITING = ("barrier", "rendezvous", "wait_previous")
 _RANK = ["group", "rank"]
 _BUSY_COLUMNS = (
     "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns", "operation_end_ns",
@@ -105,6 +104,7 @@ def stats_over_ranks(
     totals: pl.DataFrame,
     moved: Volumes,
     critical: pl.DataFrame,
+    spreads: dict[tuple[int, str], Spread],
     operation: str,
     *,
     per_rank: bool,
@@ -112,24 +112,22 @@ def stats_over_ranks(
     """group -> the fields of `Stats` that are computed over ranks, of every operation in `totals`.
 
     `seconds` is what `phase_seconds` gives, `totals` what `join_totals` does, `moved` what `volumes` does, `critical`
-    what `critical_ranks` does.
+    what `critical_ranks` does, `spreads` what `finished_spreads` does.
     """
     members = totals.select(_RANK).join(critical, on="group", how="left")
     phases = phase_stats(seconds, moved, members, operation)
     ranks = rank_stats(seconds, totals) if per_rank else {}
-    wall = finished_spread(totals, pl.col("wall_ns"), critical)
-    rest = finished_spread(totals, pl.col("wall_ns") - pl.col("covered_ns"), critical)
     lowest = lowest_coverage(totals)
     waited_for = {group: (rank, phase) for group, rank, phase in critical.iter_rows()}
     return {
         group: {
             "group": group,
-            "wall": wall.get(group),
+            "wall": spreads.get((group, "wall_ns")),
             "critical_rank": waited_for.get(group, (None, None))[0],
             "critical_phase": waited_for.get(group, (None, None))[1],
             "coverage_min": lowest.get(group, (None, None))[0],
             "coverage_rank": lowest.get(group, (None, None))[1],
-            "unattributed": rest.get(group),
+            "unattributed": spreads.get((group, "rest_ns")),
             "phases": phases.get(group, []),
             "per_rank": ranks.get(group, []),
         }
@@ -137,17 +135,20 @@ def stats_over_ranks(
     }
 
 
-def finished_spread(totals: pl.DataFrame, values: pl.Expr, critical: pl.DataFrame) -> dict[int, Spread]:
-    """Spread of `values` (ns, computed from the columns of `totals`) over the finished ranks of each group.
+def finished_spreads(totals: pl.DataFrame, critical: pl.DataFrame) -> dict[tuple[int, str], Spread]:
+    """Spreads over the finished ranks of each group; by (group, name).
 
-    `critical` is what `critical_ranks` gives; a critical rank that did not finish has no value.
+    The names are those of times in `totals`: wall_ns, blocked_ns, and rest_ns for what no span accounts for. `critical`
+    is what `critical_ranks` gives; a critical rank that did not finish has no value.
     """
     finished = totals.filter(pl.col("wall_ns").is_not_null())
-    table = finished.select(*_RANK, values.alias("busy_ns"))
+    rest_ns = (pl.col("wall_ns") - pl.col("covered_ns")).alias("rest_ns")
+    times = finished.select(*_RANK, "wall_ns", "blocked_ns", rest_ns)
+    table = times.unpivot(index=_RANK, variable_name="name", value_name="busy_ns")
     known = critical.join(finished, left_on=["group", "critical"], right_on=_RANK, how="semi")
     members = finished.select(_RANK).join(known, on="group", how="left")
-    spreads = spread_over_ranks(table, members, ["group"])
-    return {key[0]: spread for key, (spread, _) in spreads.items()}
+    spreads = spread_over_ranks(table, members, ["group", "name"])
+    return {(group, name): spread for (group, name), (spread, _) in spreads.items()}
 
 
 def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:

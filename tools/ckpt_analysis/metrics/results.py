@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .device_copies import DeviceCopies
+from .load_reads import LoadReads
 from .store_traffic import StoreTraffic
 from .tiers import Replication, TierRead
 
@@ -93,7 +94,7 @@ class Stats:
 
     @property
     def kind(self) -> str:
-        """save, load, launch or restart."""
+        """save, weights (a save of weights only), load, launch or restart."""
         raise NotImplementedError
 
 
@@ -102,6 +103,7 @@ class OperationStats(Stats):
     """One save or load of the run."""
 
     operation: str
+    weights_only: bool = False  # a save of weights, which is no checkpoint that a training resumes
     tag: str | None = None
     step: int | None = None
     engine: str | None = None
@@ -119,11 +121,12 @@ class OperationStats(Stats):
     device_copies: DeviceCopies | None = None  # of a save from a device that measured them
     tiers: list[TierRead] = field(default_factory=list)  # of a load, by host; empty if there was no choice
     replication: Replication | None = None  # of a save of which other hosts took copies
+    reads: LoadReads | None = None  # of a load from storage that recorded the size of its checkpoint
     store_traffic: StoreTraffic | None = None  # if it went to or came from object storage
 
     @property
     def kind(self) -> str:
-        return self.operation
+        return "weights" if self.weights_only else self.operation
 
 
 @dataclass(frozen=True)

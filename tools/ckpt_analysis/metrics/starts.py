@@ -10,12 +10,12 @@ import polars as pl
 
 from ..common.intervals import pieces
 from ..model.frame import Frames
-from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
+from ..model.startup_spans import as_details, startup_spans
 from .critical_rank import critical_ranks_of_starts
 from .failures import clean_ends, failure_of
 from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
-from .rank_totals import join_totals, own_time, rank_busy, stats_over_ranks
+from .rank_totals import finished_spreads, join_totals, own_time, rank_busy, stats_over_ranks
 from .results import StartStats
 from .steps_seen import StepsSeen
 from .volumes import Volumes, volume_parts, volumes
@@ -25,8 +25,8 @@ from .volumes import Volumes, volume_parts, volumes
 class StartTimes:
     """Every rank's part of all starts, in ns, as `RankTimes`; and the rows that it was measured from.
 
-    startups  operations whose end_ns is the end of the first step
-    loads     loads within them, with column `startup`
+    startups  `Frames.startups`
+    loads     `Frames.startup_loads`
 
     `last_records`: cycle -> time of the last record of a rank in it, Unix ns.
     `clean_ends`: cycle -> Unix ns of its end, where every rank is known to have ended well.
@@ -43,9 +43,8 @@ class StartTimes:
 
 def start_times(frames: Frames, world_sizes: Mapping[int, int]) -> StartTimes:
     """Measure every rank in the start of every cycle that recorded one. `world_sizes`: cycle -> ranks launched."""
-    startups = startups_to_first_step(frames)
-    loads = loads_inside(frames, startups)
-    phase_spans, of_loads = startup_spans(frames, startups, loads)
+    startups, loads = frames.startups, frames.startup_loads
+    phase_spans, of_loads = startup_spans(frames)
     # Catching up happens after the first step, so it is no part of the time up to it.
     named = phase_spans.filter(pl.col("detail").is_not_null())
     seconds = phase_seconds(phase_spans, pl.concat([named, as_details(of_loads)]))
@@ -72,8 +71,13 @@ def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
 def measure_starts(frames: Frames, times: StartTimes, steps: StepsSeen, *, per_rank: bool) -> list[StartStats]:
     """Statistics of the start of every cycle that recorded one, in order."""
     startups = times.startups
-    critical = critical_ranks_of_starts(frames, startups)
-    over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, critical, "startup", per_rank=per_rank)
+    if startups.is_empty():
+        return []
+    critical = critical_ranks_of_starts(frames)
+    spreads = finished_spreads(times.totals, critical)
+    over_ranks = stats_over_ranks(
+        times.seconds, times.totals, times.moved, critical, spreads, "startup", per_rank=per_rank
+    )
     results = []
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)

@@ -72,7 +72,7 @@ class Listing:
     directories: int
     low_bytes: int | None
     high_bytes: int | None
-    disk_usage_low: int | None
+    disk_usage_low: int | None  # bytes, as du tells them
     disk_usage_high: int | None
     step: int | None
 
@@ -124,6 +124,6 @@ class ImportedRun:
     setup: dict[str, Range] = field(default_factory=dict)
     timers: dict[str, list[float]] = field(default_factory=dict)
     unused_timers: dict[str, int] = field(default_factory=dict)
-    to_first_step_s: float | None = None
+    to_first_step_s: float | None = None  # launcher's line for its first process to rank 0's for its first step
     listing: Listing | None = None
     cycles: list[ImportedCycle] = field(default_factory=list)

@@ -15,12 +15,13 @@ NAMES = (
     "gpu_utilization_percent",
 )  # fmt: skip
 # What an operation measured of itself (Operation.measure): the bus by a start-up, the store by saves and loads, the
-# others by a save.
+# size of its checkpoint by a load, the others by a save.
 MEASURED = (
     "bus_to_host_bytes_per_s", "bus_to_device_bytes_per_s",
     "device_to_host_bytes", "device_to_host_device_s", "device_to_host_before_release_bytes",
     "replicate_waited_s", "replicate_at_once_bytes",
     "store_requests", "store_retries", "store_throttled", "store_request_s",
+    "checkpoint_bytes",
 )  # fmt: skip
 _VALUES = pl.Struct(dict.fromkeys((*NAMES, *MEASURED), pl.Float64()))
 

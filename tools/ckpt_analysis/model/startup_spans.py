@@ -18,44 +18,10 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def startups_to_first_step(frames: Frames) -> pl.DataFrame:
-    """Start-up operations whose end_ns is the end of their `first_step` span; null if that is missing."""
-    ends = (
-        frames.spans_of(pl.col("operation") == "startup", pl.col("phase") == "first_step")
-        .group_by(_PLACE)
-        .agg(pl.col("end_ns").max())
-    )
-    startups = frames.operations.filter(pl.col("operation") == "startup").drop("end_ns")
-    return startups.join(ends, on=_PLACE, how="left", maintain_order="left")
-
-
-def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
-    """Load operations that began within the start-up of their process: rows of `operations` plus `startup`.
-
-    `startup` is the group of the start-up. The end_ns of an unfinished load is that of its last span.
-    """
-    last = (
-        frames.spans_of(pl.col("operation") == "load")
-        .group_by("group", "rank")
-        .agg(pl.col("end_ns").max().alias("last_ns"))
-    )
-    windows = startups.select(
-        *_PLACE, pl.col("group").alias("startup"), pl.col("start_ns").alias("from_ns"), pl.col("end_ns").alias("to_ns")
-    )
-    loads = frames.operations.filter(pl.col("operation") == "load").join(windows, on=_PLACE, how="inner")
-    inside = (pl.col("start_ns") >= pl.col("from_ns")) & (
-        pl.col("to_ns").is_null() | (pl.col("start_ns") < pl.col("to_ns"))
-    )
-    return (
-        loads.filter(inside)
-        .join(last, on=["group", "rank"], how="left")
-        .with_columns(pl.coalesce("end_ns", "last_ns", "start_ns").alias("end_ns"))
-    )
-
-
-def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def startup_spans(frames: Frames) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(spans to sum per phase, spans of the loads within) of all start-ups; both have its group and window."""
-    window = startups.select(
+    loads = frames.startup_loads
+    window = frames.startups.select(
         *_PLACE,
         pl.col("group"),
         pl.col("start_ns").alias("operation_start_ns"),

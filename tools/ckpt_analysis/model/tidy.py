@@ -1,4 +1,4 @@
-"""Frames for users: each row names its run and rank. docs/guides/notebooks.md lists the columns."""
+"""Frames for users: each row names its run and rank. `TraceAnalysis` lists the columns."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from restart_trace.schema import STORAGE
@@ -29,6 +29,14 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """What the measured inputs ran on. `ranks`: None if they were not all that the nodes hold, as of a replay."""
+
+    nodes: int
+    ranks: int | None
+
+
+@dataclass(frozen=True)
 class Given:
     """Flags that overrule measurements; None: take the measured number."""
 
@@ -42,17 +50,25 @@ class Given:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All inputs of a projection; `checkpoint_bytes` is None if it is neither measured nor given."""
+    """All inputs of a projection; `checkpoint_bytes` is None if it is neither measured nor given.
+
+    `ran`: None if no time was measured, or nothing tells on how many nodes.
+    """
 
     blocked_s: Input
     durable_s: Input
     restart_s: Input
     step_s: Input
     checkpoint_bytes: Input | None
+    ran: Ran | None
+
+    @property
+    def times(self) -> list[Input]:
+        return [self.blocked_s, self.durable_s, self.restart_s, self.step_s]
 
     @property
     def listed(self) -> list[Input]:
-        known = [self.blocked_s, self.durable_s, self.restart_s, self.step_s, self.checkpoint_bytes]
+        known = [*self.times, self.checkpoint_bytes]
         return [entry for entry in known if entry is not None]
 
 
@@ -73,10 +89,21 @@ def gather(report: Report | None, given: Given) -> Inputs:
         checkpoint_bytes=None
         if given.checkpoint_bytes is None and num_bytes is None
         else _one("checkpoint_bytes", "bytes", given.checkpoint_bytes, "--checkpoint-bytes", num_bytes),
+        ran=None,
     )
     if inputs.step_s.value <= 0:
         raise CouldNotRunError(f"--step-seconds {inputs.step_s.value:g}: a step must take more than 0 s")
-    return inputs
+    return replace(inputs, ran=_ran(report)) if any(one.source == MEASURED for one in inputs.times) else inputs
+
+
+def _ran(report: Report | None) -> Ran | None:
+    """Nodes and ranks of the newest launch; a replay has as many ranks on its hosts as it was told to."""
+    if report is None:
+        return None
+    if report.replayed is not None:
+        return Ran(report.replayed.hosts, None) if report.replayed.hosts else None
+    newest = report.cycles[-1]
+    return Ran(len(newest.hosts), newest.expected) if newest.hosts else None
 
 
 def _refuse_share(report: Report | None, given: Given) -> None:

@@ -1,9 +1,17 @@
-"""Training with periodic checkpoints under failures, in closed form. docs/metrics.md derives what is not in a paper.
+"""Training with periodic checkpoints under failures, in closed form. Formulas: docs/metrics.md.
 
 Failures of a node are exponential and independent, so those of N nodes together are exponential with mean M =
 MTBF / N. A period is `work_s` of training (tau), then `blocked_s` in which a save blocks it (C). The checkpoint counts
 from `durable_s` after the start of its save (D): for an asynchronous save that is while training goes on. A restart
 takes `restart_s` (R) and may fail itself. All times are in seconds.
+
+After a restart the k-th save begins at tau + (k-1) P, and its checkpoint is usable D later. The time X to the next
+failure is exponential with mean M, so the expected number of usable checkpoints is the sum over k of
+P(X >= tau + D + (k-1) P), which is exp(-(tau + D)/M) / (1 - exp(-P/M)); each preserves tau of work. Between two
+failures the job runs for M on average and restarts for M (exp(R/M) - 1). Training runs from 0 to tau, and then for tau
+from each tau + C + j P on; weighting both with P(X > t) gives L, the training from a restart to the next failure. An
+asynchronous save (D > C) costs exp(-(D - C)/M) of the goodput and does not move the optimum, unless saves would wait
+for each other there: below tau = D - C the goodput is proportional to tau exp(-tau/M), which rises up to M.
 """
 
 from __future__ import annotations

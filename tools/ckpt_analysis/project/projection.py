@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from ...common.extrapolation import Extrapolation, extrapolation, too_far
 from .inputs import Inputs
 from .model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
 
@@ -18,7 +19,9 @@ _HOPELESS = 0.01  # of it
 class Row:
     """One projected combination. `rule`: "given", or the rule that chose the interval: young, daly, optimum.
 
-    Shares are of wall time. Intervals are in steps and in seconds of training between two saves.
+    Shares are parts of the wall time. Intervals are the steps, and the seconds of training, between two saves.
+    `times_what_ran`: nodes over those that the measured inputs ran on. It and `too_far` are None if these are not
+    known.
     """
 
     nodes: int
@@ -39,6 +42,8 @@ class Row:
     waits_for_previous: bool
     needed_GBps: float | None
     needed_GBps_per_node: float | None
+    times_what_ran: float | None
+    too_far: bool | None
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Projection:
-    """What was put in, the answers, the rows, and what they rest on. `kind` is always "projection"."""
+    """What was put in, the answers, the rows, and what they rest on. `kind` is always "projection".
+
+    `extrapolated`: to the most nodes asked for, from those that the measured inputs ran on.
+    """
 
     kind: str
     inputs: Inputs
     answers: list[Answer]
     rows: list[Row]
+    extrapolated: list[Extrapolation]
     assumptions: list[str]
 
 
@@ -95,7 +104,18 @@ def project(inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], inte
                 if (work_s := work_of(costs, mtbf_s)) >= _LEAST_WORK_S
             ]
             rows += [_row(inputs, costs, count, hours, rule, work_s) for rule, work_s in chosen]
-    return Projection("projection", inputs, answers, rows, ASSUMPTIONS)
+    return Projection("projection", inputs, answers, rows, _extrapolated(inputs, max(nodes)), ASSUMPTIONS)
+
+
+def _extrapolated(inputs: Inputs, nodes: int) -> list[Extrapolation]:
+    """In ranks, or in nodes if it is not known how many ranks a node has."""
+    if inputs.ran is None:
+        return []
+    if inputs.ran.ranks is None:
+        reach = extrapolation("nodes", inputs.ran.nodes, nodes)
+    else:
+        reach = extrapolation("ranks", inputs.ran.ranks, inputs.ran.ranks * nodes / inputs.ran.nodes)
+    return [] if reach is None else [reach]
 
 
 _LEAST_WORK_S = 1e-6  # a save that costs next to nothing has no best interval
@@ -125,6 +145,7 @@ def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work
     mtbf_s = hours * HOUR_S / nodes
     found = outcome(costs, mtbf_s, work_s)
     step_s = inputs.step_s.value
+    times = None if inputs.ran is None else nodes / inputs.ran.nodes
     needed = None
     if inputs.checkpoint_bytes is not None:
         needed = inputs.checkpoint_bytes.value / 1e9 / found.period_s
@@ -147,6 +168,8 @@ def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work
         waits_for_previous=work_s < costs.lag_s and not math.isclose(work_s, costs.lag_s),
         needed_GBps=needed,
         needed_GBps_per_node=None if needed is None else needed / nodes,
+        times_what_ran=times,
+        too_far=None if times is None else too_far(times),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...common.extrapolation import Extrapolation, extrapolation
 from ..common.errors import CouldNotRunError
 from .costs import Model, alike, choose_hidden, fit, learn
 from .drills import FEATURES, QUANTITIES, Deployment, Drill
@@ -39,6 +40,7 @@ class Prediction:
     drills: list[Drill]
     hidden: float  # ranks per core that hide in one another's waits
     predicted: list[Predicted]
+    extrapolated: list[Extrapolation] = field(default_factory=list)  # to more ranks, and to what is too far
     not_in_traces: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
 
@@ -83,7 +85,7 @@ def predict(
         raise CouldNotRunError(f"--what-if {min(unused)}: no part of a restart, load or save in these traces")
     return Prediction(
         "prediction", engine, deployment, of_engine, hidden, _above_floor(predicted, deployment, ceilings or {}),
-        _not_in_traces(of_engine, deployment), ASSUMPTIONS,
+        _extrapolated(of_engine, deployment), _not_in_traces(of_engine, deployment), ASSUMPTIONS,
     )  # fmt: skip
 
 
@@ -155,6 +157,16 @@ def _above_floor(
                 entry.quantity, entry.seconds + extra, low, high, parts, entry.terms, entry.error, floor_s
             )
         found.append(entry)
+    return found
+
+
+def _extrapolated(drills: Sequence[Drill], deployment: Deployment) -> list[Extrapolation]:
+    """To more ranks than the drills had, and to too much more of anything else."""
+    found = []
+    for name, feature in FEATURES.items():
+        reach = extrapolation(name, max(feature(drill.deployment) for drill in drills), feature(deployment))
+        if reach is not None and (name == "ranks" or reach.too_far):
+            found.append(reach)
     return found
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from restart_trace.schema import PHASES
 
 from ..common.errors import CouldNotRunError
+from ..common.phase_kinds import AFTERWARDS
 from ..metrics.critical_path import start_windows, stretches_of_ranks
-from ..metrics.phases import AFTERWARDS
 from ..metrics.restart_parts import OUTSIDE
 from ..metrics.results import OperationStats, StartStats
 from ..model.frame import Frames

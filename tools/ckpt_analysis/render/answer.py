@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...common.formatting import digits_for, listed, percent, plural, rate, seconds, size
+from ..common.phase_kinds import AFTERWARDS
 from ..metrics.budget import Budget
 from ..metrics.critical_path import Wait
 from ..metrics.critical_rank import LATE
-from ..metrics.phases import AFTERWARDS
+from ..metrics.restart_parts import UNNAMED
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.start_path import StartPath
 from ..report import Report
@@ -179,7 +180,7 @@ def _largest(stats: Stats, wall_s: float) -> str:
     timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in stats.phases if phase.name not in AFTERWARDS]
     rest = (stats.unattributed.at_critical_s if stats.unattributed else None) or 0.0
     if rest >= _WORTH_NAMING * wall_s:
-        timed.append((rest, "work outside all phases"))
+        timed.append((rest, UNNAMED))
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:
         return ""

@@ -137,12 +137,16 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
 
 
 def by_storage(comparison: Comparison, grid: Grid) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Header and rows of the medians of engines on storages: a row per metric and engine, a column per storage."""
+    """Header and rows of the medians of engines on storages: a row per metric and engine, a column per storage.
+
+    An engine that has a metric on no storage has no row of it.
+    """
     rows = []
     for row in rows_of(comparison):
         for engine in grid.engines:
             cells = [grid.cell(row, engine, storage) for storage in grid.storages]
-            rows.append((row.name, engine, *(_median(cell) if cell else NOT_RECORDED for cell in cells)))
+            if any(cells):
+                rows.append((row.name, engine, *(_median(cell) if cell else NOT_RECORDED for cell in cells)))
     return ["metric", "engine", *grid.storages], rows
 
 

@@ -21,6 +21,8 @@ _TRAFFIC = (
 )
 _HOST_COPIES = "host ranks bytes GBps bus_GBps"
 _TIER = "tier host ranks bytes seconds"
+_READS = "checkpoint_bytes bytes amplification"
+_HOST_READS = "host ranks bytes storage_bytes"
 _REPLICATION = "ranks bytes seconds slowest_rank waited_s at_once_bytes"
 _LOST = "caught_up_s resumed_step reached_step lost_steps lost_work_s repeated_steps equal_losses down_s restart_s"
 _FAILURE = "fault detected_s stopped_s relaunched_s"
@@ -57,6 +59,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "ranks": {"expected": worst.expected, "present": worst.present},
         "cycles": [_fields(info, _CYCLE) for info in report.cycles],
         "saves": [_operation(stats) for stats in report.saves],
+        "weights": [_operation(stats) for stats in report.weights],
         "loads": [_operation(stats) for stats in report.loads],
         "restarts": [_start(start) for start in report.restarts],
         "launches": [_start(start) for start in report.first_launches],
@@ -103,7 +106,11 @@ def _operation(stats: OperationStats) -> dict[str, Any]:
         sent = _fields(stats.replication, _REPLICATION) if stats.replication else None
         return result | _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies), "replication": sent}
     tiers = [_fields(tier, _TIER) for tier in stats.tiers]
-    return result | {"load_s": stats.wall.max_s if stats.wall else None, "tiers": tiers}
+    result |= {"load_s": stats.wall.max_s if stats.wall else None, "tiers": tiers, "reads": None}
+    if stats.reads is not None:
+        hosts = [_fields(host, _HOST_READS) for host in stats.reads.hosts]
+        result["reads"] = _fields(stats.reads, _READS) | {"hosts": hosts}
+    return result
 
 
 def _copies(copies: DeviceCopies | None) -> dict[str, Any] | None:

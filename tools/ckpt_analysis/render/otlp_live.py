@@ -21,6 +21,7 @@ from restart_trace.regular import open_regular
 from restart_trace.schema import SCHEMA_VERSION
 
 from ..common.errors import CouldNotRunError
+from ..common.http_errors import why_no_answer
 from ..common.otlp import CLAIM, attributes
 from ..ingest.clocks import clock_of, offsets_ns
 from ..ingest.discover import LogDirectoryError, TraceFile, list_growing, list_trace
@@ -35,11 +36,11 @@ _TRACES_PATH = "/v1/traces"
 _CONNECT_S, _ANSWER_S, _LAST_ANSWER_S = 3.0, 30.0, 3.0  # of a request, at most; the last at the end of the run
 _OF_SPANS = (400, 413)  # statuses that a smaller request may not get
 _LATER = (408, 429)  # statuses below 500 that the same request may not get again
-_INTERVAL_S = 1.0  # between two looks at the files
+_INTERVAL_S = 2.0  # between two looks at the files
 _BATCH = 512  # spans of a request
 _MOST_BYTES = 1 << 20  # that are read of a file at a time
 _QUIET_S = 1.0  # without a new record, after which a run that has ended is complete
-_LONGEST_QUIET_S = 60.0  # the same, while processes of the run are still there
+_LONGEST_QUIET_S = 60.0  # the same, while processes of the run are, or may be, still there
 _LONGEST_END_S = 10.0  # of a run that goes on
 
 
@@ -83,11 +84,11 @@ class Collector:
         size = _BATCH
         while self._unsent:
             batch = self._unsent[:size]
-            self._session.status = 0
+            self._session.status, self._session.why = 0, ""
             taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
             status = self._session.status
             if not taken and (not 400 <= status < 500 or status in _LATER):
-                self._warn("takes no spans now", status)
+                self._warn("takes no spans now", status, self._session.why)
                 return False
             if not taken and status in _OF_SPANS and len(batch) > 1:
                 size = len(batch) // 2
@@ -110,10 +111,12 @@ class Collector:
         """Number of spans that the collector has not taken."""
         return len(self._unsent) + self.refused
 
-    def _warn(self, what: str, status: int) -> None:
+    def _warn(self, what: str, status: int, why: str = "") -> None:
+        """Tell it once. `status`: of the answer; 0 if there was none, and `why`."""
         if what not in self._told:
             self._told.add(what)
-            answer = f" (it answers with status {status})" if status else ""
+            why = f"it answers with status {status}" if status else why
+            answer = f" ({why})" if why else ""
             self._tell(
                 f"--otlp {self._endpoint}: the collector {what}{answer}; training goes on, and what the collector has "
                 "not got when the job ends is in the trace files: ckpt-analysis export --format otlp"
@@ -122,13 +125,17 @@ class Collector:
 
 @dataclass
 class _File:
-    """How far a file is read; `spans` is None until its process record is there. `wrong`: why it cannot be read."""
+    """How far a file is read; `spans` is None until its process record is there. `wrong`: why it cannot be read.
+
+    `has_ended`: its process has recorded that it ends.
+    """
 
     found: TraceFile
     stream: RecordStream
     offset: int = 0
     spans: FileSpans | None = None
     wrong: str = ""
+    has_ended: bool = False
 
 
 class Follower:
@@ -188,11 +195,23 @@ class Follower:
         return self._collector.send() and not self._collector.refused and not self._unread and self._is_whole
 
     def ended_but(self, pid: int) -> bool:
-        """Whether all processes of the followed cycles have ended that are on this host, apart from this one."""
-        host = socket.gethostname()
-        processes = [file.stream.process for file in self._files.values() if file.found.rank is not None]
-        local = {process["pid"] for process in processes if process is not None and process["host"] == host}
-        return not any(_is_alive(other) for other in local - {pid})
+        """Whether all processes of the followed cycles have ended, apart from this one.
+
+        A process of another host has ended if its cycle is not the newest, or if it recorded its end. One that was
+        killed recorded none.
+        """
+        host, newest = socket.gethostname(), max(self._cycles, default=None)
+        for file in self._files.values():
+            process = file.stream.process
+            if file.found.rank is None or process is None:
+                continue
+            if process["host"] == host:
+                is_there = process["pid"] != pid and _is_alive(process["pid"])
+            else:
+                is_there = file.found.cycle == newest and not file.has_ended
+            if is_there:
+                return False
+        return True
 
     def run_ended(self) -> None:
         """Tell the collector's side that the run has ended."""
@@ -244,7 +263,9 @@ class Follower:
         file.wrong = ""
         self.is_behind = self.is_behind or len(data) == _MOST_BYTES
         file.offset += len(data)
-        return file.stream.feed(data)
+        records = file.stream.feed(data)
+        file.has_ended = file.has_ended or any(_is_end(record) for _, record in records)
+        return records
 
     def _begin(self, file: _File, process: Record) -> FileSpans:
         processes = [other.stream.process for other in self._files.values() if other.stream.process is not None]
@@ -269,7 +290,7 @@ def follow(follower: Follower, wait: Callable[[float], bool], pid: int | None) -
     What its processes still write is then read until they have ended (but not `pid`, which may wait for this one), and
     a second after that. Without `pid` the run may go on: what it has written until now is read.
     """
-    while not wait(0.0 if follower.poll() else _INTERVAL_S):
+    while not wait(0.0 if follower.poll() and follower.is_behind else _INTERVAL_S):
         pass
     follower.run_ended()
     begun = last = time.monotonic()
@@ -286,6 +307,11 @@ def follow(follower: Follower, wait: Callable[[float], bool], pid: int | None) -
     return follower.finish()
 
 
+def _is_end(record: Record) -> bool:
+    """Whether this is what a process records of its end."""
+    return record.get("operation") == "process" and record.get("phase") == "ended"
+
+
 def _is_alive(pid: int) -> bool:
     try:
         descriptor = os.pidfd_open(pid)
@@ -298,15 +324,24 @@ def _is_alive(pid: int) -> bool:
 
 
 def _session() -> Any:
-    """A session of HTTP that keeps the status of the last answer, and waits for answers as long as it is told."""
+    """A session of HTTP that keeps the status of the last answer, or why there was none (`why`).
+
+    It waits for answers as long as it is told.
+    """
     import requests
 
     class Session(requests.Session):
-        status, answer_s = 0, _ANSWER_S
+        status, why, answer_s = 0, "", _ANSWER_S
 
         def request(self, *positional: Any, **named: Any) -> requests.Response:
             named["timeout"] = (_CONNECT_S, self.answer_s)
-            response = super().request(*positional, **named)
+            if isinstance(self.verify, str):  # OTEL_EXPORTER_OTLP_CERTIFICATE: else REQUESTS_CA_BUNDLE would count
+                named["verify"] = self.verify
+            try:
+                response = super().request(*positional, **named)
+            except OSError as error:  # all of requests' are
+                self.why = why_no_answer(error)
+                raise
             self.status = response.status_code
             return response
 

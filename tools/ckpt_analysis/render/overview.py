@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ...common.formatting import NOT_RECORDED, count, digits_for, plural, seconds
 from ...common.tables import Style, fitted_table, terminal_width, text_table, text_width
+from ..common.phase_kinds import AFTERWARDS
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
-from ..metrics.phases import AFTERWARDS
 from ..metrics.restart_parts import UNNAMED
 from ..metrics.results import OperationStats, StartStats
 from ..metrics.start_path import StartPath

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...common.formatting import count, rate, size
 from ...common.tables import Column, numbers, times
-from ..metrics.phases import AFTERWARDS
+from ..common.phase_kinds import AFTERWARDS
 from ..metrics.results import PhaseStats, Spread
 
 

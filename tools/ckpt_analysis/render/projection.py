@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 from ...common.escaping import shown
+from ...common.extrapolation import headline
 from ...common.formatting import duration, number, percent, plural
 from ...common.tables import Column
 from ..project.projection import Answer, Projection, Row, save_GBps
 from .document import Block, Document, Heading, Notes, Table, table_of
 
 _TITLE = "Projection: nothing below was measured at these scales"
+_WITHIN = "Projection: computed from times measured at these scales or larger ones"
 _INPUTS = ("input", "value", "from")
 _COLUMNS: tuple[Column[Row], ...] = (
     Column("nodes", lambda r: str(r.nodes)),
@@ -39,8 +41,10 @@ def document(projection: Projection) -> Document:
 
 
 def _blocks(projection: Projection) -> list[Block]:
+    reach = headline(projection.extrapolated)
+    title = _TITLE if reach or projection.inputs.ran is None else _WITHIN
     return [
-        Heading(_TITLE),
+        Heading(f"{title}; {reach}" if reach else title),
         *map(_sentence, projection.answers),
         Table(_INPUTS, _inputs(projection)),
         table_of(_COLUMNS, projection.rows),

@@ -77,7 +77,7 @@ def _facts(analysis: Analysis) -> Iterator[Family]:
     ranks.add(report.cycles[-1].expected, state="expected")
     ranks.add(report.cycles[-1].present, state="present")
     yield ranks
-    operations = Family("operations_total", "counter", "Saves, loads, restarts and launches of the run, by outcome.")
+    operations = Family("operations_total", "counter", "Saves, loads and starts, by outcome; starts have none.")
     counted = Counter((stats.kind, getattr(stats, "outcome", "")) for stats in operations_of(report))
     for (kind, outcome), number in sorted(counted.items()):
         operations.add(number, operation=kind, outcome=outcome)
@@ -125,7 +125,7 @@ def _progress(analysis: Analysis) -> Iterator[Family]:
 
 def _times(analysis: Analysis) -> Iterator[Family]:
     report = analysis.report
-    parts = Family("wall_seconds", "gauge", "Wall time of the run, divided into parts; idle is between launches.")
+    parts = Family("wall_seconds", "gauge", "Wall time of the run, in parts; idle, between launches, is no part of it.")
     if report.budget:
         for part, seconds in report.budget.seconds.items():
             parts.add(seconds, part=part)
@@ -143,7 +143,8 @@ def _times(analysis: Analysis) -> Iterator[Family]:
 
 def _measured(found: Iterable[Samples]) -> Iterator[Family]:
     """The metrics that comparisons have; those of phases, and of a log's timers, are one with labels."""
-    phases = Family("phase_seconds", "summary", "Time in a phase of a save, load or restart, of its slowest rank.")
+    told = "Time in a phase of a save, load or restart, of its slowest rank; without detail: in the phase as a whole."
+    phases = Family("phase_seconds", "summary", told)
     timers = Family("timer_seconds", "summary", "Timers of an imported log.")
     for samples in found:
         metric, values = samples.metric, [*samples.warm_up, *samples.values]

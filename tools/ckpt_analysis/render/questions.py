@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...common.formatting import listed, percent, plural, seconds
+from ..common.phase_kinds import AFTERWARDS
 from ..metrics.budget import RESTARTING, WASTED
-from ..metrics.phases import AFTERWARDS
 from ..metrics.results import StartStats
 from ..project.what_if import Answer
 from ..report import Report
@@ -55,17 +55,31 @@ def _where(report: Report, start: StartStats | None) -> str:
     fault = f" ({start.failure.fault})" if start.failure and start.failure.fault else ""
     launched = "the launcher's line for its first process" if report.imported else "the start of its first process"
     since = launched if start.restart_s is None else f"the failure{fault}"
-    whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
-    whole_s = report.path.length_s if report.path else whole_s
+    whole_s = _length_s(report, start)
     text = f"{_capital(name_of(start))} took {seconds(whole_s)} s from {since} to the end of its first step"
     parts = _parts(report, start)
     if whole_s <= 0:
         return f"{text}."
     if not parts:
         return f"{text}; its phases are {NOT_RECORDED}."
-    unknown_s = whole_s - sum(took for took, _ in parts)
-    unknown = f"; where the other {100 * unknown_s / whole_s:.0f} % went is {NOT_RECORDED}"
-    return f"{text}: {shares(parts[:_NAMED], whole_s)}{unknown if unknown_s >= _SMALL * whole_s else ''}."
+    unknown_s, named = _unknown_s(report, start), shares(parts[:_NAMED], whole_s)
+    share = f"{100 * unknown_s / whole_s:.0f} %"
+    if unknown_s > parts[0][0]:
+        return f"{text}: where {share} of it went is {NOT_RECORDED}; {named}."
+    unknown = f"; where the other {share} went is {NOT_RECORDED}"
+    return f"{text}: {named}{unknown if unknown_s >= _SMALL * whole_s else ''}."
+
+
+def _length_s(report: Report, start: StartStats) -> float:
+    """How long the start took: from the failure, where one was recorded."""
+    if report.path:
+        return report.path.length_s
+    return (start.wall.max_s if start.wall else 0.0) if start.restart_s is None else start.restart_s
+
+
+def _unknown_s(report: Report, start: StartStats) -> float:
+    """Seconds of the start that are in no part of it."""
+    return _length_s(report, start) - sum(took for took, _ in _parts(report, start))
 
 
 def _parts(report: Report, start: StartStats) -> list[tuple[float, str]]:
@@ -118,7 +132,8 @@ def _help(report: Report, gains: Mapping[int, Answer]) -> str:
         return "Nothing that was recorded meets a rule."
     first = report.findings[0]
     start = report.shown_start
-    took_s, part = max(_parts(report, start), default=(0.0, "")) if start else (0.0, "")
+    parts = [*_parts(report, start), (_unknown_s(report, start), "what is not recorded")] if start else []
+    took_s, part = max(parts, default=(0.0, ""))
     is_covered = took_s <= first.cost_s or any(
         (one.phase or "").split("/")[0] == part.partition(" (")[0] for one in report.findings
     )
@@ -165,11 +180,11 @@ def _resumes(starts: Sequence[StartStats]) -> str:
 
 
 def _engine(report: Report) -> str:
-    engines = listed(report.engine_names or [NOT_RECORDED])
+    engines = listed(report.engine_names) if report.engine_names else _capital(NOT_RECORDED)  # a name is as it is
     if not report.complete_saves:
-        return f"{_capital(engines)}; no save was recorded to its end."
+        return f"{engines}; no save was recorded to its end."
     said = save_sentence(report.complete_saves[-1])
-    return f"{_capital(engines)}. {said}" if said else f"{_capital(engines)}."
+    return f"{engines}. {said}" if said else f"{engines}."
 
 
 def _capital(text: str) -> str:

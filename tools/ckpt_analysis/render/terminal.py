@@ -9,10 +9,11 @@ from types import MappingProxyType
 from ...common.escaping import shown
 from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
 from ...common.tables import Column, Style, fitted_table, numbers, terminal_width, text_table, text_width, times
+from ..common.phase_kinds import AFTERWARDS
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.device_copies import DeviceCopies
-from ..metrics.phases import AFTERWARDS
+from ..metrics.load_reads import LoadReads
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.store_traffic import StoreTraffic
@@ -70,11 +71,12 @@ def _details(report: Report, style: Style) -> list[str]:
         lines += ["", *_start(start, coordinates, style)]
     for load in report.loads:
         lines += ["", *_operation(load, coordinates, style)]
-    if len(report.saves) > 1:
-        table = fitted_table(_SAVES, report.saves, style, optional=_OPTIONAL_OF_SAVES)
-        lines += ["", style.heading(f"Saves ({len(report.saves)})"), *table]
-    for save in report.saves:
-        lines += ["", *_operation(save, coordinates, style)]
+    for title, saves in (("Saves", report.saves), ("Saves of weights only, no checkpoints", report.weights)):
+        if len(saves) > 1:
+            table = fitted_table(_SAVES, saves, style, optional=_OPTIONAL_OF_SAVES)
+            lines += ["", style.heading(f"{title} ({len(saves)})"), *table]
+        for save in saves:
+            lines += ["", *_operation(save, coordinates, style)]
     return [*lines, "", "docs/metrics.md defines every number; GB is 1e9 bytes."]
 
 
@@ -189,7 +191,8 @@ def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
 
 
 def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -> list[str]:
-    title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
+    what = f"{stats.operation.capitalize()}{' of weights' if stats.weights_only else ''}"
+    title = f"{what} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
     ran = f"{plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}"
     ran += f", from {stats.tier.replace('_', ' ')}" if stats.tier else ""
@@ -212,6 +215,8 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
     if stats.replication is not None:
         lines += _fitted("  " + _replication(stats.replication))
     lines += _tier_lines(stats.tiers, style)
+    if stats.reads is not None:
+        lines += _fitted("  " + _reads(stats.reads))
     if stats.device_copies is not None:
         lines += _fitted("  " + _device_copies(stats.device_copies))
     if stats.store_traffic is not None:
@@ -239,6 +244,19 @@ def _tier_lines(tiers: Sequence[TierRead], style: Style) -> list[str]:
         for tier in tiers
     ]
     return ["", *text_table(("read from", "host", "ranks", "bytes", "slowest s"), rows, style, left=3), ""]
+
+
+def _reads(reads: LoadReads) -> str:
+    """How often each byte of the checkpoint was asked for, on average, and what hosts asked and fetched."""
+    text = f"read amplification {reads.amplification:.2f}: {size(reads.bytes)} asked for, "
+    text += f"{size(reads.checkpoint_bytes)} in the checkpoint"
+    most = max(reads.hosts, key=lambda host: host.bytes)
+    if len(reads.hosts) > 1:
+        text += f"; {size(most.bytes)} on host {most.host}, the most of {len(reads.hosts)}"
+    fetched = [host.storage_bytes for host in reads.hosts if host.storage_bytes is not None]
+    if len(fetched) == len(reads.hosts):
+        text += f"; {size(sum(fetched))} of them fetched by the kernel from its storage"
+    return text
 
 
 def _device_copies(copies: DeviceCopies) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ...common.escaping import shown
+from ...common.extrapolation import headline
 from ...common.formatting import seconds, size
 from ..project.costs import START
 from ..project.twin import Prediction
@@ -28,7 +29,9 @@ def document(prediction: Prediction) -> Document:
 
 
 def _blocks(prediction: Prediction) -> list[Block]:
-    blocks: list[Block] = [Heading(_TITLE), _asked(prediction), Table(_HEADER, _rows(prediction))]
+    reach = headline(prediction.extrapolated)
+    title = f"{_TITLE}; {reach}" if reach else _TITLE
+    blocks: list[Block] = [Heading(title), _asked(prediction), Table(_HEADER, _rows(prediction))]
     for entry in prediction.predicted:
         if len(entry.parts) > 1:
             rows = [(part, seconds(took)) for part, took in entry.parts.items()]

@@ -8,7 +8,7 @@ from typing import Any
 from ...common.sweep_files import FAILED, NO_FAULT, REPLAY, STORAGE
 from ..common.problems import NOTE
 from .groups import NO_ENGINE
-from .read import Sweep, read_json
+from .read import CellResult, Sweep, read_json
 from .samples import Measured
 
 _OF_THE_MACHINE = ("processors", "kernel", "python", "memory_bytes", "usable_processors")
@@ -72,6 +72,11 @@ def _verified(sweep: Sweep, measured: list[Measured]) -> Iterator[str]:
 
 
 def _storage(sweep: Sweep, measured: list[Measured]) -> Iterator[str]:
+    of_storage = {_allocation(one.cell) for one in measured if one.cell.cell.mode == STORAGE}
+    others = {_allocation(one.cell) for one in measured} - of_storage
+    if of_storage and others:
+        which = ", ".join(sorted(other or "what was measured without --allocation" for other in others))
+        yield f"the storage itself was not measured in {which}, but in another allocation (nodes x GPUs)"
     there = {one.cell.cell.repeat for one in measured if one.cell.cell.mode == STORAGE}
     for repeat in range(1, sweep.repeats + 1):
         if repeat not in there:
@@ -85,10 +90,18 @@ def _planned(sweep: Sweep, measured: list[Measured]) -> Iterator[str]:
 
 
 def _in_order(sweep: Sweep, measured: list[Measured]) -> Iterator[str]:
-    begun = [(one.result["began_unix_s"], one.cell) for one in sweep.cells if one.result is not None]
-    for (before, _), (began, cell) in zip(begun, begun[1:], strict=False):
-        if began < before:
-            yield f"{cell.name} was measured before the cell ahead of it"
+    begun: dict[str | None, float] = {}  # the cell ahead in the same allocation: cells that are compared share one
+    for one in sweep.cells:
+        if one.result is not None:
+            began, allocation = one.result["began_unix_s"], _allocation(one)
+            if began < begun.get(allocation, began):
+                yield f"{one.cell.name} was measured before the cell ahead of it"
+            begun[allocation] = began
+
+
+def _allocation(cell: CellResult) -> str | None:
+    """NODESxGPUS of the job of --allocation that measured a cell; None if it measured all cells."""
+    return None if cell.result is None else cell.result.get("allocation")
 
 
 RULES: dict[str, Callable[[Sweep, list[Measured]], Iterator[str]]] = {

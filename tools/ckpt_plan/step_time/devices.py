@@ -1,6 +1,6 @@
 """What the prediction knows of devices: published peaks, and the shares of them that programs reach.
 
-docs/ckpt_plan.md gives the source of each number. Standard library only.
+Each assumption has its source beside it. Standard library only.
 """
 
 from __future__ import annotations
@@ -42,18 +42,29 @@ class DeviceFacts:
 
 _H100 = DeviceFacts(
     name="h100",
+    # The vendor's, for SXM modules, links per direction; one 400 Gb/s adapter per device.
     peak_tflops=989.4,
     memory_bytes=80_000_000_000,
     memory_GBps=3350,
     link_GBps=450,
     network_GBps=50,
+    # Alone, large products reach 0.80 of the peak: 792 TFLOP/s (github.com/mag-/gpu_benchmark) and 797
+    # (github.com/zzc0721/torch-performance-test-data/issues/79). In long runs the clock falls to the power limit: 0.65
+    # was set after the comparison with two published runs in docs/ckpt_plan.md.
     product_share=0.65,
+    # FlashAttention-2 with a causal mask: 284 and 287 TFLOP/s at head size 128 and 8,192 tokens
+    # (github.com/Dao-AILab/flash-attention/pull/1791), 0.35 of the peak at best (pytorch.org/blog/flashattention-3).
+    # Newer versions of torch select cuDNN's kernel, 1.7 to 2.3 times as fast
+    # (github.com/huggingface/transformers/pull/48163): the prediction is then too slow.
     attention_forward_share=0.26,
     attention_backward_share=0.26,
-    bandwidth_share=0.80,
-    link_share=0.80,
-    network_share=0.80,
+    bandwidth_share=0.80,  # a copy within the device moves 2,573 GB/s, 0.77: github.com/NVIDIA/nccl/issues/1264
+    link_share=0.80,  # large tensors without NVLink SHARP, 370 of 450 GB/s: github.com/NVIDIA/nccl-tests/issues/212
+    # Products of n = 1024, 2048 and 4096 reach 177, 677 and 789 TFLOP/s (torch-performance-test-data/issues/79, too):
+    # 9, 4 and 2 us more than their FLOPs at the rate of n = 8192.
     product_us=4,
+    # Estimates without a source; a measurement replaces them.
+    network_share=0.80,
     kernel_us=2,
     collective_us=20,
     launch_us=8,
@@ -69,11 +80,11 @@ _DEVICES = {
             peak_tflops=312.0,
             memory_GBps=2039,
             link_GBps=300,
-            network_GBps=25,
-            product_share=0.75,
-            attention_forward_share=0.55,
+            network_GBps=25,  # one 200 Gb/s adapter per device
+            product_share=0.75,  # alone 268 TFLOP/s, 0.86
+            attention_forward_share=0.55,  # arXiv:2307.08691, figure 5
             attention_backward_share=0.50,
-            link_share=0.70,
+            link_share=0.70,  # 208 of 300 GB/s: github.com/NVIDIA/nccl-tests/issues/178
         ),
     )
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import SettingsError
 from ..interpreter import replace_process
+from ..launcher_entries import ON_EACH_NODE, setting_of
 from ..places import PROGRAM, working_directory
 from ..run import Run
 from .launch import Launch, Launcher
@@ -106,7 +107,7 @@ def _line(variable: str) -> str:
     if "\n" in value or value != value.strip():
         raise SettingsError(
             f"{name}: DeepSpeed's launcher cannot carry a value with a line break, or with white space at an end, to "
-            "another node; use LAUNCHER=torchrun or fork"
+            f"another node; use {setting_of(ON_EACH_NODE)}"
         )
     if re.search(r"[^a-zA-Z0-9_@%+=:,./-]", value):
         value = re.sub(r'([\\"$`])', r"\\\1", value)

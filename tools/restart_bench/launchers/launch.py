@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from ..launcher_entries import LAUNCHERS
+from ..launcher_entries import FROM_ONE_NODE, LAUNCHERS
 from ..run import Run
 
 DEFAULT_PORT = 29500
@@ -75,7 +75,7 @@ def with_secret(launch: Launch) -> Launch:
     DeepSpeed's launcher would show it in process lists.
     """
     run = launch.run
-    alone = run.nodes.used == 1 or run.launcher == "deepspeed"
+    alone = run.nodes.used == 1 or run.launcher in FROM_ONE_NODE
     if alone or run.given.megatron_launch_secret or run.given.node_rank:
         return launch
     name, secret = "MEGATRON_LAUNCH_SECRET", os.urandom(32).hex()

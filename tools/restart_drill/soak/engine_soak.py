@@ -214,7 +214,8 @@ class EngineSoak:
         """Check every restart as a drill does, and all losses against a run without faults."""
         result, cycles, injections = self.result, facts_of(self._plan.trace_dir), self._injections
         steps = max(step for facts in cycles.values() for step in facts.losses)
-        reference = reference_of(self._options.base.command, self._options.base.out, steps, self._plan.limit_s)
+        base, spare = self._options.base, steps // 4  # the next engine may train for a little longer
+        reference = reference_of(base.command, base.out, steps, self._plan.limit_s, spare=spare)
         losses = check_losses(cycles, reference.facts, 0.0)
         result.compared = sum(check.compared for check in losses.values())
         for injection, verdict in zip(injections, verdicts(injections, cycles, losses), strict=True):

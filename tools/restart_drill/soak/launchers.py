@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.net.free_port import free_port
 
+from ...restart_bench.launcher_entries import BY_SLURM
 from .. import command as commands
 from ..launch import DrillError
 
@@ -34,11 +35,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Launcher:
-    """`in_place`: starts failed ranks again. `watches`: a process that lives as long as the ranks ends with them.
+    """`of`: the value of LAUNCHER; "": none. `in_place`: starts failed ranks again. `watches`: a process that lives as
+    long as the ranks ends with them.
 
     `ends_well`: its exit code is 0 if the ranks have ended with 0 after a signal that asks them to.
     """
 
+    of: str
     command: Callable[[Training], list[str]]
     in_place: bool = False
     watches: bool = True
@@ -91,14 +94,15 @@ def _by_hand(training: Training) -> list[str]:
 
 _IN_PLACE = ("--max-restarts", "9")
 LAUNCHERS = {
-    "restart-launch": Launcher(_fork(), ends_well=True),
-    "restart-launch-in-place": Launcher(_fork(*_IN_PLACE), in_place=True, ends_well=True),
-    "restart-launch-standby": Launcher(_fork(*_IN_PLACE, "--standby"), in_place=True, ends_well=True),
+    "restart-launch": Launcher("fork", _fork(), ends_well=True),
+    "restart-launch-in-place": Launcher("fork", _fork(*_IN_PLACE), in_place=True, ends_well=True),
+    "restart-launch-standby": Launcher("fork", _fork(*_IN_PLACE, "--standby"), in_place=True, ends_well=True),
     "restart-launch-standby-load": Launcher(
-        _fork(*_IN_PLACE, "--standby", "--standby-load"), in_place=True, ends_well=True
+        "fork", _fork(*_IN_PLACE, "--standby", "--standby-load"), in_place=True, ends_well=True
     ),
-    "torchrun": Launcher(_torchrun()),
-    "torchrun-in-place": Launcher(_torchrun(*_IN_PLACE), in_place=True),
-    "deepspeed": Launcher(_deepspeed),
-    "by-hand": Launcher(_by_hand, watches=False),
+    "torchrun": Launcher("torchrun", _torchrun()),
+    "torchrun-in-place": Launcher("torchrun", _torchrun(*_IN_PLACE), in_place=True),
+    "deepspeed": Launcher("deepspeed", _deepspeed),
+    "by-hand": Launcher("", _by_hand, watches=False),
 }
+LEFT_OUT = dict.fromkeys(BY_SLURM, "needs an allocation of Slurm")  # values of LAUNCHER

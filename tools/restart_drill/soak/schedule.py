@@ -13,14 +13,6 @@ from ..matrix import cells
 from ..plan import LAUNCH, RELAUNCH
 
 LEFT_OUT = {"datastates": "it needs a CUDA device", "none": "it writes nothing"}  # engine -> why
-# A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
-# checkpoint before. Until its handlers are installed, SIGTERM ends a rank and not the launch.
-_INVALID = {
-    ("exception", "mid-load"),
-    ("device-error", "mid-load"),
-    ("sigterm", "mid-load"),
-    ("sigterm", "mid-startup"),
-}
 
 
 def possible_faults(*, on_nodes: bool, fills_disk: bool) -> tuple[str, ...]:
@@ -44,7 +36,7 @@ def random_injection_point(fault: str, rng: random.Random, *, on_nodes: bool, in
     valid = [
         parse_injection_point(cell.injection_point)
         for cell in cells((supervisor,), ("",), disk, (fault,), on_nodes=on_nodes)
-        if (fault, cell.injection_point) not in _INVALID
+        if cell.injection_point not in FAULTS[fault].soaks_not_at
     ]
     point = rng.choice([one for one in valid if not (in_training and one.during_restart)])
     return point if point.seed is None else parse_injection_point(f"random:{rng.randrange(1000)}")

@@ -1,1 +1,1 @@
-"""Engines `dcp` and `dcp-async`: torch.distributed.checkpoint."""
+"""Engines `dcp`, `dcp-async` and `dcp-process`: torch.distributed.checkpoint."""

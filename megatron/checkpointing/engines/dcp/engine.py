@@ -3,25 +3,29 @@
 With `no_dist` the library does not merge tensors of different ranks that have the same name. It gets only tensors; the
 rest of the state is JSON in a tensor of bytes, since the library pickles other values and turns int keys into str. With
 `dcp`, copies from a device are part of `serialize`: the library makes them between its writes.
+
+The asynchronous engines put together what the library's async_save does with an AsyncStager: its DefaultStager copies
+the state, and its `save` writes it, in a thread or in the library's checkpoint process. async_save itself works on one
+state: for each it would copy the storage of a view again, and its processes mix up answers if two states are under way.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import errno
-import threading
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
@@ -32,11 +36,14 @@ from megatron.checkpointing.engines.base import (
     SavedFile,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
+from megatron.checkpointing.engines.dcp.checkpoint_process import CheckpointProcess
+from megatron.checkpointing.engines.dcp.storage import METADATA, Reader, Report, Writer, cause_of, report_of
 from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
+from restart_trace.device_threads import device_selector, device_thread
+from restart_trace.devices import accelerator_in_use
 from restart_trace.recorder import Operation
 
 RESULT_TIMEOUT_S = 3600.0  # for a whole save: storage that takes longer is taken for dead
@@ -44,6 +51,9 @@ _SKELETON, _TENSORS = "skeleton", "state/"  # keys in the library's state dict
 
 # The library tells at every call that it works for one process alone, which is what it is asked for here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+Content = dict[str, Any]  # a state, as the library gets it
+WriteState = Callable[[Content, Path], Report]  # writes one into a directory; raises what went wrong
 
 
 class DcpEngine(StateDirectoryEngine):
@@ -56,19 +66,30 @@ class DcpEngine(StateDirectoryEngine):
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
         refuse_duplicates(files)
         saved: list[SavedFile] = []
-        failure = Failure()
         start = op.until_ns()
         for file in files:
-            writer = Writer(directory / file.name, self.options, failure, threading.Semaphore())
-            try:
-                save(_for_library(file.state), storage_writer=writer, no_dist=True)
-            except CheckpointException as exc:
-                raise failure.error or cause_of(exc) from None
-            saved += _saved_files(file.name, writer)
+            report = self._write_here(_for_library(file.state), directory / file.name)
+            saved += _saved_files(file.name, report)
             end = now_ns()
-            _report_writing(op, file.name, writer, start, end, True)
+            self._report_writing(op, file.name, report, (start, end), blocking=True)
             start = end  # recording these spans is in those of the next file
         return finish_save(directory, saved, self.options, op, blocking=True)
+
+    def _write_here(self, content: Content, root: Path) -> Report:
+        try:
+            return report_of(save(content, storage_writer=Writer(root, self.options), no_dist=True))
+        except CheckpointException as exc:
+            raise cause_of(exc) from None
+
+    def _report_writing(
+        self, op: Operation, name: str, report: Report, window: tuple[int, int], *, blocking: bool
+    ) -> None:
+        """Spans of writing one state. Times of threads that work side by side count once."""
+        spent = report.timeline.shares(["write", "fsync"], *window)
+        size = sum(num_bytes for num_bytes, _ in report.files.values())
+        op.add("serialize", None, *window, duration_ns=spent[""], file=name, blocking=blocking)
+        for detail in ("write", "fsync") if self.options.fsync else ("write",):
+            op.add("flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking)
 
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
         reader = Reader(root, files, self.options.verify_checksums, timeline)
@@ -84,135 +105,184 @@ class DcpEngine(StateDirectoryEngine):
 
 
 class DcpAsyncEngine(DcpEngine):
-    """dcp.async_save with its thread: training waits while the library copies the state into host memory.
+    """The library's DefaultStager, and `save` in a thread. The copies stay for the next save.
 
+    On CUDA the copies are pinned, and are made on a stream of the stager's while training goes on until the optimizer
+    steps; without CUDA, for which the library has neither, training waits for them.
     Host memory: all that the rank saves, once more; the library has no limit on it.
     """
 
     name = "dcp-async"
     asynchronous = True
+    in_a_process: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        self._group: dist.ProcessGroup | None = None
+        self._stager: DefaultStager | None = None
+        self.process = CheckpointProcess(options) if self.in_a_process else None
 
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
         return CheckpointEngine.save(self, files, directory, op)
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         refuse_duplicates(files)
-        pending = _PendingSaves(self.options, directory, op)
         start = op.until_ns()
-        group = self._group_with_cpu()
-        for file in files:
-            start = pending.begin(file, group, start)
+        write = self.process.write if self.process is not None else self._write_here
+        pending = _PendingStates(self, write, directory, op)
+        try:
+            contents = {file.name: _for_library(file.state) for file in files}
+            stager = self._started_stager()
+            begun = now_ns()
+            op.add("serialize", None, start, begun)
+            pending.stage(stager, contents, begun)
+        except Exception as exc:  # `wait` raises it
+            self.drop_copies(exc)
+            pending.result.set_exception(exc)
         return pending
 
     def close(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self.drop_copies()
+        if self.process is not None:
+            self.process.close()
 
-    def _group_with_cpu(self) -> dist.ProcessGroup | None:
-        """async_save asks for a group with a CPU backend, and uses it for nothing: one of this rank alone will do."""
-        if not dist.is_initialized() or torch.device("cpu") in dist.group.WORLD._device_types:  # type: ignore[union-attr]
-            return None
-        if self._group is None:
-            group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-            self._group = cast("dist.ProcessGroup", group)  # this rank is in it
-        return self._group
+    def drop_copies(self, error: BaseException | None = None) -> None:
+        """Give back the memory of copies; `error`: also what those have of it that were not made for want of it."""
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+    def give_up(self) -> None:
+        """End the process that does not answer: it may hang in a write."""
+        if self.process is not None:
+            self.process.kill()
+
+    def report_written(self, op: Operation, name: str, report: Report, window: tuple[int, int]) -> None:
+        self._report_writing(op, name, report, window, blocking=False)
+
+    def _started_stager(self) -> DefaultStager:
+        if self._stager is not None and _is_spent(self._stager):
+            self._stager.close()
+            self._stager = None
+        if self._stager is None:
+            cuda = accelerator_in_use() == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=self.in_a_process,
+                    use_async_staging=cuda,
+                    use_non_blocking_copy=cuda,
+                )
+            )
+            if self._stager._staging_executor is not None:  # its one thread would work on device 0
+                self._stager._staging_executor.submit(device_selector())
+        if accelerator_in_use() == "cuda":  # the stager's stream does not wait for what training has queued on its own
+            torch.accelerator.current_stream().synchronize()
+        return self._stager
+
+
+class DcpProcessEngine(DcpAsyncEngine):
+    """As `dcp-async`, with copies in shared memory, which the library's checkpoint process writes."""
+
+    name = "dcp-process"
+    in_a_process = True
 
 
 @dataclass
-class _PendingSaves(PendingSave):
-    """The library's saves of one of ours. They write one after the other: each has --io-threads threads."""
+class _PendingStates(PendingSave):
+    """A save whose states are written one after another: each has --io-threads threads of the library."""
 
-    options: EngineOptions
+    engine: DcpAsyncEngine
+    write: WriteState
     directory: Path
     op: Operation
-    failure: Failure = field(default_factory=Failure)
-    slots: threading.Semaphore = field(default_factory=threading.Semaphore)
-    saves: list[tuple[str, Writer, Future[Any]]] = field(default_factory=list)
+    staged: Future[dict[str, Content]] = field(default_factory=Future)
+    result: Future[list[SavedFile]] = field(default_factory=Future)
 
-    def begin(self, file: FileState, group: dist.ProcessGroup | None, start: int) -> int:
-        """Copy one state and have it written. What goes wrong is told by `wait`.
-
-        `start` is that of its spans, ns. Returns their end, where those of the next begin.
-        """
-        if self.failure.error is not None:
-            return start
-        try:
-            content = _for_library(file.state)
-            writer = Writer(self.directory / file.name, self.options, self.failure, self.slots)
-            future = async_save(
-                content,
-                storage_writer=writer,
-                async_checkpointer_type=AsyncCheckpointerType.THREAD,
-                process_group=group,
-                no_dist=True,
-            )
-        except (Exception, CheckpointException) as exc:
-            self.failure.set(exc)
-            return start
-        # It is a future, and no AsyncSaveResponse, because the writer is what stages.
-        self.saves.append((file.name, writer, cast("Future[Any]", future)))
-        size = total_bytes(list(content.values()))
-        end = now_ns()
-        spent = writer.timeline.shares(["stage"], start, end)
-        self.op.add("device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size)
-        self.op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
-        return end
+    def stage(self, stager: DefaultStager, contents: dict[str, Content], begun_ns: int) -> None:
+        """Have the states copied, now or on the stager's thread, and then written."""
+        size = total_bytes([tensor for content in contents.values() for tensor in content.values()])
+        found: Any = _staged(stager, contents)
+        if isinstance(found, Future):
+            self.staged = found
+        else:
+            self.staged.set_result(found)
+        self.op.add("device_to_host", None, begun_ns, now_ns(), num_bytes=size)
+        device_thread(self._write, name="dcp-write").start()
 
     def release_state(self) -> None:
-        """The library has copied the state by the time that `begin_save` returns."""
+        start = now_ns()
+        if self.result.done() or self.staged.done():
+            return
+        concurrent.futures.wait([self.staged])
+        self.op.add("device_to_host", None, start, now_ns())
 
     def wait(self) -> list[SavedFile]:
         try:
-            self._report_as_they_end({future: (name, writer) for name, writer, future in self.saves})
-        except concurrent.futures.TimeoutError:
-            error = f"dcp-async: not written within {RESULT_TIMEOUT_S:.0f} s; look after the storage"
-            self.failure.set(OSError(errno.ETIMEDOUT, error, str(self.directory)))
-        if self.failure.error is not None:
-            raise self.failure.error
-        saved = [entry for name, writer, _ in self.saves for entry in _saved_files(name, writer)]
-        return finish_save(self.directory, saved, self.options, self.op, blocking=False)
+            saved = self.result.result(RESULT_TIMEOUT_S)
+        except concurrent.futures.TimeoutError as exc:
+            if self.result.done():  # the storage's own
+                raise
+            self.engine.give_up()
+            error = f"{self.engine.name}: not written within {RESULT_TIMEOUT_S:.0f} s; look after the storage"
+            raise OSError(errno.ETIMEDOUT, error, str(self.directory)) from exc
+        return finish_save(self.directory, saved, self.engine.options, self.op, blocking=False)
 
-    def _report_as_they_end(self, writers: dict[Future[Any], tuple[str, Writer]]) -> None:
-        """Spans of each state when it is written, while others are: in small saves recording them all takes long.
+    def _write(self) -> None:
+        saved: list[SavedFile] = []
+        try:
+            contents = self._copies()
+            start = now_ns()
+            for name in list(contents):
+                report = self.write(contents.pop(name), self.directory / name)
+                saved += _saved_files(name, report)
+                end = now_ns()
+                self.engine.report_written(self.op, name, report, (start, end))
+                start = end
+        except BaseException as exc:
+            self.result.set_exception(exc)
+        else:
+            self.result.set_result(saved)
 
-        Those of one begin where those before end, if it began later: the library's threads were taking turns.
-        """
-        ended_ns = 0
-        futures = concurrent.futures.as_completed(writers, timeout=RESULT_TIMEOUT_S)
-        for number, future in enumerate(futures, 1):
-            found = future.exception()
-            if found is not None:
-                self.failure.set(cause_of(found))
-                continue
-            name, writer = writers[future]
-            start = min(writer.started_ns, ended_ns or writer.started_ns)
-            end = now_ns() if number == len(writers) else writer.ended_ns  # the library ends its threads at the last
-            _report_writing(self.op, name, writer, start, end, False)
-            ended_ns = max(ended_ns, end)
+    def _copies(self) -> dict[str, Content]:
+        try:
+            return self.staged.result()
+        except BaseException as exc:
+            self.engine.drop_copies(exc)
+            raise
 
 
-def _for_library(state: Any) -> dict[str, Any]:
+def _is_spent(stager: DefaultStager) -> bool:
+    """Whether a save has used it up: torch 2.11 and 2.12 close its parts then, and the next ends in a KeyError."""
+    return not getattr(stager._state_dict_stager, "_deepcopy_dispatch", True)
+
+
+def _staged(stager: DefaultStager, contents: dict[str, Content]) -> Any:
+    """What the stager returns. Raises OSError if there is no room for copies: the library has the reason in a text."""
+    try:
+        return stager.stage(contents)
+    except RuntimeError as exc:
+        if "shared memory" not in str(exc):
+            raise
+        number = next((code for code in (errno.ENOSPC, errno.EMFILE, errno.ENOMEM) if f"({code})" in str(exc)), 0)
+        fix = "a larger /dev/shm, or a higher limit of open files (ulimit -n), as the error says, or another engine"
+        raise OSError(number or errno.ENOMEM, f"{exc}; each tensor's storage takes both: {fix}") from exc
+
+
+def _for_library(state: Any) -> Content:
     skeleton, tensors = codec.split(state)
-    return {_SKELETON: pack(skeleton)} | {_TENSORS + name: tensor.detach() for name, tensor in tensors.items()}
+    return {_SKELETON: pack(skeleton)} | {_TENSORS + name: _plain(tensor) for name, tensor in tensors.items()}
 
 
-def _saved_files(name: str, writer: Writer) -> list[SavedFile]:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without what the library's copies lose: they take its storage as it is."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _saved_files(name: str, report: Report) -> list[SavedFile]:
     return [
-        SavedFile(f"{name}/{inside}", file.num_bytes, checksum_text(file.crc), (name,))
-        for inside, file in writer.written.items()
+        SavedFile(f"{name}/{inside}", num_bytes, checksum_text(crc), (name,))
+        for inside, (num_bytes, crc) in report.files.items()
     ]
-
-
-def _report_writing(op: Operation, name: str, writer: Writer, start: int, end: int, blocking: bool) -> None:
-    """Spans of writing one state. Times of threads that work side by side count once."""
-    window = start, end
-    spent = writer.timeline.shares(["write", "fsync"], start, end)
-    size = sum(file.num_bytes for file in writer.written.values())
-    op.add("serialize", None, *window, duration_ns=spent[""], file=name, blocking=blocking)
-    for detail in ("write", "fsync") if writer.sync_files else ("write",):
-        op.add("flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking)

@@ -11,6 +11,7 @@ import os
 import pickle
 import threading
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from megatron.fileio.files import with_name
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read_file
 from restart_trace import under_way
 from restart_trace.clock import now_ns
-from restart_trace.device_threads import device_selector
 
 METADATA = ".metadata"
+_REPORT = "report"  # attribute that the library's metadata gets on its way back to the caller
 _KIND = "the metadata of a checkpoint"
 
 # All that the metadata of tensors, which are not split among ranks, consists of.
@@ -51,7 +52,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 class Failure:
-    """The first error of a save, for all of its writers: once there is one, nothing more is begun."""
+    """The first error of a Writer, for all threads of the library: once there is one, nothing more is begun."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -63,7 +64,7 @@ class Failure:
 
     def check(self) -> None:
         if self.error is not None:
-            raise RuntimeError("not written, because another file of the save failed")
+            raise RuntimeError("not written, because another file of this state failed")
 
 
 class _SyncedFile(TimedWriter):
@@ -123,50 +124,60 @@ class _WritingFiles(filesystem.FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
+@dataclass
+class Report:
+    """What a Writer has written: `files` by name, with their size and CRC-32, and when it did what."""
+
+    files: dict[str, tuple[int, int | None]]
+    timeline: Timeline
+    started_ns: int
+    ended_ns: int
+
+
+def report_of(metadata: metadata.Metadata) -> Report:
+    """The report of the Writer of a save, from the metadata that the save returns, in whichever process it ran."""
+    return vars(metadata)[_REPORT]
+
+
 class Writer(filesystem.FileSystemWriter):
-    """Writes one state. `slots` admits as many writers at a time as it counts: each has threads of its own."""
+    """Writes one state."""
 
-    def __init__(self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore) -> None:
+    def __init__(self, root: Path, options: EngineOptions) -> None:
         super().__init__(root, sync_files=options.fsync, thread_count=options.io_threads or 1)
-        self.timeline = Timeline()
-        self.started_ns = self.ended_ns = 0  # of writing
-        self._failure = failure
-        self._slots = slots
-        self._select_device = device_selector()  # dcp-async writes on a thread of the library's
-        self.fs: _WritingFiles = _WritingFiles(self.timeline, options.checksum, failure)
-
-    @property
-    def written(self) -> dict[str, TimedWriter]:
-        """The files by name; complete after `finish`."""
-        return dict(sorted(self.fs.written.items()))
-
-    def stage(self, state_dict: Any) -> Any:
-        start = now_ns()
-        staged = super().stage(state_dict)
-        self.timeline.add("stage", start)
-        return staged
+        self.failure = Failure()
+        self._timeline = Timeline()
+        self._started_ns = 0  # of writing
+        self.fs: _WritingFiles = _WritingFiles(self._timeline, options.checksum, self.failure)
 
     def storage_meta(self) -> metadata.StorageMeta:
         # The library's has the path as an object, whose class the reader would have to be allowed.
         return metadata.StorageMeta(checkpoint_id=Path(self.path).name, save_id=self.save_id)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        self._select_device()
-        with self._slots:
-            self._failure.check()
-            self.started_ns = now_ns()
+        self._started_ns = now_ns()
+        with self._first_error():
             future = super().write_data(plan, planner)
-        error = self._failure.error
-        if error is not None:
-            raise error
+            self.failure.check()
         written = len(future.value())
         if written != len(plan.items):
             raise RuntimeError(f"{self.path}: {written} of {len(plan.items)} tensors were written")
         return future
 
     def finish(self, metadata: Any, results: Any) -> None:
-        super().finish(metadata, results)
-        self.ended_ns = now_ns()
+        with self._first_error():
+            super().finish(metadata, results)
+        files = {name: (file.num_bytes, file.crc) for name, file in sorted(self.fs.written.items())}
+        vars(metadata)[_REPORT] = Report(files, self._timeline, self._started_ns, now_ns())
+
+    @contextlib.contextmanager
+    def _first_error(self) -> Generator[None, None, None]:
+        """Raise what went wrong first instead of what followed from it."""
+        try:
+            yield
+        except BaseException as exc:
+            if self.failure.error is None or self.failure.error is exc:
+                raise
+            raise self.failure.error from None
 
 
 class _ReadingFiles(filesystem.FileSystem):

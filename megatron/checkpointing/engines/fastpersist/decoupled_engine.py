@@ -24,14 +24,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
-import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,11 +37,10 @@ from megatron.checkpointing.engines.fastpersist.process import Reply, Request
 from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
 from megatron.checkpointing.engines.torch_files import TorchFilesEngine
+from megatron.processes.helper_process import HelperProcess
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
-
-_END_S = 5.0  # for a process that was told to end
 
 
 class FastPersistDecoupledEngine(TorchFilesEngine):
@@ -121,7 +116,7 @@ class _DecoupledSave(PendingSave):
         return note_saved(reply.saved, self.options, self.op)
 
 
-class WriterProcess:
+class WriterProcess(HelperProcess):
     """The training's end of process.py.
 
     It ends when this end of the connection is closed. Processes that training forks may hold a copy of it, so the
@@ -129,64 +124,28 @@ class WriterProcess:
     """
 
     def __init__(self, options: EngineOptions, memory_fd: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            main_thread = threading.current_thread() is threading.main_thread()
-            arguments = (theirs.fileno(), memory_fd, os.getpid(), main_thread)
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from megatron.checkpointing.engines.fastpersist.process import main; main{arguments!r}"
-            )
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory_fd),
-                env=_environment(),
-            )
-        self._connection = Connection(ours.detach())
+        main_thread = threading.current_thread() is threading.main_thread()
+        arguments = (memory_fd, os.getpid(), main_thread)
+        module = "megatron.checkpointing.engines.fastpersist.process"
+        super().__init__(module, *arguments, pass_fds=(memory_fd,), env=_environment())
         self.send(options)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
     def send(self, message: EngineOptions | Request) -> None:
         """A few kilobytes at most, which the system takes at once, whether the process is listening yet or not."""
         try:
-            self._connection.send_bytes(pickle.dumps(message))
+            self.connection.send_bytes(pickle.dumps(message))
         except OSError:  # it has died: `receive` says how
             logger.debug("the checkpoint writer does not listen", exc_info=True)
 
     def receive(self) -> Reply:
         """Wait for the reply to a request. Raises CheckpointSaveError if the process dies instead."""
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as exc:
-            self._end()
+            self.end()
             raise CheckpointSaveError(
                 f"the checkpoint writer {self.describe_end()} in the middle of a save; the next save starts another"
             ) from exc
-
-    def describe_end(self) -> str:
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return f"(process {self.pid}) was killed by {signal.Signals(-code).name}, exit code {code},"
-        return f"(process {self.pid}) ended with exit code {code}"
-
-    def close(self) -> None:
-        self._connection.close()
-        self._end()
-
-    def _end(self) -> None:
-        """Wait for the end that is coming; make it come if it does not."""
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def _environment() -> dict[str, str]:

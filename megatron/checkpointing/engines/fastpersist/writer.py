@@ -15,7 +15,6 @@ Checkpointing in Deep Learning", Wang et al., arXiv:2406.13768.) Ours is around 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -28,6 +27,7 @@ from megatron.checkpointing.engines.base import MIB, EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import EngineUnavailableError
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable
 from megatron.checkpointing.engines.torch_files import report_writing, write_state
+from megatron.fileio.direct_files import allocate
 from megatron.fileio.files import open_file, sync_file, with_name
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 WRITER_EVENT = "checkpoint_writer"  # notice in the trace: which of DeepSpeed's writers it is, and why
 _IO_BUFFER_BYTES = 64 * MIB  # DeepSpeed's default
 _PAGE = 4096
-_FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class StateWriter:
         if self._factory is None:
             self._factory = _factory(self.choose().type, self._options)
         if self.choose().type == "fast":
-            _reserve(fd, tensor_bytes)
+            allocate(fd, tensor_bytes, keep_size=True)
             return _TimedFastFile(self._factory.create_writer(str(path), False), fd)
         return _TimedFile(self._factory.create_writer(str(path), False))
 
@@ -272,12 +271,3 @@ def _takes_direct_io(path: Path) -> bool:
             raise
         return False
     return True
-
-
-def _reserve(fd: int, num_bytes: int) -> None:
-    """Reserve space for the file, whose size stays 0. Raises OSError (ENOSPC) if there is none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if num_bytes and libc.fallocate64(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(number, os.strerror(number))

@@ -24,24 +24,22 @@ from megatron.checkpointing.engines.base import (
     SavedCheckpoint,
     SavedFile,
     SaveTargets,
-    check_size,
     note_loaded,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, STREAMING_THREADS, HostCache
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
-from megatron.checkpointing.engines.lazy.reader import Wanted, read_tensors
+from megatron.checkpointing.engines.lazy.reader import Wanted, open_checked, read_tensors
 from megatron.checkpointing.engines.lazy.writer import LazySave, StreamedSave
 from megatron.config.errors import ConfigError
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.extents import BLOCK
 from megatron.fileio.host_buffers import STAGING_BUFFERS, Buffer, cut
-from megatron.fileio.open_files import RangedFiles
 from megatron.fileio.pinned_memory import PinningError, pinned_memory, why_pinning_failed
 from megatron.fileio.ranged_reader import DIRECT_THREADS
 from restart_trace.recorder import Operation
@@ -130,7 +128,7 @@ class LazyEngine(CheckpointEngine):
             path, file = self._file_of(name, checkpoint)
             holder[name] = path
             if path not in opened:
-                opened[path] = self._open_checked(path, file, checkpoint.ranged, op)
+                opened[path] = open_checked(path, file, self.options, checkpoint.ranged, op)
         with op.span("load", "deserialize", joined=True):
             wanted = []
             for path, contents in opened.items():
@@ -152,7 +150,9 @@ class LazyEngine(CheckpointEngine):
         saved = sorted(checkpoint.files.items())
         files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_header.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], checkpoint.ranged, op), files))
+            opened = list(
+                pool.map(lambda item: open_checked(item[0], item[1], self.options, checkpoint.ranged, op), files)
+            )
         return [
             self._placed(path, contents.data_start, entry, entry.placement)
             for (path, _), contents in zip(files, opened, strict=True)
@@ -173,7 +173,7 @@ class LazyEngine(CheckpointEngine):
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
         path, file = self._file_of(name, checkpoint)
-        contents = self._open_checked(path, file, checkpoint.ranged, op)
+        contents = open_checked(path, file, self.options, checkpoint.ranged, op)
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
@@ -198,33 +198,6 @@ class LazyEngine(CheckpointEngine):
                 f"{checkpoint.directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
             )
         return checkpoint.path(files[0].name), files[0]
-
-    def _open_checked(
-        self, path: Path, file: SavedFile, ranged: RangedFiles | None, op: Operation
-    ) -> lazy_format.Contents:
-        if ranged is None:
-            check_size(path, file)
-        with reading(path):
-            with op.span("load", "read", file=path.name) as span:
-                header = lazy_header.read_header(path, ranged)
-                span.bytes = len(header)
-            with op.span("load", "deserialize", file=path.name):
-                contents = self._parse(header, path, file)
-        if ranged is not None and any(entry.crc32 is None for entry in contents.entries.values()):
-            raise NoChecksumsError(f"{path}: was saved with --checksum none")
-        return contents
-
-    def _parse(self, header: bytes, path: Path, file: SavedFile) -> lazy_format.Contents:
-        if self.options.verify_checksums:
-            found = lazy_format.header_checksum(header)
-            if found != file.checksum:
-                raise CheckpointDamagedError(f"{path}: header checksum {found}, but {file.checksum} was saved")
-        contents = lazy_format.decode(header, path)
-        if contents.file_bytes != file.num_bytes:
-            raise CheckpointDamagedError(
-                f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
-            )
-        return contents
 
 
 def _join(name: str, contents: lazy_format.Contents, path: Path, tensors: Mapping[tuple[Path, str], Any]) -> Any:

@@ -28,6 +28,8 @@ def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:
     """
     if ranged is None:
         with path.open("rb", buffering=0) as file:
+            # The kernel would read megabytes ahead, of which a rank may need nothing, or which it reads directly.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             return read_header_by(path, ALIGNMENT, lambda start, size: os.pread(file.fileno(), size, start))
     with closing(ranged(path)) as opened:
         return read_header_by(path, _FIRST_REQUEST, lambda start, size: _bytes_of(opened, start, size))

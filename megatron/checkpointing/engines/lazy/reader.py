@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files
+from megatron.checkpointing.engines.base import EngineOptions, SavedFile, check_size
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, damaged_files, reading
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.arena import Arena
-from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
+from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry, decode, header_checksum
 from megatron.fileio.checksums import RangeChecksum, by_file, combine
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
@@ -73,6 +74,39 @@ class _Range:
         first = self.at + self.item.contents.data_start + entry.start - self.start
         array = self.memory[first : first + entry.num_bytes]
         return torch.from_numpy(array).view(entry.dtype).reshape(entry.shape)
+
+
+def open_checked(
+    path: Path, file: SavedFile, options: EngineOptions, ranged: RangedFiles | None, op: Operation
+) -> Contents:
+    """What the file at `path` holds, by its header, which is that of `file`. `ranged`: as in SavedCheckpoint.
+
+    Raises CheckpointDamagedError naming `path`, or OSError.
+    """
+    if ranged is None:
+        check_size(path, file)
+    with reading(path):
+        with op.span("load", "read", file=path.name) as span:
+            header = lazy_header.read_header(path, ranged)
+            span.bytes = len(header)
+        with op.span("load", "deserialize", file=path.name):
+            contents = _parse(header, path, file, options)
+    if ranged is not None and any(entry.crc32 is None for entry in contents.entries.values()):
+        raise NoChecksumsError(f"{path}: was saved with --checksum none")
+    return contents
+
+
+def _parse(header: bytes, path: Path, file: SavedFile, options: EngineOptions) -> Contents:
+    if options.verify_checksums:
+        found = header_checksum(header)
+        if found != file.checksum:
+            raise CheckpointDamagedError(f"{path}: header checksum {found}, but {file.checksum} was saved")
+    contents = decode(header, path)
+    if contents.file_bytes != file.num_bytes:
+        raise CheckpointDamagedError(
+            f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
+        )
+    return contents
 
 
 def read_tensors(

@@ -122,6 +122,7 @@ class LazySave(PendingSave):
         self._waiting: deque[Block] = deque()  # blocks that are not gathered yet
         self._gathering = 0  # number of blocks that are being gathered
         self._planned = False
+        self._reserved = threading.Event()  # the first write waits for it; also set once the save has failed
         self._gathered: deque[Block] = deque()
         self._released = False
         self._error: BaseException | None = None
@@ -272,6 +273,11 @@ class LazySave(PendingSave):
         self._io_threads_left = count
         for thread in threads:
             thread.start()
+        try:
+            self._reserve(file)
+        except BaseException as exc:  # raised by `wait`
+            self._fail(exc)
+        self._reserved.set()
         self._while_written(file)
         for thread in threads:
             thread.join()
@@ -404,13 +410,16 @@ class LazySave(PendingSave):
             self._checked_bytes += block.length
             if self._checked_bytes == self._contents.data_bytes:
                 self._condition.notify_all()
-        middle = now_ns()
+        clock.checksum += now_ns() - started
+        self._reserved.wait()
+        if self._error is not None:
+            return
+        started = now_ns()
         if self._WRITES:
             file.write(block.buffer.view, block.length, block.position)
         with self._condition:
             self._written_bytes += block.length
-        clock.checksum += middle - started
-        clock.write += now_ns() - middle
+        clock.write += now_ns() - started
         clock.written_bytes += block.length
 
     # A file on storage
@@ -419,6 +428,13 @@ class LazySave(PendingSave):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd, direct = direct_files.open_direct(self._path, flags, self._options.direct_io)
         return _Descriptor(fd, direct, self._path, self._options.direct_io)
+
+    def _reserve(self, file: SaveTarget) -> None:
+        """Reserve the space of a file that is written directly, while the first blocks are gathered."""
+        if isinstance(file, _Descriptor) and file.direct:
+            with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
+                span.bytes = 0
+                direct_files.allocate(file.fd, direct_files.align_up(self._contents.file_bytes))
 
     def _take(self, block: Block, ahead: bool) -> Buffer | None:
         """Memory to gather a block into; waits for it if `ahead`. None if the save has failed meanwhile."""
@@ -490,6 +506,7 @@ class LazySave(PendingSave):
             if self._error is None:
                 self._error = exc
             self._condition.notify_all()
+        self._reserved.set()
         self._cache.wake()
 
 

@@ -29,6 +29,7 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
+from megatron.checkpointing.engines.lazy.reader import open_checked
 from megatron.checkpointing.engines.memory.slot_save import SlotMemory, SlotSave, captured_for_storage
 from megatron.config.errors import ConfigError
 from megatron.fileio.device_copies import CopyStream
@@ -291,7 +292,7 @@ class MemoryEngine(LazyEngine):
 
         def load() -> Any:
             path, file = self._file_of(name, checkpoint)
-            contents = self._open_checked(path, file, None, op)
+            contents = open_checked(path, file, self.options, None, op)
             start = contents.data_start
             small = [entry for entry in contents.tensors_of(name) if entry.placement is None]
             checkpoint.copies.bring(file.name, [(start + entry.start, start + entry.stop) for entry in small])

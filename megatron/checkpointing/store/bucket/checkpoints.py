@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import CheckpointEngine, Copies, SavedCheckpoint
@@ -26,10 +25,10 @@ from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.files import DamagedFileError
+from megatron.fileio.objects.bucket import Bucket, ObjectInfo, open_bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, default_root, new_name
 from megatron.fileio.objects.ranges import ObjectFile
-from megatron.fileio.objects.s3 import Bucket, ObjectInfo
 from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 
@@ -52,6 +51,33 @@ class StoredCandidate(Candidate):
         return self.uri.rstrip("/")
 
 
+Attempts = dict[tuple[str, str], dict[str, ObjectInfo]]  # (tag, attempt) -> name of a file -> its object
+
+
+@dataclass
+class _Listing:
+    """What one listing of a prefix has found. `foreign`: keys of what this program did not write.
+
+    `after`: as generations.ended_generation before the listing. `manifests`: those read since, by key: no manifest is
+    ever overwritten. `latest`: what that named before this listing, if the listing before did not have it.
+    """
+
+    attempts: Attempts
+    foreign: list[str]
+    after: int | None = None
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    latest: str | None = None
+
+
+# Of the start under way, on rank 0: many parts of it ask what is there, and a listing takes long where much is.
+_kept: dict[ObjectUri, _Listing] = {}
+
+
+def drop_listings() -> None:
+    """List again from here on: the start is over, or another one begins."""
+    _kept.clear()
+
+
 class StoredCheckpoints:
     """What is below a prefix. `root`: on the node's own disk, for files on their way."""
 
@@ -59,6 +85,19 @@ class StoredCheckpoints:
         self.uri = uri
         self.bucket = bucket
         self.root = root
+
+    def list_once(self, after: int | None = None) -> None:
+        """List, and keep that for all that this process asks until `drop_listings`. `after`: as in _Listing."""
+        before = _kept.pop(self.uri, None)
+        _kept[self.uri] = self._list(after)
+        if before is not None:
+            _kept[self.uri].manifests, _kept[self.uri].latest = before.manifests, before.latest
+
+    def claimed(self, generation: int) -> None:
+        """This launch is now the owner: what was listed before is kept if no other launch can have committed since."""
+        kept = _kept.get(self.uri)
+        if kept is not None and kept.after != generation - 1:
+            self.list_once(generation - 1)
 
     def discover(self, load_tag: str | None) -> tuple[list[StoredCandidate], list[str]]:
         """As discover of store/search.py: what can be loaded, newest first, and what is wrong with others.
@@ -72,6 +111,11 @@ class StoredCheckpoints:
             judged = [pool.submit(self._judge, *place, found) for place, found in listed.items()]
             latest = reading.result()
             results = [each.result() for each in judged]
+        kept = _kept.get(self.uri)
+        if kept is not None and latest not in (None, kept.latest, *(f"{tag}/{attempt}" for tag, attempt in listed)):
+            kept.latest = latest
+            self.list_once(kept.after)
+            return self.discover(load_tag)  # another launch has committed it since that listing, or it is gone
         token = new_name("load")
         candidates: list[StoredCandidate] = []
         problems: list[tuple[str, str]] = []  # (tag, what is wrong)
@@ -79,14 +123,18 @@ class StoredCheckpoints:
             if isinstance(result, str):
                 problems.append((tag, result))
             elif result is not None:
-                directory, key = self.root / token / f"{tag}_{attempt}", self.uri.key(f"{tag}/{attempt}/")
-                candidates.append(StoredCandidate(directory, tag, result.step, result, self.bucket.uri(key), key))
+                candidates.append(self.candidate(result, attempt, token))
         if load_tag is None and latest is not None and self._is_gone(latest, listed):
             problems.append((latest, f"{self.uri}/{names.LATEST} names {latest}, which is not there"))
-        ordered = [candidate for candidate in newest_first(candidates) if isinstance(candidate, StoredCandidate)]
+        ordered = newest_first(candidates)
         if load_tag is not None:
             return [c for c in ordered if c.tag == load_tag], [what for tag, what in problems if tag == load_tag]
         return ordered, [what for _, what in problems]
+
+    def candidate(self, manifest: Manifest, attempt: str, token: str) -> StoredCandidate:
+        """The checkpoint that an attempt has committed; a load fetches its files to the directory `token` of a node."""
+        directory, key = self.root / token / f"{manifest.tag}_{attempt}", self.uri.key(f"{manifest.tag}/{attempt}/")
+        return StoredCandidate(directory, manifest.tag, manifest.step, manifest, self.bucket.uri(key), key)
 
     def _judge(self, tag: str, attempt: str, found: dict[str, ObjectInfo]) -> Manifest | str | None:
         """The manifest of a complete checkpoint, or what is wrong with it; None if it was removed meanwhile.
@@ -120,19 +168,29 @@ class StoredCheckpoints:
 
         Raises ValueError, and ObjectMissingError.
         """
+        kept = _kept.get(self.uri)
+        if kept is not None and key in kept.manifests:
+            return kept.manifests[key]
         try:
-            return Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
+            manifest = Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
         except ValueError:
-            return Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
+            manifest = Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
+        if kept is not None:
+            kept.manifests[key] = manifest
+        return manifest
 
-    def listed(self) -> dict[tuple[str, str], dict[str, ObjectInfo]]:
-        """(tag, attempt) -> name of a file -> its object, of all attempts at saves, committed or not."""
+    def listed(self) -> Attempts:
+        """All attempts at saves, committed or not."""
         return self.survey()[0]
 
-    def survey(self) -> tuple[dict[tuple[str, str], dict[str, ObjectInfo]], list[str]]:
+    def survey(self) -> tuple[Attempts, list[str]]:
         """What `listed` returns, and the keys of what else is below the prefix, which this program did not write."""
+        found = _kept.get(self.uri) or self._list(None)
+        return found.attempts, found.foreign
+
+    def _list(self, after: int | None) -> _Listing:
         prefix = self.uri.key("")
-        found: dict[tuple[str, str], dict[str, ObjectInfo]] = {}
+        found: Attempts = {}
         foreign: list[str] = []
         for info in self.bucket.list(prefix):
             tag, _, rest = info.key.removeprefix(prefix).partition("/")
@@ -141,7 +199,7 @@ class StoredCheckpoints:
                 found.setdefault((tag, attempt), {})[name] = info
             elif tag != names.GENERATIONS and (tag, rest) != (names.LATEST, ""):
                 foreign.append(info.key)
-        return found, foreign
+        return _Listing(found, foreign, after)
 
     def read_latest(self) -> str | None:
         """ "TAG/ATTEMPT" of the checkpoint committed last; None if there is none, or if that is no text."""
@@ -296,10 +354,4 @@ def open_checkpoints(flag: str, text: str, options: CheckpointConfig) -> StoredC
     """Those of the URI `text`. Raises ConfigError naming `flag`, or ObjectStoreError if the library is missing."""
     uri = parse_uri(flag, text)
     root = Path(options.storage_cache) if options.storage_cache is not None else default_root()
-    return StoredCheckpoints(uri, _bucket(uri.bucket, options.storage_deadline), root)
-
-
-@functools.cache
-def _bucket(name: str, deadline_s: float) -> Bucket:
-    """One client in a process: making one takes a while."""
-    return Bucket(name, deadline_s=deadline_s)
+    return StoredCheckpoints(uri, open_bucket(uri.scheme, uri.bucket, options.storage_deadline), root)

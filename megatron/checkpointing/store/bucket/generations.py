@@ -31,8 +31,8 @@ from megatron.checkpointing.store.ownership import (
     superseded,
 )
 from megatron.config.uris import ObjectUri
+from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
-from megatron.fileio.objects.s3 import Bucket
 from restart_trace.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -140,11 +140,16 @@ def claim(
             return ObjectOwnership(bucket, uri, mine, version, _run_id(bucket, uri), follows_itself=own)
 
 
-def check_not_in_use(bucket: Bucket, uri: ObjectUri, launch_key: str) -> None:
-    """For a rank of each other host: raises SaveDirectoryInUseError where rank 0's claim will be refused."""
+def ended_generation(bucket: Bucket, uri: ObjectUri) -> int | None:
+    """The newest generation, if its launch has ended for certain and commits nothing more; 0 if there is none.
+
+    None if it may still run: on another host only its heartbeat tells, which takes a while to be sure.
+    """
     present = _newest(bucket, uri)
-    if present is not None and present.owner.launch_key != launch_key and _is_alive(bucket, uri, present):
-        raise in_use(uri, present.owner)
+    if present is None:
+        return 0
+    ended = present.released or runs_here(present.owner) is False
+    return present.owner.generation if ended else None
 
 
 def _check_conditions(bucket: Bucket, uri: ObjectUri, key: str, mine: Owner) -> None:

@@ -19,12 +19,12 @@ from megatron.checkpointing.store.bucket.checkpoints import StoredCandidate, Sto
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership
 from megatron.checkpointing.store.manifest import Manifest, StoredObject
 from megatron.checkpointing.store.removal import Pruned
-from megatron.checkpointing.store.search import Known
+from megatron.checkpointing.store.search import Known, newest_first
 from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text
+from megatron.fileio.objects.bucket import Bucket, Uploaded
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, new_name
-from megatron.fileio.objects.s3 import Bucket, Uploaded
 from megatron.fileio.objects.upload import ObjectUpload
 from restart_trace.recorder import Operation
 
@@ -50,6 +50,7 @@ class ObjectDirectory:
         self._sequence: int | None = None  # of the last commit, once it is known
         self._latest: str | None = None  # the version of `latest` that this launch has written
         self._told: set[str] = set()  # places that were left alone, which was said
+        self._found: list[StoredCandidate] | None = None  # all there are, if the save under way has asked for them
         self._surplus = True  # there may be checkpoints of which the tag was saved again
         self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
         try:
@@ -110,9 +111,10 @@ class ObjectDirectory:
         return stored
 
     def next_sequence(self, known: Known) -> int:
+        self._found = None
         if self._sequence is None:
-            found, _ = self._checkpoints.discover(None)
-            self._sequence = max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
+            self._found, _ = self._checkpoints.discover(None)
+            self._sequence = max((c.manifest.sequence for c in self._found if c.manifest is not None), default=0)
         return self._sequence + 1
 
     def write_manifest(self, attempt: str, temporary: Path, manifest: Manifest, fsync: bool) -> None:
@@ -133,6 +135,8 @@ class ObjectDirectory:
         if self._bucket.create(key, text.encode()) is None:
             raise ObjectStoreError(f"{self._bucket.uri(key)} is another launch's: nothing was overwritten")
         self._sequence = manifest.sequence
+        if self._found is not None:
+            self._found = newest_first([self._checkpoints.candidate(manifest, attempt, ""), *self._found])
 
     def publish(self, manifest: Manifest, attempt: str, temporary: Path, fsync: bool, known: Known) -> list[str]:
         """Let `latest` name the checkpoint, which is complete already; returns what did not work."""
@@ -175,7 +179,7 @@ class ObjectDirectory:
         """
         if self._keep_last is None and not self._surplus:
             return Pruned()
-        found, _ = self._checkpoints.discover(None)
+        found = self._checkpoints.discover(None)[0] if self._found is None else self._found
         ours = [candidate for candidate in found if self._is_ours(candidate)]
         to_remove = _superseded(ours)
         if self._keep_last is not None:
@@ -220,9 +224,13 @@ class ObjectDirectory:
                 tag, _, rest = key.removeprefix(prefix).partition("/")
                 if names.step_of(tag) is not None and _is_before(rest.partition("/")[0], generation):
                     self._bucket.abort_upload(key, upload)
-            for (_, attempt), found in self._checkpoints.listed().items():
-                if names.MANIFEST not in found and _is_before(attempt, generation):
-                    self._bucket.delete([info.key for info in found.values()])
+            for (tag, attempt), found in self._checkpoints.listed().items():
+                if names.MANIFEST in found or not _is_before(attempt, generation):
+                    continue
+                # That listing is from before the imports; a launch that was committing then may have done so since.
+                now = [info.key for info in self._bucket.list(self._key(tag, attempt, ""))]
+                if self._key(tag, attempt, names.MANIFEST) not in now:
+                    self._bucket.delete(now)
         except ObjectStoreError as exc:
             logger.warning("--save %s: what killed saves have left was not removed: %s", self._uri, exc)
 

@@ -20,7 +20,7 @@ accelerator = Accelerator(cpu=True)
 set_seed(1)
 model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-data = torch.utils.data.DataLoader(torch.randn(16, width), batch_size=1)
+data = torch.utils.data.DataLoader(torch.randn(max(16, 2 * steps), width), batch_size=1)
 model, optimizer, data = accelerator.prepare(model, optimizer, data)
 first = 0
 if os.path.isdir("checkpoint"):

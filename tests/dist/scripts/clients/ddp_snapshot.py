@@ -3,7 +3,8 @@
 
 torchrun ... ddp_snapshot.py path|file|thread STEPS
 
-Rank 0 writes snapshot.pt at each second step: to the path, into an open file, or in a thread. All ranks start from it.
+Rank 0 writes snapshot.pt at each second step (SAVE_EVERY): to the path, into an open file, or in a thread. All ranks
+start from it.
 """
 
 import os
@@ -69,17 +70,18 @@ class Trainer:
             print(f"step {self.steps_run} loss {loss.item()!r}", flush=True)
             if os.environ.get("FAIL_AT") == f"{self.steps_run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}":
                 sys.exit(7)
-            if dist.get_rank() == 0 and self.steps_run % 2 == 0:
+            if dist.get_rank() == 0 and self.steps_run % save_every == 0:
                 self.save_snapshot()
 
 
 how, steps = sys.argv[1], int(sys.argv[2])
 width = int(os.environ.get("WIDTH", "1024"))
+save_every = int(os.environ.get("SAVE_EVERY", "2"))
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-dataset = torch.randn(16, width, generator=torch.Generator().manual_seed(2))
+dataset = torch.randn(max(16, 2 * steps), width, generator=torch.Generator().manual_seed(2))
 data = DataLoader(dataset, batch_size=1, sampler=DistributedSampler(dataset, shuffle=False))
 Trainer(model, data, optimizer, how).train(steps)
 dist.destroy_process_group()

@@ -3,7 +3,7 @@
 
 torchrun ... hf_alone.py STEPS
 
-It saves at each second step, and goes on from the last checkpoint in ./checkpoints.
+It saves at each second step (SAVE_EVERY), and goes on from the last checkpoint in ./checkpoints.
 """
 
 import os
@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 steps = int(sys.argv[1])
 width = int(os.environ.get("WIDTH", "1024"))
+save_every = int(os.environ.get("SAVE_EVERY", "2"))
 
 
 class PrintLoss(TrainerCallback):
@@ -42,7 +43,7 @@ class TimedTrainer(Trainer):
 
 set_seed(1)
 arguments = TrainingArguments(
-    output_dir="checkpoints", max_steps=steps, save_steps=2, per_device_train_batch_size=1,
+    output_dir="checkpoints", max_steps=steps, save_steps=save_every, per_device_train_batch_size=1,
     gradient_accumulation_steps=2, use_cpu=True,
     logging_steps=1, report_to=[], disable_tqdm=True, log_level="error", log_on_each_node=True,
 )  # fmt: skip

@@ -7,6 +7,7 @@ It saves at each second step, and then goes on from its checkpoint.
 """
 
 import copy
+import json
 import os
 import sys
 
@@ -20,6 +21,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compi
 config = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage},
     "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}, "bf16": {"enabled": True},
+    "checkpoint": json.loads(os.environ.get("CHECKPOINT", "{}")),
 }  # fmt: skip
 tokens = torch.arange(16).repeat(8, 1)
 samples = [{"input_ids": row, "labels": row} for row in tokens]

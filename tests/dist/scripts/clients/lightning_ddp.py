@@ -3,7 +3,7 @@
 
 torchrun ... lightning_ddp.py STEPS
 
-It saves at each second step, and goes on from the last checkpoint in ./checkpoints.
+It saves at each second step (SAVE_EVERY), and goes on from the last checkpoint in ./checkpoints.
 """
 
 import os
@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 steps = int(sys.argv[1])
 width = int(os.environ.get("WIDTH", "1024"))
+save_every = int(os.environ.get("SAVE_EVERY", "2"))
 
 
 class Model(lightning.LightningModule):
@@ -57,7 +58,7 @@ class TimedFiles(TorchCheckpointIO):
 
 
 lightning.seed_everything(1)
-saver = ModelCheckpoint(dirpath="checkpoints", every_n_train_steps=2, save_last=True)
+saver = ModelCheckpoint(dirpath="checkpoints", every_n_train_steps=save_every, save_last=True)
 trainer = TimedTrainer(
     max_steps=steps, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", logger=False,
     callbacks=[saver], plugins=[TimedFiles()], enable_progress_bar=False, enable_model_summary=False,

@@ -6,6 +6,7 @@
 It goes on from the newest checkpoint in ./checkpoints, and reads its last one back.
 """
 
+import json
 import os
 import sys
 
@@ -18,6 +19,7 @@ width = int(os.environ.get("WIDTH", "1024"))
 config = {
     "train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, "bf16": {"enabled": True},
+    "checkpoint": json.loads(os.environ.get("CHECKPOINT", "{}")),
 }  # fmt: skip
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for half a minute
 deepspeed.init_distributed("gloo")

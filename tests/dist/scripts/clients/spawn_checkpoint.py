@@ -1,8 +1,12 @@
 # type: ignore  (as users write it)
-"""A DDP training that starts its ranks itself, as PyTorch's DDP tutorial shows it; it knows nothing of being traced."""
+"""A DDP training that starts its ranks itself, as PyTorch's DDP tutorial shows it; it knows nothing of being traced.
+
+spawn_checkpoint.py [STEPS]
+"""
 
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -16,17 +20,18 @@ def setup(rank, world_size, port):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
 
-def demo_checkpoint(rank, world_size, port):
+def demo_checkpoint(rank, world_size, port, steps):
     setup(rank, world_size, port)
-    model = DDP(torch.nn.Linear(512, 512))
+    width = int(os.environ.get("WIDTH", "512"))
+    model = DDP(torch.nn.Linear(width, width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     if rank == 0:
         torch.save(model.state_dict(), "model.checkpoint")
     dist.barrier()
     model.load_state_dict(torch.load("model.checkpoint", map_location="cpu", weights_only=True))
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(torch.ones(4, 512)), torch.ones(4, 512)).backward()
+        torch.nn.functional.mse_loss(model(torch.ones(4, width)), torch.ones(4, width)).backward()
         optimizer.step()
     dist.destroy_process_group()
 
@@ -35,4 +40,4 @@ if __name__ == "__main__":
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    mp.spawn(demo_checkpoint, args=(2, port), nprocs=2, join=True)
+    mp.spawn(demo_checkpoint, args=(2, port, int(sys.argv[1]) if len(sys.argv) > 1 else 3), nprocs=2, join=True)

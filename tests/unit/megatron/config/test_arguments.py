@@ -193,6 +193,7 @@ def test_missing_required_flags_are_all_named() -> None:
     assert "--num-layers" not in str(caught.value)
 
 
+EXPORTS = "--save /s --save-interval 2 --export-hf-interval "
 REFUSALS = [
     # extra flags, world size, what the message must contain
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 = 4 does not divide the"),
@@ -245,6 +246,15 @@ REFUSALS = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, "GPT2BPETokenizer: needs --merge-file"),
     ("--save /s", 1, "--save /s: add --save-interval N"),
     ("--keep-last 2", 1, "--keep-last 2: does nothing without --save DIR"),
+    ("--export-hf-interval 2", 1, "--export-hf-interval 2: does nothing without --save DIR"),
+    ("--export-hf-dir /e", 1, "--export-hf-dir /e: does nothing without --export-hf-interval N"),
+    ("--export-hf-wait 0", 1, "--export-hf-wait 0.0: does nothing without --export-hf-interval N"),
+    (EXPORTS + "5", 1, "--export-hf-interval 5: must be a multiple of 2 (--save-interval 2)"),
+    (EXPORTS + "2 --checkpoint-engine memory --persist-interval 3", 1,
+     "-interval 2: must be a multiple of 6 (--save-interval 2 x --persist-interval 3, which are on storage)"),
+    (EXPORTS + "2 --checkpoint-engine none", 1, "-interval 2: --checkpoint-engine none writes nothing to export"),
+    (EXPORTS + "2 --save s3://bucket/run --restart-trace off", 1, "--save s3://bucket/run is none; give"),
+    (EXPORTS + "2 --export-hf-dir s3://bucket/p", 1, "-dir s3://bucket/p: exports are written to a directory"),
     ("--save /s --save-interval 1 --keep-last 0", 1, "--keep-last 0: must be at least 1"),
     ("--no-load-optim", 1, "--no-load-optim does nothing without --load DIR"),
     ("--load /s --load-tag a/b", 1, "--load-tag a/b: must name one directory inside --load"),

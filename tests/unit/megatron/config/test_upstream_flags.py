@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.training import samples_of_run
 from megatron.config.unsupported_flags import NO_EFFECT
-from tests.golden.upstream_flags_page import page
+from tests.golden.upstream_flags import NAMES, answers
 from tests.unit.megatron.config.test_arguments import SMALL, configure, small
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -121,7 +122,17 @@ def test_samples_of_the_run_decide_the_order_of_the_data() -> None:
     assert samples_of_run(10, 5, 2, 4, 41) == (41, 24, 8)
 
 
-def test_the_page_of_upstreams_flags_is_of_this_parser() -> None:
-    """If this fails, print the page again: its first lines say how."""
-    upstream = (ROOT / "tests" / "golden" / "upstream_flags.txt").read_text().split()
-    assert (ROOT / "docs" / "upstream_flags.md").read_text() == page(upstream)
+def test_the_page_counts_upstreams_flags_as_the_parser_has_them() -> None:
+    text = " ".join((ROOT / "docs" / "upstream_flags.md").read_text().split())
+    (counts,) = re.findall(r"(\d+) have an effect.*?, (\d+) are accepted.*?, and (\d+) are refused", text)
+    assert tuple(map(int, counts)) == answers(NAMES.read_text().split()).counts()
+
+
+def test_each_flag_of_upstream_is_printed_once_with_its_answer() -> None:
+    upstream = NAMES.read_text().split()
+    found = answers(upstream)
+    lines = [line.partition(": ") for line in str(found).splitlines() if line.startswith("  ")]
+    assert sorted([*found.effect, *(name for names, _, _ in lines for name in names.split())]) == sorted(set(upstream))
+    printed = {name: answer for names, _, answer in lines for name in names.split()}
+    assert printed["--model-parallel-size"] == "use --tensor-model-parallel-size"
+    assert printed["--dataloader-type"] == "samples are read once, in order; accepted: single"

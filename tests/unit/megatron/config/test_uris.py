@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.uris import ObjectUri, is_uri, location_of, parse_uri
+from megatron.config.uris import SCHEMES, ObjectUri, is_uri, location_of, parse_uri
+from megatron.fileio.objects.bucket import CLIENTS
 
 
 def test_a_uri_is_a_bucket_and_a_prefix() -> None:
@@ -58,13 +59,6 @@ def test_one_spelling_of_a_uri() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (
-            {"checkpoint_engine": "fastpersist"},
-            "--checkpoint-engine fastpersist: does not save to object storage: its library does its own I/O, made for "
-            "a file system; use torch, lazy, dcp or dcp-async",
-        ),
-        ({"checkpoint_engine": "memory"}, "memory: does not save to object storage: its restarts in place"),
-        ({"checkpoint_engine": "of_a_plugin"}, "of_a_plugin: does not save to object storage: an engine of another"),
         ({"load": "s3://bucket/run", "prefetch_on_start": True}, "--prefetch-on-start reads files ahead"),
         ({"load": "s3://bucket/run", "universal_checkpoint": True}, "--universal-checkpoint loads from a directory"),
     ],
@@ -74,6 +68,10 @@ def test_what_object_storage_does_not_have_is_refused(given: dict[str, Any], why
     with pytest.raises(ConfigError) as refused:
         dataclasses.replace(options, **given)
     assert why in str(refused.value)
+
+
+def test_each_scheme_has_its_client() -> None:
+    assert CLIENTS.keys() == set(SCHEMES)
 
 
 @pytest.mark.parametrize("flag", [{"storage_cache": "/tmp"}, {"storage_deadline": 5.0}])

@@ -83,6 +83,7 @@ def save(
     arguments: dict[str, Any] | None = None,
     step: int = 5,
     padded: int = PADDED,
+    run_id: str = "",
 ) -> Path:
     """Save weights and arguments as the first replica of `layout` does; the checkpoint's directory."""
     temporary = save_dir / "temporary"
@@ -105,7 +106,7 @@ def save(
             files |= {file.name: file for file in writer.save(states, temporary, untraced_operation())}
             writer.close()
     tag = names.tag_of(step)
-    manifest = Manifest(tag, step, engine, layout.as_dict(), model_identity(model, padded), files)
+    manifest = Manifest(tag, step, engine, layout.as_dict(), model_identity(model, padded), files, run_id=run_id)
     write_manifest(temporary, manifest, fsync=False)
     assert publish(save_dir, temporary, manifest, fsync=False) == []
     return save_dir / tag

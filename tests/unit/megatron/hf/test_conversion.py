@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megatron.config import Config, ModelConfig
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.hf.checkpoints import SavedModel, newest_checkpoint
 from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
+from megatron.hf.source import SOURCE, Source
 from megatron.hf.tensors import parameters
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
@@ -47,31 +47,45 @@ SAVED = [
     ("gpt2", "torchsnapshot"),
     ("gpt2_untied_exact", "fastpersist"),
 ]
-HF: dict[str, Any] = {
-    "llama": transformers.LlamaConfig(
+HF: dict[str, tuple[str, dict[str, Any]]] = {  # their classes of configurations, and the options of these
+    "llama": ("LlamaConfig", dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, rms_norm_eps=0.1, attention_dropout=0.25,
         initializer_range=0.05,
-    ),
-    "llama_tied_biased": transformers.LlamaConfig(
+    )),
+    "llama_tied_biased": ("LlamaConfig", dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
         attention_bias=True, mlp_bias=True, tie_word_embeddings=True, max_position_embeddings=64,
-    ),
-    "mistral": transformers.MistralConfig(
+    )),
+    "mistral": ("MistralConfig", dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, max_position_embeddings=64, sliding_window=None, head_dim=12,
-    ),
-    "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=64),
-    "gpt2_untied_exact": transformers.GPT2Config(
+    )),
+    "gpt2": ("GPT2Config", dict(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=64)),
+    "gpt2_untied_exact": ("GPT2Config", dict(
         vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, activation_function="gelu",
         tie_word_embeddings=False, layer_norm_epsilon=0.1, attn_pdrop=0.25, resid_pdrop=0.3,
-    ),
+    )),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """Its import takes a second, and collecting these tests needs none of it."""
+    import transformers
+
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def hf(transformers: Any) -> dict[str, Any]:
+    return {style: getattr(transformers, name)(**options) for style, (name, options) in HF.items()}
+
+
 def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    """Of a model: without what names the checkpoint that it was exported from."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != SOURCE}
 
 
 def their_logits(model: Any) -> torch.Tensor:
@@ -80,7 +94,9 @@ def their_logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("style", "engine"), SAVED)
-def test_a_checkpoint_of_any_engine_and_layout_computes_the_same_there(tmp_path: Path, style: str, engine: str) -> None:
+def test_a_checkpoint_of_any_engine_and_layout_computes_the_same_there(
+    transformers: Any, tmp_path: Path, style: str, engine: str
+) -> None:
     model = ModelConfig(**STYLES[style])
     ours = drawn(model)
     save(tmp_path / "split", model, ours, SPLIT, engine)
@@ -88,6 +104,8 @@ def test_a_checkpoint_of_any_engine_and_layout_computes_the_same_there(tmp_path:
     told = export(tmp_path / "split", tmp_path / "from_split", None, SHARD)
     export(tmp_path / "single", tmp_path / "from_single", None, SHARD)
     assert files_of(tmp_path / "from_split") == files_of(tmp_path / "from_single")
+    for name in ("split", "single"):
+        assert Source.of_export(tmp_path / f"from_{name}") == Source.of_checkpoint(tmp_path / name / "global_step5")
     assert "global_step5" in told and f"{len(list((tmp_path / 'from_split').glob('*.safetensors')))} file(s)" in told
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "from_split", dtype="auto")
     assert next(theirs.parameters()).dtype == next(ours[1].parameters()).dtype
@@ -103,8 +121,10 @@ def test_a_checkpoint_of_any_engine_and_layout_computes_the_same_there(tmp_path:
 
 
 @pytest.mark.parametrize("style", HF)
-def test_a_model_of_transformers_computes_the_same_here(tmp_path: Path, style: str) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_config(HF[style])
+def test_a_model_of_transformers_computes_the_same_here(
+    transformers: Any, hf: dict[str, Any], tmp_path: Path, style: str
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(hf[style])
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
@@ -147,8 +167,10 @@ def parse(flags: str) -> Config:
 
 
 @pytest.mark.parametrize("style", ["gpt2", "gpt2_untied_exact"])
-def test_rows_that_pad_the_vocabulary_hardly_change_a_loss_of_negative_logits(tmp_path: Path, style: str) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_config(HF[style])
+def test_rows_that_pad_the_vocabulary_hardly_change_a_loss_of_negative_logits(
+    transformers: Any, hf: dict[str, Any], tmp_path: Path, style: str
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(hf[style])
     with torch.no_grad():
         theirs.lm_head.weight += 1.0  # so a logit is the sum of ln_f's bias, and more
         theirs.transformer.ln_f.bias[:] = -1.0
@@ -189,8 +211,8 @@ def test_the_table_of_tensors_is_that_of_the_model(style: str) -> None:
     assert {(each.layer, each.key): each.part for each in parameters(model, _architecture(style), PADDED)} == live
 
 
-def test_a_model_of_another_type_is_rounded_on_request(tmp_path: Path) -> None:
-    theirs = transformers.LlamaForCausalLM(HF["llama"])
+def test_a_model_of_another_type_is_rounded_on_request(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:
+    theirs = transformers.LlamaForCausalLM(hf["llama"])
     theirs.save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "ours", "bf16", 8)
     saved = SavedModel(newest_checkpoint(tmp_path / "ours", None))
@@ -200,11 +222,11 @@ def test_a_model_of_another_type_is_rounded_on_request(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], it.to(torch.bfloat16)) for name, it in theirs.state_dict().items())
 
 
-def test_gpt2_is_read_as_it_was_first_distributed(tmp_path: Path) -> None:
+def test_gpt2_is_read_as_it_was_first_distributed(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:
     """Without the prefix of its names and the head, and with the masks of attention."""
     from safetensors.torch import load_file, save_file
 
-    theirs = transformers.GPT2LMHeadModel(HF["gpt2"])
+    theirs = transformers.GPT2LMHeadModel(hf["gpt2"])
     theirs.save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
@@ -218,11 +240,11 @@ def test_gpt2_is_read_as_it_was_first_distributed(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
-def test_what_is_left_out_does_not_decide_the_type(tmp_path: Path) -> None:
+def test_what_is_left_out_does_not_decide_the_type(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:
     """Rotary frequencies in fp32 beside fp16 weights, in a shard of their own; and a tied head."""
     from safetensors.torch import load_file, save_file
 
-    theirs = transformers.LlamaForCausalLM(HF["llama_tied_biased"]).half()
+    theirs = transformers.LlamaForCausalLM(hf["llama_tied_biased"]).half()
     theirs.save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64)}

@@ -36,6 +36,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     assert what_is_wrong("/proc") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [

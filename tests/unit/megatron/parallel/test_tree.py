@@ -157,6 +157,26 @@ def test_a_rank_that_gives_up_tells_why() -> None:
         assert all("rank 5 on host1: has other plans" in str(result) for result in results), results
 
 
+def test_an_operation_whose_parts_have_arrived_is_done_though_an_end_came_with_them() -> None:
+    """Rank 0 hears of rank 1's end as soon as it has told all ranks: those that read late have both at once."""
+    hosts = ["a", "b", "c", "c"]  # rank 2 passes on to rank 3 what it hears
+    with trees(hosts) as found:
+        found[1].up(b"")
+        found[3].up(b"")
+        found[2].up(b"")
+        found[0].up(b"")
+        assert found[0].down(b"item") == found[1].down(b"") == b"item"
+        assert found[0].down(b"next") == found[1].down(b"") == b"next"
+        found[1].give_up("has other plans")
+        with pytest.raises(AgreementLostError, match="has other plans"):
+            found[0].up(b"")
+        assert found[2].down(b"") == found[3].down(b"") == b"item"
+        assert found[2].down(b"") == found[3].down(b"") == b"next"
+        for rank in (2, 3):
+            with pytest.raises(AgreementLostError, match="rank 1 on b: has other plans"):
+                found[rank].down(b"")
+
+
 def test_ranks_that_do_different_things_are_told_so() -> None:
     with trees(["a"] * 3) as found:
         results = on_all(found, lambda rank, tree: tree.down(b"") if rank == 0 else (tree.up(b""), tree.down(b"")))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.preflight.directories import check_save
+from megatron.checkpointing.preflight.first_start import began
 from megatron.checkpointing.store.commit import write_manifest
 from megatron.config import (
     CheckpointConfig,
@@ -32,11 +33,14 @@ from megatron.config import (
 )
 from megatron.startup.preflight import (
     check_dataset,
+    check_exports,
     check_inputs,
     check_load,
     check_tokenizer,
     check_writable,
     is_later_start,
+    is_told,
+    of_this_start,
 )
 from tests.unit.hostile import blocking_fails, fifo
 from tests.unit.megatron.checkpointing.store.test_commit import manifest_of
@@ -500,6 +504,51 @@ def test_an_outage_is_told_as_any_refusal(prefix: str, tmp_path: Path, monkeypat
     config = dataclasses.replace(config, checkpoint=checkpoint, trace=TraceConfig(restart_trace=False))
     with pytest.raises(ConfigError, match=f"{save}.* within 1 s"):
         is_later_start(config)
+
+
+def test_a_run_that_goes_on_from_its_directory_asks_no_bucket_of_its_first_start(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On no host: what the first start was loaded from may be gone."""
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    save = tmp_path / "run"
+    config = config_for(prefix, tmp_path, str(save))
+    checkpoint = CheckpointConfig(
+        save=str(save), save_interval=1, load="s3://nobody-serves-it/pretrained", checkpoint_engine="torch",
+        storage_deadline=1,
+    )  # fmt: skip
+    kept = began(checkpoint)
+    directory = save / "global_step5"
+    directory.mkdir(parents=True)
+    manifest = dataclasses.replace(manifest_of(5), loaded_from=kept.loaded_from, first_start=kept.flags)
+    write_manifest(directory, manifest, fsync=False)
+    (save / "latest").write_text(directory.name)
+    config = dataclasses.replace(config, checkpoint=checkpoint, trace=TraceConfig(restart_trace=False))
+    assert is_later_start(config)
+    training = dataclasses.replace(config.training, global_batch_size=2)
+    for rank in (0, 1):
+        parallel = dataclasses.replace(config.parallel, rank=rank, world_size=2)
+        of_rank = dataclasses.replace(config, parallel=parallel, training=training)
+        assert not is_told(of_rank, is_later_start(of_rank))
+        assert of_this_start(of_rank, True, None).checkpoint.load == str(save)
+    first = dataclasses.replace(checkpoint, save=str(tmp_path / "another"))
+    beginning = dataclasses.replace(of_rank, checkpoint=first)
+    assert is_told(beginning, is_later_start(beginning))
+
+
+def test_an_export_that_is_in_the_way_is_refused_at_the_first_start_alone(prefix: str, tmp_path: Path) -> None:
+    """A run that has checkpoints goes on: its own exports may be of checkpoints that were copied here, or moved."""
+    save = tmp_path / "run"
+    config = config_for(prefix, tmp_path, str(save))
+    checkpoint = CheckpointConfig(save=str(save), save_interval=1, load=str(save), export_hf_interval=1)
+    config = dataclasses.replace(config, checkpoint=checkpoint)
+    (save / "hf" / "iteration_2").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{save}/hf/iteration_2: is there, and not of this run"):
+        check_exports(config)
+    (save / "global_step2").mkdir()
+    write_manifest(save / "global_step2", manifest_of(2), fsync=False)
+    check_exports(config)
 
 
 def test_a_board_that_cannot_be_written_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -11,12 +12,20 @@ import pytest
 import torch
 
 from megatron.checkpointing.state.collect import Progress
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 from megatron.startup.initialize import Runtime
-from megatron.training.data import BatchRequest, DataIterators, batch_request, build_data_iterators, run_on_rank_0
+from megatron.startup.preflight import Vocabulary
+from megatron.training.data import (
+    BatchRequest,
+    DataIterators,
+    agreed_vocabulary,
+    batch_request,
+    build_data_iterators,
+    run_on_rank_0,
+)
 from tests.unit.megatron.parallel.test_tree import on_all, trees
 
 FLAGS = (
@@ -89,3 +98,31 @@ def test_what_the_building_of_an_index_raises_is_for_rank_0_to_tell() -> None:
         planes = [ControlPlane(rank, len(found), tree) for rank, tree in enumerate(found)]
         results = on_all(found, lambda rank, _: run_on_rank_0(planes[rank], 60.0, lambda: open("/no/such").close()))
         assert isinstance(results[0], FileNotFoundError) and results[1] is None
+
+
+def test_all_hosts_take_the_padding_that_rank_0_has_seen_in_the_checkpoint() -> None:
+    with trees(["a", "a", "b"]) as found:
+        planes = [ControlPlane(rank, len(found), tree) for rank, tree in enumerate(found)]
+        own = [Vocabulary(99, padded, 98) for padded in (256, 128, 128)]
+        results = on_all(found, lambda rank, _: agreed_vocabulary(config_of(), own[rank], planes[rank]))
+        assert results == [own[0]] * 3
+
+
+@pytest.mark.parametrize("differs", [Vocabulary(120, 128, 98), Vocabulary(99, 128, 0)], ids=["size", "end"])
+def test_a_host_whose_tokenizer_is_another_one_is_named(differs: Vocabulary) -> None:
+    """Rank 0's would hide it: each host tokenizes and masks with its own."""
+    with trees(["a", "a", "b"]) as found:
+        planes = [ControlPlane(rank, len(found), tree) for rank, tree in enumerate(found)]
+        own = [Vocabulary(99, 128, 98), Vocabulary(99, 128, 98), differs]
+
+        def told(rank: int, _: Any) -> str:
+            with pytest.raises(ConfigError) as raised:
+                agreed_vocabulary(config_of(), own[rank], planes[rank])
+            return str(raised.value)
+
+        host = os.uname().nodename
+        expected = (
+            f"--tokenizer-type NullTokenizer: on rank 2, {host}, it has {differs.size} tokens and {differs.eod} ends a "
+            "document, on rank 0 it has 99 tokens and 98 ends a document; give every host the same files and flags"
+        )
+        assert on_all(found, told) == [expected] * 3

@@ -11,9 +11,10 @@ from torch.distributed import DistBackendError, TCPStore  # pyright: ignore[repo
 
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
+from megatron.parallel.lost_peers import has_timed_out
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from megatron.startup.watch import Watch
-from megatron.training.lost_ranks import ACTIVITIES, explain, has_timed_out
+from megatron.training.lost_ranks import ACTIVITIES, explain
 from megatron.training.trainer import is_its_own  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -155,6 +155,16 @@ def test_the_search_for_traces_below_is_bounded(tmp_path: Path, capsys: pytest.C
     assert f"did you mean {trace}?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_flags_of_all_commands_may_stand_before_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(write_trace(tmp_path / "trace"))
+    assert main(["--quiet", "--no-cache", "goodput", trace]) == 0
+    assert capsys.readouterr().out.startswith("Goodput of ")
+    assert main(["--quiet", "--run-id", "goodput", trace]) == 2  # a value
+    assert main(["--quiet", "goodpu", trace]) == 2
+    assert "goodpu: neither a command nor a directory; did you mean goodput?" in capsys.readouterr().err
+
+
 def test_an_empty_trace_directory_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As restart-trace leaves it if nothing was traced."""
     assert main([str(tmp_path)]) == 2

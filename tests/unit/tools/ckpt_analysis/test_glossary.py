@@ -4,71 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from restart_trace.schema import PHASES, RECORD_FIELDS
 from tests.golden.glossary_page import page as glossary_page
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT
 from tests.unit.tools.ckpt_analysis.compare.test_replays import replay
+from tests.unit.tools.ckpt_analysis.glossary_helpers import (
+    heads_of,
+    keys_of,
+    table_heads,
+    titles_of,
+    undefined,
+    undefined_in_titles,
+)
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
+from tests.unit.tools.restart_drill.test_restart_drill import injection, restart, trained
 from tools.ckpt_analysis.cli import main
-from tools.ckpt_analysis.common.glossary import ENTRIES, UNITS
+from tools.ckpt_analysis.common.glossary import ENTRIES, ORDINARY, UNITS
 from tools.ckpt_analysis.render import sweep
+from tools.ckpt_analysis.sweeps.read import Sweep
 from tools.common.tables import Column, titles
-
-_DATA = {"versions", "data", "layout", "factors", "differing", "facts"}  # keys below them are names in the data
-
-
-def words(name: str) -> str:
-    """A name as words: `blocked_GBps` and "blocked GB/s" alike."""
-    return " ".join(re.sub(r"[_.,()%<>:\-]|\b[0-9]+\b", " ", name.replace("GBps", "GB/s")).lower().split())
-
-
-def of_the_format() -> set[str]:
-    """Operations, phases, their details, and fields of records."""
-    found = {name for fields in RECORD_FIELDS.values() for name in fields}
-    for operation, phases in PHASES.items():
-        found |= {operation, *phases, *(detail for details in phases.values() for detail in details)}
-    return found
-
-
-def documented_keys() -> set[str]:
-    """Names in the tables of the documents that define keys."""
-    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "comparing", "restart_sweep"))
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def undefined(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are no key of a table, and do not consist of defined words."""
-    known = {words(name) for name in documented_keys()}
-    parts = {name for entry in ENTRIES for name in (entry.term, *entry.names)} | of_the_format() | set(UNITS)
-    pattern = "|".join(sorted((re.escape(words(part)) for part in parts), key=len, reverse=True))
-    composed = re.compile(rf"((?:{pattern})s?(?: |/|$))*")
-    return sorted({name for name in names if words(name) not in known and not composed.fullmatch(words(name))})
-
-
-def keys_of(value: Any) -> set[str]:
-    """All keys of a JSON value but those that the data name."""
-    if isinstance(value, list):
-        return set().union(*map(keys_of, value))
-    if not isinstance(value, dict):
-        return set()
-    return set(value).union(*(keys_of(inner) for key, inner in value.items() if key not in _DATA))
-
-
-def heads_of(markdown: str) -> set[str]:
-    """The heads of all tables."""
-    lines = markdown.splitlines()
-    heads = [line for line, below in zip(lines, lines[1:], strict=False) if re.match(r"\|[ :-]+\|", below)]
-    return {head.strip() for line in heads for head in line.strip("|").split("|")}
+from tools.restart_drill.output import describe
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +85,11 @@ def test_heads_of_sweeps_are_defined(columns: tuple[Column[Any], ...]) -> None:
     assert undefined(titles(columns)) == []
 
 
+def test_heads_of_a_sweeps_files_are_defined() -> None:
+    view = sweep.View(Sweep(Path(), "", "", 1, [], {}, []), [])
+    assert undefined(titles(sweep.files_columns(view))) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [[""], ["a=", "b="]], ids=["run", "comparison"])
 def test_labels_of_the_page_are_defined(trace: str, names: list[str], tmp_path: Path) -> None:
@@ -134,10 +104,60 @@ def test_labels_of_the_page_are_defined(trace: str, names: list[str], tmp_path: 
     assert len(heads) > 5 and len(labels) > 5 and legends
     names_of_runs = {"A a", "B b"}
     assert undefined(heads | labels | legends - names_of_runs) == []
+    assert len(titles_of(page)) > 10 and undefined_in_titles(titles_of(page)) == []
+
+
+@pytest.mark.slow
+def test_heads_of_the_terminals_tables_are_defined(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["report", "--all", trace, "--no-cache"]) == 0
+    heads = table_heads(capsys.readouterr().out.partition("in one HTML file:")[2])
+    assert len(heads) > 20 and undefined(heads) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "tiny", "--engine", "lazy", "--run"],
+        ["--model", "tiny", "--engine", "memory", "--run"],
+        ["--model", "tiny", "--tensors"],
+        ["--model", "1b", "--tp", "1", "--pp", "1", "--step-time", "h100"],
+    ],
+    ids=["files", "memory", "tensors", "step-time"],
+)
+@pytest.mark.slow
+def test_keys_of_plans_are_defined(words: list[str]) -> None:
+    command = [sys.executable, "-m", "tools.ckpt_plan", *words, "--format", "json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    found.get("run", {}).pop("configuration", None)  # names of flags
+    assert undefined(keys_of(found), "ckpt_plan") == []
+
+
+def test_keys_of_replays_are_defined() -> None:
+    found = figures(samples(), limit_bytes=10**9)
+    found["engines"] = list(found["engines"].values())
+    found["storage"]["details"] = [{**kind, "combinations": []} for kind in found["storage"]["details"].values()]
+    del found["options"]  # names of flags
+    del found["samples"]  # what ranks report: no figures
+    assert undefined(keys_of(found), "ckpt_replay") == []
+
+
+def test_keys_of_drills_are_defined() -> None:
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
+    found = describe([injection(0)], "relaunch", {"restarts": [restart(1)]}, cycles, None, 0.0)
+    assert undefined(keys_of(found), "restart_drill") == []
 
 
 def test_a_word_without_a_definition_is_found() -> None:
     assert undefined(["lost_share", "cycles", "blocked s", "save.flush_s"]) == ["lost_share"]
+    assert undefined_in_titles(["Save global_step5: who waited", "Save by epoch"]) == ["Save by epoch"]
+
+
+def test_ordinary_words_are_no_terms() -> None:
+    terms = {name for entry in ENTRIES for name in (entry.term, *entry.names)} | set(UNITS)
+    assert terms & set(ORDINARY) == set() and len(set(ORDINARY)) == len(ORDINARY)
 
 
 def test_each_word_has_one_entry_of_one_sentence() -> None:

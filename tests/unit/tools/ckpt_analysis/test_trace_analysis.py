@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -27,17 +28,13 @@ NOTEBOOK = ROOT / "docs" / "examples" / "trace_analysis.ipynb"
 OF_ANY_LOG = ("summary", "budget", "goodput", "findings", "problems")
 
 
-def documented(section: str) -> dict[str, str]:
-    """Column -> type of the table in a section of the page; each column has a meaning."""
-    text = PAGE.read_text().partition(f"\n### {section}\n")[2].partition("\n### ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| ([^|]+) \|$", text, re.MULTILINE)
-    assert len(rows) == text.count("\n| `"), f"{section}: a row has other than four cells"
-    units = {name: unit.strip() for name, _, unit, _ in rows}
-    endings = {"_ns": "ns", "_s": "s", "GBps": "GB/s", "bytes": "bytes"}
-    assert [
-        name for name in units for ending, unit in endings.items() if name.endswith(ending) and units[name] != unit
-    ] == []
-    return {name: kind for name, kind, _, _ in rows}
+def documented(frame: object) -> dict[str, str]:
+    """Column -> type of the lines `NAME TYPE, NAME TYPE: meaning` in the last paragraph of a docstring."""
+    lines = (inspect.getdoc(frame) or "").rpartition("\n\n")[2].splitlines()
+    rows = [line for line in lines if not line.startswith("    ")]  # the others continue a meaning
+    columns = [re.fullmatch(r"((?:\w+ \w+, )*\w+ \w+): \S.*", row) for row in rows]
+    assert all(columns), f"a line is no column with its type and meaning: {rows}"
+    return dict(pair.split(" ") for row in columns if row for pair in row[1].split(", "))
 
 
 def types(frame: pl.DataFrame) -> list[tuple[str, str]]:
@@ -66,10 +63,10 @@ def runs(imported: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_columns_are_those_of_the_page(runs: dict[str, TraceAnalysis], table: str) -> None:
+def test_columns_are_those_of_the_docstrings(runs: dict[str, TraceAnalysis], table: str) -> None:
     """In their order and with their types, whether there are rows or not."""
-    place = {} if table in OF_ANY_LOG else documented("In front of all that follow")
-    expected = [*(place | documented(f"`{table}()`")).items()]
+    place = {} if table in OF_ANY_LOG else documented(TraceAnalysis)
+    expected = [*(place | documented(getattr(TraceAnalysis, table))).items()]
     assert len(expected) > len(place)
     for name, run in runs.items():
         if name == "imported" and table not in OF_ANY_LOG:
@@ -82,7 +79,8 @@ def test_columns_are_those_of_the_page(runs: dict[str, TraceAnalysis], table: st
 def test_every_frame_is_documented_and_exported() -> None:
     frames = {name for name, value in vars(TraceAnalysis).items() if not name.startswith("_") and callable(value)}
     assert frames == set(TABLES)
-    assert set(re.findall(r"^### `(\w+)\(\)`$", PAGE.read_text(), re.MULTILINE)) == frames
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == [name for name in vars(TraceAnalysis) if name in frames]
 
 
 def test_frames_hold_the_numbers_of_the_report(tmp_path: Path) -> None:

@@ -321,6 +321,22 @@ def dump(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
+def ended_trace(directory: Path) -> Path:
+    """A trace of ranks of another host, all of which record their end."""
+    trace = write_trace(directory)
+    for path in trace.glob("rank_*.jsonl"):
+        record_end(path)
+    return trace
+
+
+def record_end(path: Path) -> None:
+    """Write what a rank writes last of all."""
+    last = max(json.loads(line).get("end_ns", 0) for line in path.read_text().splitlines())
+    end = {"type": "event", "operation": "process", "phase": "ended", "time_ns": last + 1, "wall_ns": last + 1}
+    with path.open("a") as file:
+        file.write(json.dumps(end) + "\n")
+
+
 def write_trace(directory: Path, options: Options | None = None) -> Path:
     """Write the run into `directory`, which is made if missing; returns it."""
     options = options or Options()

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ import torch
 from deepspeed.runtime.utils import partition_balanced
 
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
+from megatron.checkpointing.engines.registry import engine_class
 from megatron.config import ConfigError
 from megatron.parallel.topology import Layout
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_plan.cli import main, parse_arguments
+from tools.ckpt_plan.engines import ENGINES, torch_file_size, torch_named_file_size
 from tools.ckpt_plan.kinds import TENSOR_KINDS
 from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
 from tools.ckpt_plan.presets import config_for, config_from_flags, layout_of, preset_layout
 from tools.ckpt_plan.rank_state import planned_files
-from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
 from tools.ckpt_plan.tensors import plan_tensors, stage_bounds
 from tools.ckpt_replay.options import parse_arguments as parse_replay_arguments
 from tools.common.tensor_trees import map_tensors, tensors_of
@@ -33,6 +35,7 @@ from tools.restart_bench.presets import model_names
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
+HEADINGS = ("\n## JSON\n", "\n## What a run needs\n")
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8",
     "--micro-batch-size", "1", "--train-iters", "4", "--lr", "1e-3", "--data-path", "none",
@@ -58,6 +61,17 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return json.loads(out)
 
 
+def test_the_documentation_has_the_keys_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the plan, of what a run needs, and of their objects in lists."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "ckpt_plan.md").read_text()
+    documented = [set(re.findall(r"`(\w+)`", page.partition(heading)[2].partition("\n## ")[0])) for heading in HEADINGS]
+    plan = plan_json(capsys, "--engine", "lazy", "--run", "--", *FLAGS)
+    needs = plan.pop("run")
+    for found, words in zip((plan, needs), documented, strict=True):
+        in_lists = [each[0] for each in found.values() if isinstance(each, list) and each and isinstance(each[0], dict)]
+        assert {key for each in (found, *in_lists) for key in each} <= words
+
+
 def test_a_preset_without_a_script_has_no_layout() -> None:
     assert preset_layout("70b") == (8, 8)
     with pytest.raises(ConfigError, match="--model 405b: this preset has no layout of its own; give --tp and --pp"):
@@ -78,9 +92,22 @@ def test_help_names_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
         assert ", ".join(model_names()) in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_whose_files_are_planned_has_its_memory(engine: str) -> None:
+    plan = make_plan(config_from_flags(FLAGS, 1, None), engine)
+    assert all(rank.host_bytes > 0 or engine == "none" for rank in plan.ranks)
+    assert ENGINES[engine].placements == engine_class(engine).wants_placements
+
+
+def test_an_engine_that_does_not_save_to_object_storage_is_not_planned_there() -> None:
+    stored = ["--save", "s3://bucket/run", "--save-interval", "1", "--restart-trace", "off"]
+    planned = config_from_flags([*FLAGS, *stored], 1, None)
+    make_plan(planned, "lazy")
+    with pytest.raises(ConfigError, match="^--checkpoint-engine memory: does not save to object storage: its restarts"):
+        make_plan(planned, "memory")
+
+
 def test_presets_are_those_of_the_launchers() -> None:
-    names = ["tiny", "1b", "3b", "7b", "llama7b", "13b", "33b", "llama65b", "70b", "405b", "1t"]
-    assert model_names() == names
     config, layout, vocab_sizes = config_for("70b", 8, 8, 2)
     assert layout == Layout(8, 8, 2)
     model = config.model
@@ -377,6 +404,7 @@ def test_lazy_writes_one_file_a_rank(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_a_run_needs_follows_from_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the formulas of docs/ckpt_plan.md, for an engine that writes while training waits and one that does not."""
     flags = ["--save", str(tmp_path / "not_yet" / "there"), "--save-interval", "1", "--keep-last", "2"]
+    flags += ["--export-hf-interval", "3"]
     targets = ["--ranks-per-host", "2", "--blocked-target", "4", "--durable-target", "0.5"]
     arguments = ["--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2", "--run", *targets]
     found = plan_json(capsys, *arguments, "--", *flags)
@@ -384,6 +412,7 @@ def test_what_a_run_needs_follows_from_the_plan(tmp_path: Path, capsys: pytest.C
     one = found["total_bytes"] + sum(file["bytes"] for file in found["commit_files"])
     assert (needs["saves"], needs["kept_at_most"], needs["kept_bytes"]) == (12, 3, 3 * one)
     assert needs["free_of"] == str(tmp_path) and needs["free_bytes"] > 0 and needs["lack"] is None
+    assert (needs["exports"], needs["export_bytes"]) == (4, 4 * found["bytes_by_kind"]["weights"])
     assert needs["storage_GBps_for_durable"] == pytest.approx(one / 0.5e9)
     assert needs["storage_GBps_for_blocked"] == pytest.approx(one / 4e9)
     assert needs["rank_GBps_for_durable"] == pytest.approx(max(rank["bytes"] for rank in ranks) / 0.5e9)
@@ -444,7 +473,15 @@ def test_storage_without_room_for_a_single_checkpoint_is_an_error(
     assert said.startswith(f"ckpt-plan: error: --save {tmp_path}: ")
     assert said.endswith("no save could succeed; free space, give another --save, or train without --save")
     status, out, err = run(capsys, *words, "--save", str(tmp_path / "mounted" / "elsewhere" / "run"))
-    assert status == 0 and "error" not in err and f"That is of {tmp_path}: --save is not there on this host" in out
+    assert (
+        status == 0
+        and "error" not in err
+        and f"This is the room in {tmp_path}, as --save is not there on this host" in out
+    )
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "manifest.json").touch()
+    status, out, err = run(capsys, *words, "--save", str(tmp_path), "--load", str(tmp_path))
+    assert (status, err) == (0, "") and "room for 0 checkpoints" in out  # a run that resumes trains on without saves
 
 
 def test_storage_that_has_no_room_for_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -496,7 +533,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--model 7b --pp -1", "--pp -1: must be at least 1"),
         ("--model 7b --vocab-size 0", "--vocab-size 0: must be at least 1"),
         ("--model 7b --zero 2", "--zero 2: "),
-        ("--model 8b", "--model 8b: no such preset; there are: tiny, 1b, 3b, 7b, llama7b, 13b, 33b, llama65b, 70b"),
+        ("--model 8b", f"--model 8b: no such preset; there are: {', '.join(model_names())}"),
         ("--model 7b --engine nope", "--engine nope: no such engine; those that can be planned are: torch"),
         ("--model 7b --engine dcp", "--engine dcp: its files cannot be planned"),
         ("--model 7b --engine lazy --upstream", "--engine lazy: upstream writes with torch.save"),
@@ -510,7 +547,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--model tiny -- --num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
         ("--tp 2 -- --num-layers 2", "--tp 2: without --model, give --tensor-model-parallel-size 2"),
         ("-- --num-layers 2", "required flags are missing: --hidden-size"),
-        ("--dp 2", "--model is missing: give one of tiny"),
+        ("--dp 2", f"--model is missing: give one of {', '.join(model_names())}"),
         ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: add --run or --host-memory or --step-time, or drop it"),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
         (

@@ -44,7 +44,7 @@ def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
             saved = [
                 {
                     "saves": [save(9 * f, 9 * f, True), save(durable * f, blocked * f)], "state_bytes": 10**9,
-                    "full_state_bytes": 2 * 10**9, "engine_used": name, "asynchronous": name == "lazy",
+                    "host": "node0", "full_state_bytes": 2 * 10**9, "engine_used": name, "asynchronous": name == "lazy",
                 }
                 for f in slower
             ]  # fmt: skip

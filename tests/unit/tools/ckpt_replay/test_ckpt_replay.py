@@ -77,6 +77,11 @@ def test_engine_options_are_the_trainers() -> None:
         (["--model", "71b"], ConfigError, "--model 71b: no such preset"),
         (["--model", "70b", "--engine", "torhc"], UnknownEngineError, "torhc: no such engine"),
         (["--model", "70b", "--engine", ","], ReplayError, "names no engine"),
+        (
+            ["--model", "70b", "--engine", "memory", "--operations", "saves_then_loads"],
+            ReplayError,
+            "--operations saves_then_loads: the slots of --engine memory hold the newest save alone",
+        ),
         (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
     ],
 )
@@ -104,14 +109,14 @@ def test_what_has_no_meaning_in_object_storage(
 
 def test_engines_of_object_storage() -> None:
     def problems(place: str) -> dict[str, str]:
-        asked = parse_arguments(
-            ["--model", "7b", "--dir", place, "--engine", "lazy,fastpersist,raw-all,s3torchconnector"]
-        )
+        engines = "lazy,fastpersist,raw-all,s3torchconnector,torch_checkpointing"
+        asked = parse_arguments(["--model", "7b", "--dir", place, "--engine", engines])
         return engine_problems(request_from(asked, None))
 
     found = problems("s3://bucket/prefix")
     assert "lazy" not in found and "does not save to object storage" in found["fastpersist"]
     assert "give it a --dir of a file system" in found["raw-all"]
+    assert "give it a --dir of a file system" in found["torch_checkpointing"]
     assert "writes to object storage only: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
     with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
         location_of("s3://bucket")
@@ -136,6 +141,10 @@ def test_a_model_alone_is_enough() -> None:
     fitting = ["--model", "13b", "--dir", ".", "--limit-bytes", "fit", "--ranks"]
     one, four = (request_from(parse_arguments([*fitting, ranks]), None).share.limit_bytes for ranks in ("0", "0-3"))
     assert isinstance(one, int) and isinstance(four, int) and 0 < 3 * four < one < shutil.disk_usage(".").free
+    # Of saves that are all kept, the disk of no machine that runs this takes so many.
+    kept = parse_arguments([*fitting, "0", "--operations", "saves_then_loads", "--repeat", str(10**9)])
+    with pytest.raises(ReplayError, match="--limit-bytes fit: .* bytes free"):
+        request_from(kept, None)
 
 
 def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:

@@ -124,3 +124,13 @@ def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -
     text = render(figures(samples(), limit_bytes=10**9))
     assert "(no room for: memory MiB (kept), warm load s)" in text
     assert max(map(len, text.splitlines())) <= 90
+
+
+def test_the_hosts_of_the_ranks_are_counted() -> None:
+    found = samples()
+    assert figures(found)["hosts"] == 1
+    found.engines["torch"]["save"][0][1]["host"] = "node1"
+    assert figures(found)["hosts"] == 2
+    for kinds in found.engines.values():
+        del kinds["save"]
+    assert figures(found)["hosts"] is None

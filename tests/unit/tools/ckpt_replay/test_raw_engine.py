@@ -65,12 +65,14 @@ class Ranks:
 @pytest.mark.parametrize("kind", FILES)
 def test_every_rank_finds_its_state_in_the_file_that_it_shares(kind: str, tmp_path: Path) -> None:
     ranks = Ranks(kind)
+    operations = [untraced_operation() for _ in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as pool:
-        saves = pool.map(lambda rank: ranks.engine(rank).save(states_of(rank), tmp_path, untraced_operation()),
+        saves = pool.map(lambda rank: ranks.engine(rank).save(states_of(rank), tmp_path, operations[rank]),
                          range(RANKS))  # fmt: skip
         saved = {file.name: file for files in saves for file in files}
     assert sorted(saved) == sorted(path.name for path in tmp_path.iterdir()) == FILES[kind]
     assert all((tmp_path / name).stat().st_size == file.num_bytes for name, file in saved.items())
+    assert sum(op.bytes or 0 for op in operations) == sum(file.num_bytes for file in saved.values())
     checkpoint = SavedCheckpoint(tmp_path, saved)
     for rank in range(RANKS):
         expected = {file.name: file.state for file in states_of(rank)}

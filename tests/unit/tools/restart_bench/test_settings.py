@@ -1,4 +1,4 @@
-"""A setting is declared once: table, --help, code, job and sweep have the same names; a misspelt one is refused."""
+"""A setting is declared once: document, --help, code, job and sweep have the same names; a misspelt one is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.unit.script_helpers import BENCH, ROOT
 from tools.restart_bench.cli import main
 from tools.restart_bench.environment import for_display
 from tools.restart_bench.errors import SettingsError
+from tools.restart_bench.launcher_entries import LAUNCHERS
 from tools.restart_bench.modes import command_for
 from tools.restart_bench.presets import MODELS, SCRIPTED, Preset, model_names, preset_named, scripted_names
 from tools.restart_bench.run import DEFAULTS, SCALED
@@ -26,7 +27,6 @@ from tools.restart_bench.settings import (
     help_text,
     misspelt,
     names,
-    table,
 )
 
 PACKAGE = ROOT / "tools" / "restart_bench"
@@ -39,8 +39,11 @@ OF_KILL_RESUME = {"OUT_DIR"}
 
 
 def test_document_help_and_code_have_the_same_settings() -> None:
-    document = (ROOT / "docs" / "cluster.md").read_text()
-    assert table() in document, "python -m tools.restart_bench settings --write docs/cluster.md"
+    section = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2].partition("\n## ")[0]
+    rows = " ".join(re.findall(r"^\| .*", section, re.MULTILINE))
+    assert set(re.findall(r"`([A-Z_]+)`", rows)) == DECLARATIONS.keys()
+    (launchers,) = re.findall(r"`LAUNCHER` \(([^)]*)\)", rows)
+    assert set(re.findall(r"`(\w+)`", launchers)) == LAUNCHERS.keys()
     told = set(re.findall(r"^  ([A-Z_]+)$", help_text(), re.MULTILINE))
     together = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "settings.py")
     read = set(re.findall(r"""environ(?:\.get\(|\[)["']([A-Z_]+)""", together))
@@ -62,15 +65,13 @@ def test_a_job_carries_refuses_or_decides_each_setting() -> None:
     assert {"HOSTFILE", "NNODES", "NODE_RANK", "MEET_TIMEOUT", "COMMAND_TO"} == set(parts[1])
 
 
-def test_the_table_is_written_into_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "cluster.md"
-    file.write_text("# A\n\n| variable | meaning | default |\n|---|---|---|\n| `OLD` | x | |\n\nafter\n")
-    assert main(["settings", "--write", str(file)]) == 0
-    assert file.read_text() == f"# A\n\n{table()}\nafter\n"
-    assert main(["settings", "--write", str(file.with_name("none"))]) == 2
-    file.write_text("nothing\n")
-    assert main(["settings", "--write", str(file)]) == 2
-    assert "has no table of settings" in capsys.readouterr().err
+def test_what_help_refers_to_exists() -> None:
+    for declared in DECLARATIONS.values():
+        for page, anchor in re.findall(r"\]\(([\w./]*)#?([\w-]*)\)", declared.meaning + declared.default):
+            text = (ROOT / "docs" / (page or "cluster.md")).read_text()
+            headings = {line.lstrip("# ") for line in text.splitlines() if line.startswith("#")}
+            made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in made, f"{declared.name}: {page}#{anchor}"
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,5 @@ def test_presets_are_named_by_model_and_layout() -> None:
     assert preset_named("405b_tp8_pp32") == Preset("405b", 8, 32)
     assert preset_named("9b_tp1_pp1") is None and preset_named("70b") is None and preset_named("70b_tp0_pp1") is None
     assert set(model_names()) == set(MODELS)
+    scripts = re.findall(r"^\| `run_(\w+)\.sh` \|", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
+    assert sorted(scripts) == scripted_names()

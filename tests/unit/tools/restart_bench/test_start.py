@@ -76,6 +76,7 @@ def test_an_environment_with_a_python_that_is_too_old_is_refused_by_name(
     assert f"VENV_DIR={venv} has Python 3.9.1, and Python 3.10 to 3.12 is needed" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_names_the_checkout_and_the_directory_as_the_user_does(tmp_path: Path) -> None:
     """Other nodes may have them mounted elsewhere than this one, under the same name."""
     checkout, here = tmp_path / "checkout", tmp_path / "here"

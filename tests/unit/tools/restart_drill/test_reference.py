@@ -31,7 +31,7 @@ def drilled(out: Path, training: list[str]) -> Path:
     trace.mkdir(parents=True)
     layout = {"tp": 1, "pp": 1, "dp": 2}
     records = [
-        {"type": "process", "cycle": 0, "rank": 0, "world_size": 2, "layout": layout},
+        {"type": "process", "cycle": 0, "rank": 0, "world_size": 2, "host": "node0", "layout": layout},
         {"type": "iteration", "cycle": 0, "rank": 0, "step": 1, "loss": 1.5},
     ]
     lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in records]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,8 @@ def trained(
 ) -> CycleFacts:
     """A cycle of one rank, which resumed from a checkpoint and found its hashes right."""
     there = {} if resumed is None else {0: resumed}
-    return CycleFacts(world_size=1, layout=layout, losses=losses, resumed=there, hashed=set(there))
+    here = {socket.gethostname()}
+    return CycleFacts(world_size=1, layout=layout, losses=losses, resumed=there, hashed=set(there), hosts=here)
 
 
 REFERENCE = Reference(trained({9: 1.0}), Path("/drill/reference"))
@@ -82,6 +84,14 @@ REFERENCE = Reference(trained({9: 1.0}), Path("/drill/reference"))
 
 def injection(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Injection:
     return Injection(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
+
+
+def test_a_page_cache_is_cold_only_if_all_ranks_are_on_the_host_where_it_was_dropped() -> None:
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
+    for others in (set(), {"node-without-a-drill"}):
+        cycles[1].hosts |= others
+        content = describe([injection(0, cache="cold")], "relaunch", None, cycles, REFERENCE, 0.0)
+        assert content["cycles"][0]["cache"] == ("warm" if others else "cold")
 
 
 def test_phases_follow_one_another_and_add_up() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments as parse_launch
+from tools.restart_bench import launcher_entries
 from tools.restart_drill import command as commands
 from tools.restart_drill.cli import main
 from tools.restart_drill.launch import DrillError, Launch, launched
-from tools.restart_drill.soak.launchers import LAUNCHERS, split
+from tools.restart_drill.soak.launchers import LAUNCHERS, LEFT_OUT, split
 from tools.restart_drill.soak.stop_results import StopResult, stop_tables
 from tools.restart_drill.soak.stop_soak import send
 from tools.restart_drill.soak.stops import ENGINES, MOMENTS, NEXT, SIGNALS, TARGETS, WORKERS, Stop, drawn, parse_stop
@@ -114,6 +116,13 @@ def test_what_is_no_stop_is_refused(changed: str, message: str) -> None:
     with pytest.raises(ValueError, match="^launcher=") as refused:
         parse_stop(",".join(f"{name}={value}" for name, value in parts.items()))
     assert message in str(refused.value)
+
+
+def test_stops_are_of_every_launcher_of_one_host_and_the_documentation_names_them() -> None:
+    stopped = {launcher.of for launcher in LAUNCHERS.values()} - {""}
+    assert stopped | LEFT_OUT.keys() == launcher_entries.LAUNCHERS.keys()
+    (row,) = re.findall(r"^\| launcher \|(.*)", (ROOT / "docs" / "restart_drill.md").read_text(), re.M)
+    assert re.findall(r"`([\w-]+)`", row) == list(LAUNCHERS)
 
 
 def test_every_launcher_starts_the_same_training() -> None:

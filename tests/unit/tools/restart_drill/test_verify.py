@@ -196,7 +196,7 @@ def test_facts_of_a_trace(tmp_path: Path) -> None:
     load = {"operation": "load", "step": 5}
     name = "tensor_hashes_rank_0000{}.json"
     rank_0 = [
-        line("process", world_size=2, layout=layout),
+        line("process", world_size=2, layout=layout, host="node0"),
         line("event", operation="load", phase="checkpoint_rejected", detail="a is damaged"),
         line("span", **load, phase="load", detail="verify", file=name.format(0)),
         line("operation_end", **load, outcome="ok"),
@@ -214,5 +214,7 @@ def test_facts_of_a_trace(tmp_path: Path) -> None:
     (tmp_path / "rank_00000_cycle_001.jsonl").write_text("".join(rank_0))
     (tmp_path / "rank_00001_cycle_001.jsonl").write_text("".join(rank_1))
     (tmp_path / "cycle_001.json").write_text("{}")
-    expected = CycleFacts(2, (2, 1, 1), {6: 1.5, 7: 1.25}, {0: 5}, {0}, ["a is damaged"], committed=[7])
+    expected = CycleFacts(
+        2, (2, 1, 1), {6: 1.5, 7: 1.25}, {0: 5}, {0}, ["a is damaged"], committed=[7], hosts={"node0"}
+    )
     assert facts_of(tmp_path) == {1: expected}

@@ -75,6 +75,16 @@ def test_a_launcher_of_the_environment_starts_trainings(places: Places, monkeypa
     assert of_node == "LAUNCHER=srun: node-loss@mid-step takes launcher fork; leave it out"
 
 
+def test_gpus_per_node_reaches_what_is_launched_on_nodes_alone(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaled training is on this host, whatever the nodes of the sweep's other cells have."""
+    monkeypatch.setenv("GPUS_PER_NODE", "4")
+    scaled = replace(CELL, model="tiny", tp=2, pp=2, dp=2, fault="none")  # eight ranks
+    command = command_of(scaled, places, 60)
+    assert "NODE_RANK" not in dry_run("tiny_tp2_pp2", environment(command.settings))
+    for mode in ("train", "restart"):
+        assert environment(command_of(replace(CELL, mode=mode), places, 60).settings)["GPUS_PER_NODE"] == "4"
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
@@ -106,6 +116,12 @@ def test_a_fault_of_a_node_is_drilled_through_the_agents(places: Places, monkeyp
     # With this launcher the preset is what the drill launches, with flags of its own in place of the preset's.
     (preset,) = drill.command
     assert "--train-iters 77" in dry_run(preset, environment(command.settings), PROGRAM, "--train-iters", "77")
+
+
+def test_a_replay_that_keeps_its_saves_does_as_many_as_the_file_asks_for(places: Places) -> None:
+    settings = {"ranks": "0", "limit_bytes": "1MiB", "operations": "saves_then_loads", "saves": 7}
+    words = command_of(replace(CELL, mode="replay", fault="none", settings=settings), places, 60).words
+    assert (words[words.index("--repeat") + 1], words[words.index("--operations") + 1]) == ("7", "saves_then_loads")
 
 
 def test_only_a_striped_replay_is_given_what_sets_the_stripes(places: Places) -> None:

@@ -36,6 +36,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_it_ends_with_what_all_cells_take(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, asked)
     assert lines[-4] == "parts: 16 cells in 2 repeats: 2 storage, 8 replay, 4 train, 2 scaled"
@@ -44,7 +45,7 @@ def test_it_ends_with_what_all_cells_take(asked: Path, capsys: pytest.CaptureFix
     num_bytes = 2 * ((2 << 20) + 4 * 2 * (1 << 20) + 3 * full)
     assert lines[-3].startswith(f"bytes: {num_bytes / 1e9:.1f} GB, and what 2 cells write, which is not known before;")
     assert lines[-2] == "hours: at most 8, with time_limit 1800 s for each cell"
-    assert lines[-1] == "GPU-hours: at most 8: 4 cells with a GPU for each rank, at most 4 at a time"
+    assert lines[-1] == "GPU-hours: at most 16: 4 cells in allocations of whole nodes, at most 8 GPUs at a time"
     (reason,) = [line for line in lines if line.startswith("no plan of")]
     assert reason.startswith("no plan of 1 layout: ckpt-plan: error: --engine torchsnapshot: ")
 
@@ -54,6 +55,15 @@ def plan_of(asked: Path, name: str) -> dict[str, Any]:
     cells = [cell for cell in cells_of(read_sweep(asked)) if cell.plan_name == name]
     sizes.make(cells)
     return sizes.of(cells[0])
+
+
+def test_all_saves_that_a_replay_keeps_are_counted(asked: Path) -> None:
+    kept = "limit_bytes: 1MiB, operations: saves_then_loads, saves: 7}"
+    asked.write_text(FILE.replace("limit_bytes: 1MiB}", kept))
+    cells = [cell for cell in cells_of(read_sweep(asked)) if cell.mode == "replay" and cell.engine == "torch"]
+    sizes = Sizes(None)
+    sizes.make(cells)
+    assert {sizes.written(cell) for cell in cells} == {7 << 20}
 
 
 def test_a_part_of_it(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +102,7 @@ def test_a_name_of_which_no_cell_is_left(
 def test_a_bound_is_never_rounded_down(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked.write_text(FILE.replace("time_limit: 1800", "time_limit: 100"))
     lines = dry_run(capsys, asked)
-    assert [line.split(",")[0].split(":")[1] for line in lines[-2:]] == [" at most 0.5", " at most 0.5"]
+    assert [line.split(",")[0].split(":")[1] for line in lines[-2:]] == [" at most 0.5", " at most 0.9"]
 
 
 def test_a_reduced_sweep_knows_the_names_of_the_file(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:

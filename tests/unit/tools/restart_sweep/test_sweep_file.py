@@ -154,6 +154,30 @@ def test_operations_and_stripes_are_dimensions_and_what_they_are_by_themselves_i
     assert len({cell.name for cell in cells}) == 8
 
 
+def test_saves_that_are_kept_are_those_of_one_operation(tmp_path: Path) -> None:
+    kept = REPLAYS.replace("operations: [save_and_load, load]", "operations: saves_then_loads\n    saves: 3")
+    cells = cells_of(read_sweep(written(tmp_path, kept)))
+    assert {(cell.settings["operations"], cell.settings["saves"]) for cell in cells} == {("saves_then_loads", 3)}
+    for wrong, said in (
+        (kept.replace("    saves: 3\n", ""), "operations: `saves_then_loads` needs `saves: N`"),
+        (
+            kept.replace("saves_then_loads", "[save, saves_then_loads]"),
+            "saves: belongs to `operations: saves_then_loads`",
+        ),
+        (kept.replace("saves_then_loads", "load"), "saves: belongs to `operations: saves_then_loads`"),
+        (
+            kept.replace("saves_then_loads\n    saves: 3", "[save, saves_then_loads]"),
+            "operations: `saves_then_loads` stands alone; give it a run of its own",
+        ),
+        (
+            kept.replace("[lazy, raw-all]", "[lazy, memory]"),
+            "engines: the slots of `memory` hold the newest save alone",
+        ),
+    ):
+        with pytest.raises(SweepFileError, match=said):
+            read_sweep(written(tmp_path, wrong))
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_a_reduced_sweep_has_every_kind_of_cell_and_none_that_takes_a_gpu(sample: Path) -> None:
     sweep = read_sweep(sample)

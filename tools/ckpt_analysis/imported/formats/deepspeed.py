@@ -5,6 +5,9 @@ from __future__ import annotations
 from ..draft import NUMBER, Draft, reads
 from ..saves import SaveDraft, step_of
 
+PROGRAMS: tuple[str, ...] = ("DeepSpeed",)
+LOGS = ""
+
 
 @reads(r"WORLD INFO DICT: (\{[^{}]*\})")
 def _world_info(run: Draft, text: str) -> None:

@@ -11,6 +11,9 @@ import ast
 from ..draft import Draft, reads
 from ..saves import FileStatistics, step_of
 
+PROGRAMS: tuple[str, ...] = ("DeepSpeed",)
+LOGS = "the output of a run with DeepSpeed's FastPersist (its show_statistics)"
+
 
 @reads(r"stats = (\{[^{}]*\})")
 def _statistics(run: Draft, text: str) -> None:

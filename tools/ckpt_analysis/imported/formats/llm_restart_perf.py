@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ..draft import NUMBER, Draft, reads
 
+PROGRAMS: tuple[str, ...] = ()  # lines that branches of them add
+LOGS = ""
+
 
 @reads(rf"\[(\w+)\] CkptTime (\S+) {NUMBER}")
 def _file_call(run: Draft, engine: str, file: str, seconds: str) -> None:

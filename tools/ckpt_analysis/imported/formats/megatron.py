@@ -13,6 +13,11 @@ from ...model.imported_run import ImportedLoad, Printed, Range
 from ..draft import NUMBER, PREFIX, Draft, reads
 from ..saves import SaveDraft
 
+PROGRAMS: tuple[str, ...] = ("Megatron-DeepSpeed", "Megatron-LM")
+LOGS = (
+    "the output of a Megatron-DeepSpeed or Megatron-LM training (iterations, `saving checkpoint` lines, `CkptTime`, "
+    "timers such as `save-checkpoint` and <TIMER:name,seconds>, `ls -l` and `du` of a checkpoint)"
+)
 # Arguments that tell the model and what was asked for; names are upstream's.
 _KEPT_ARGUMENTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length"),

@@ -13,6 +13,8 @@ from ...model.imported_run import ImportedLoad, Range
 from ..draft import Draft, reads
 from ..saves import SaveDraft
 
+PROGRAMS: tuple[str, ...] = ("torchtitan",)
+LOGS = "structured logs of torchtitan"
 _SAVE, _LOAD, _STEP, _EVALUATION = "checkpoint_save", "checkpoint_load", "step", "eval"
 
 

@@ -11,7 +11,8 @@ from restart_trace.schema import PHASES
 from ....common.formatting import digits_for, plural, seconds
 from ....common.tables import Column
 from ...common.intervals import busy
-from ...metrics.phases import AFTERWARDS, PHASE_NAME
+from ...common.phase_kinds import AFTERWARDS
+from ...metrics.phases import PHASE_NAME
 from ...metrics.results import OperationStats, PhaseStats, StartStats, Stats
 from ..content import Content, Plot, Table, missing, plot, table
 from ..phase_table import (
@@ -132,6 +133,7 @@ def _spread(stats: Stats) -> Plot:
         mine = [(name, entry) for name, entry in rows if (entry.blocking == "none") == background]
         if not mine:
             continue
+        pattern: dict[str, Any] = {"pattern": {"shape": "/", "size": 5}} if background else {}
         data.append(
             bar(
                 word,
@@ -140,11 +142,14 @@ def _spread(stats: Stats) -> Plot:
                 y=[name for name, _ in mine],
                 base=[entry.time.min_s for _, entry in mine],
                 hover=[_hover(name, entry, digits) for name, entry in mine],
-                marker={"color": [colour(name) for name, _ in mine], "line": {"width": 1, "color": NEUTRAL}}
-                | ({"pattern": {"shape": "/", "size": 5}} if background else {}),
+                marker={"color": [colour(name) for name, _ in mine], "line": {"width": 1, "color": NEUTRAL}} | pattern,
                 width=0.55,
+                showlegend=False,
             )
         )
+        # The bars have the colours of their phases, the legend none of these.
+        in_legend = {"marker": {"color": NEUTRAL} | pattern, "hoverinfo": "skip"}
+        data.append(bar(word, NEUTRAL, x=[0.0], y=[mine[0][0]], hover=[""], **in_legend))
     data += _marks(rows, digits)
     axis = {"range": [0, longest * 1.35 or 1]}
     title = "seconds (busy time): fastest to slowest rank"

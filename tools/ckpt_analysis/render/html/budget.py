@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ....common.formatting import count, digits_for, percent, plural, seconds
 from ....common.tables import Column, numbers, times
 from ...metrics.budget import PARTS, Budget, CycleBudget, Segment
 from ..answer import goodput_sentence
 from ..content import Content, Plot, missing, plot, table
-from .colours import colour
+from .colours import colour, ink_on
 from .plots import bar, lanes
 from .run_data import RunData
 
+_LABELLED = 0.115  # of the whole: a smaller part has no room for its name
 _MOST_BARS = 1500
 _MOST_CYCLES = 40  # in the time line; the table has all
+
+
+@dataclass(frozen=True)
+class BarPart:
+    """A part of the bar on the first screen: its share of the whole, and what is written on it."""
+
+    share: float
+    colour: str
+    ink: str
+    label: str
+    hover: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The budget of a run as one bar of plain HTML."""
+
+    title: str
+    description: str
+    parts: list[BarPart]
+
+
+def bar_of(budget: Budget) -> Bar | None:
+    """The bar on the first screen; None for a run of no length."""
+    if budget.wall_s <= 0:
+        return None
+    digits = digits_for(budget.wall_s)
+    shares = {part: took / budget.wall_s for part, took in budget.seconds.items() if took > 0}
+    parts = [
+        BarPart(
+            share,
+            colour(part),
+            ink_on(colour(part)),
+            _label(part, share),
+            f"{part}: {seconds(budget.seconds[part], digits)} s, {percent(share)}",
+        )
+        for part, share in shares.items()
+    ]
+    title = f"Wall time: {seconds(budget.wall_s, digits)} s"
+    small = [f"{part} {_rounded(share)}" for part, share in shares.items() if not _label(part, share)]
+    if small:
+        title += f"; small parts, from the left: {', '.join(small)}"
+    return Bar(title, "; ".join(part.hover for part in parts), parts)
+
+
+def _label(part: str, share: float) -> str:
+    """What has room on a part of a bar."""
+    return f"{part} {_rounded(share)}" if share >= _LABELLED else ""
+
+
+def _rounded(share: float) -> str:
+    """In whole per cent; neither nothing of what there is, nor all of what is not all."""
+    if 0 < share < 0.005:
+        return "<1 %"
+    return ">99 %" if 0.995 <= share < 1 else f"{100 * share:.0f} %"
 
 
 def draw(run: RunData) -> Content:
@@ -39,7 +96,7 @@ def _whole(budget: Budget) -> Plot:
             x=[took],
             y=["run"],
             hover=[f"{part}: {seconds(took, digits)} s, {percent(took / budget.wall_s)}"],
-            text=[f"{part} {100 * took / budget.wall_s:.0f} %" if took >= 0.06 * budget.wall_s else ""],
+            text=[_label(part, took / budget.wall_s)],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,

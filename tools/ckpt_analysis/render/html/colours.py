@@ -97,6 +97,16 @@ def names() -> list[str]:
     return list(_COLOURS)
 
 
+def ink_on(background: str) -> str:
+    """Black or white, whichever is read more easily on a colour "#RRGGBB": the contrast ratio of WCAG 2.2."""
+    linear = []
+    for index in (1, 3, 5):
+        value = int(background[index : index + 2], 16) / 255
+        linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#FFFFFF"
+
+
 def colour(phase: str) -> str:
     """Colour of a phase, or of "phase/detail" by its detail, if that has one. Raises KeyError for an unknown one."""
     name, _, detail = phase.partition("/")

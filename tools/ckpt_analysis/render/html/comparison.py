@@ -12,7 +12,7 @@ from ....common.formatting import NOT_RECORDED, number, percent, plural, size
 from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.grid import Grid, grid_of, rows_of
-from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
+from ...compare.results import TOO_FEW, Comparison, MetricRow, SpeedUp, VariantFacts
 from ...compare.variants import short_name
 from ..comparison import (
     ALIKE,
@@ -30,14 +30,17 @@ from ..comparison import (
 )
 from ..content import Content, Figure, Plot, Table, plot, table
 from .colours import NEUTRAL, SERIES
-from .plots import layout
+from .plots import lanes, layout
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 _SHARE = "blocked_share"
-_DENSE_DECADES = 4  # of a logarithmic axis that has ticks at 2 and 5, too
+_LANE, _POINT = 24, 12  # pixels: the least of a lane, and of a point in it
+# Decades of a logarithmic axis that has ticks at 2 and 5, too: of one that stands, and of one that lies.
+_DENSE, _DENSE_LYING = 4, 2
 _TIMES = {
     "blocked_s": "save:<br>training<br>blocked",
     "durable_s": "save:<br>until<br>durable",
+    "in_memory_s": "save:<br>agreed on<br>in memory",
     "load_s": "load",
     "load_cold_s": "load,<br>cold<br>files",
     "load_warm_s": "load,<br>warm<br>files",
@@ -96,14 +99,17 @@ def name_of(variant: VariantFacts) -> str:
 
 
 def _sentences(comparison: Comparison) -> list[str]:
-    """How far the times that matter of every run after the first differ, and what the saves of each block."""
+    """How far the times that matter of every run after the first differ, and what the saves of each block.
+
+    What too few repeats tell nothing of is in the verdict, with how many they are, and in the table.
+    """
     shares = comparison.row(_SHARE)
     sentences = []
     for index, variant in enumerate(comparison.variants):
         parts = []
         for row in (row for name in _IN_SENTENCES if (row := comparison.row(name))):
             gain = row.speed_up(row.cells[index])
-            if gain is not None and row.cells[index].verdict not in ALIKE:
+            if gain is not None and row.cells[index].verdict not in (*ALIKE, TOO_FEW):
                 verdict = verdict_text(row, row.cells[index])
                 parts.append(f"{row.name} {gain.times:.3g} times as fast as A{_interval(gain)}: {verdict}")
         share = shares.cells[index].median if shares else None
@@ -142,9 +148,9 @@ def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot |
 
 
 def _by_storage(comparison: Comparison, grid: Grid) -> Plot:
-    """A point per metric, storage and engine: storages beside each other within a metric, an engine one colour."""
+    """A lane per metric and storage, a point in it per engine: a long list of storages is a long figure."""
     rows = {
-        f"{_TIMES[row.name]}<br>{escape(storage)}": (row, storage)
+        f"{_TIMES[row.name].replace('<br>', ' ')}, {escape(storage)}": (row, storage)
         for row in rows_of(comparison)
         for storage in grid.storages
     }
@@ -153,16 +159,24 @@ def _by_storage(comparison: Comparison, grid: Grid) -> Plot:
         found = {title: grid.cell(row, engine, storage) for title, (row, storage) in rows.items()}
         mine = {title: cell for title, cell in found.items() if cell}
         points = {title: (cell.median or 0.0, min(cell.values), max(cell.values)) for title, cell in mine.items()}
-        data.append(_points(index, engine, points))
-    shown = {title: row for title, (row, _) in rows.items()}
-    arranged = _arranged(shown, "s")
-    arranged["yaxis"] |= _logarithmic(shown)
+        data.append(_lying(_points(index, engine, points)))
+    lane = max(_LANE, _POINT * len(grid.engines))
+    arranged = lanes(list(rows), lane, 100, x="seconds", scattermode="group", showlegend=True)
+    arranged["yaxis"] |= {"range": [-0.5, len(rows) - 0.5], "dtick": 1}
+    arranged["xaxis"] |= {"type": "log"} | _logarithmic({title: row for title, (row, _) in rows.items()}, _DENSE_LYING)
     title = "Times by storage: less is better"
     description = f"{title}. Points of {len(grid.engines)} engines on {len(grid.storages)} storages."
     return plot(title, data, arranged, description)
 
 
-def _logarithmic(rows: dict[str, MetricRow]) -> dict[str, Any]:
+def _lying(points: dict[str, Any]) -> dict[str, Any]:
+    """`_points` whose values are drawn from left to right."""
+    swapped = {"x": points["y"], "y": points["x"], "error_x": points["error_y"], "orientation": "h"}
+    kept = {name: value for name, value in points.items() if name != "error_y"}
+    return kept | swapped | {"hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>"}
+
+
+def _logarithmic(rows: dict[str, MetricRow], dense: int = _DENSE) -> dict[str, Any]:
     """A range of the logarithmic axis, in powers of ten, that labels above the highest point lie within; its ticks.
 
     Ticks are whole numbers: plotly's own show the first digit alone, so that 0.5 and 5 look the same.
@@ -171,7 +185,7 @@ def _logarithmic(rows: dict[str, MetricRow]) -> dict[str, Any]:
     if not values:
         return {}
     least, most = log10(min(values)) - 0.15, log10(max(values)) + 0.3
-    digits = (1, 2, 5) if most - least <= _DENSE_DECADES else (1,)
+    digits = (1, 2, 5) if most - least <= dense else (1,)
     ticks = [digit * 10.0**power for power in range(floor(least), floor(most) + 1) for digit in digits]
     shown = {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     return {"range": [least, most]} | shown

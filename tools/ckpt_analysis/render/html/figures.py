@@ -11,8 +11,8 @@ FIGURES: tuple[Figure, ...] = (
         "Restart",
         "The restart over all ranks",
         restart.draw,
-        "What each rank did from the failure to its first step, phase by phase; the line is the critical path, which "
-        "goes on with the rank that was waited for.",
+        "What each rank did from the failure, or the start of the first process, to its first step, phase by phase; "
+        "the line is the critical path, which goes on with the rank that was waited for.",
         ("critical path", "restart", "time to first step"),
     ),
     Figure(

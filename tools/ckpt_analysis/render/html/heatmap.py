@@ -10,6 +10,7 @@ import polars as pl
 
 from ....common.formatting import plural, seconds
 from ....common.tables import Column, numbers, times
+from ...common.phase_kinds import SYNCHRONISING, WAITING
 from ...findings.comparisons import largest_excess, slow_ranks
 from ...metrics.results import Stats
 from ..content import Content, Plot, Table, Variant, missing, table
@@ -18,7 +19,7 @@ from .colours import MARK
 from .plots import MARGIN, axis, matrix
 from .run_data import RunData, title_of
 
-MEETINGS = ("barrier", "rendezvous")  # phases in which a rank waits for the last one
+MEETINGS = {*WAITING} & {*SYNCHRONISING}  # phases in which a rank does nothing but wait for the last one
 COLUMNS = 1024  # of the map: what a screen shows. More ranks share columns
 _TICKS = 12
 _MAP = 0.93  # of the plot's height; marks are above

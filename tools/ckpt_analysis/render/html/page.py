@@ -31,7 +31,7 @@ from ..questions import questions
 from ..storage import storage_text
 from ..sweep import View
 from ..targets import COLUMNS as TARGETS
-from . import comparison, sweep
+from . import budget, comparison, sweep
 from .figures import FIGURES
 from .run_data import choose
 
@@ -113,6 +113,7 @@ def _first_page(report: Report, name: str, worth: Mapping[int, Answer] = Mapping
         "answer": answer(report),
         "engine": ", ".join(report.engine_names) or "not recorded",
         "numbers": headline(report),
+        "budget": budget.bar_of(report.budget) if report.budget else None,
         "targets": _targets(report.targets),
         "state": _state(report.problems),
         "problems": shown,
@@ -164,6 +165,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("Ranks", present + "".join(incomplete[-4:])),
         ("Cycles", f"{len(report.cycles)}, of them {plural(len(report.restarts), 'restart')}"),
         ("Saves", f"{len(report.complete_saves)} of {len(report.saves)} complete"),
+        *([("Saves of weights", f"{len(report.weights)}, no checkpoints")] if report.weights else []),
         ("Versions", ", ".join(facts.versions)),
     ]
 
@@ -195,9 +197,7 @@ def _render(
     sections = {rule.name: figure for rule in RULES for figure, _ in figures if figure.name == rule.figure}
     used = {term for figure, _ in figures for term in figure.terms}
     if labels is None:
-        labels = [
-            f"{page['name']}: {label}" if page["name"] else label for page in first_pages for label in page["labels"]
-        ]
+        labels = _labels(first_pages)
     return environment.get_template("report.html.j2").render(
         title=title,
         verdict=verdict,
@@ -213,6 +213,19 @@ def _render(
         script=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
         plotly=Markup(plotly_javascript()),
     )
+
+
+def _labels(first_pages: list[dict[str, Any]]) -> list[str]:
+    """What must be known before a number is read, each once, with the names of the runs that it is true of."""
+    names: dict[str, list[str]] = {}
+    for page in first_pages:
+        for label in page["labels"]:
+            names.setdefault(label, []).append(page["name"])
+    told = []
+    for label, runs in names.items():
+        of = "all runs" if len(runs) == len(first_pages) > 1 else ", ".join(filter(None, runs))
+        told.append(f"{of}: {label}" if of else label)
+    return told
 
 
 def _plots_json(plots: dict[str, Plot]) -> str:

@@ -11,7 +11,7 @@ from ...sweeps.groups import NO_ENGINE
 from .. import sweep as tables
 from ..content import Content, Figure, Plot, missing, plot, table
 from ..sweep import Ceiling, Line, View
-from .colours import SERIES
+from .colours import NEUTRAL, SERIES
 from .plots import bar, lanes, layout, line
 
 
@@ -104,14 +104,14 @@ def _frequency(view: View) -> Content:
             series.setdefault(name, []).append((interval, 100 * share))
     series = {name: points for name, points in series.items() if len(points) > 1}
     if not series:
-        return missing("Checkpoint frequency was not varied: no training has two values of save_interval.")
+        return missing("The save interval was not varied: no training has two values of save_interval.")
     data = [
         line(name, SERIES[index % len(SERIES)], x=[x for x, _ in sorted(points)], y=[y for _, y in sorted(points)])
         for index, (name, points) in enumerate(series.items())
     ]
     title = "Share of training that saves block"
     drawn = plot(title, data, layout(360, x="iterations between saves", y="% of training time"), _said(title, lines))
-    return Content([drawn], [table("Blocked share by checkpoint frequency", tables.FREQUENCY, lines)])
+    return Content([drawn], [table("Blocked share by save interval", tables.FREQUENCY, lines)])
 
 
 def _iterations(view: View) -> Content:
@@ -137,33 +137,52 @@ def _times(view: View, shown: Sequence[Column[Line]], caption: str, metrics: dic
     if not lines:
         return missing(otherwise)
     drawn = [
-        _bars(view, title, "s", view.having(metric), lambda one, metric=metric: one.median(metric))
+        _bars(view, title, "s", view.having(metric), lambda one, metric=metric: one.median(metric), metric)
         for metric, title in metrics.items()
     ]
     return Content([one for one in drawn if one], [table(caption, shown, lines)])
 
 
 def _bars(
-    view: View, title: str, unit: str, lines: Sequence[Line], value: Callable[[Line], float | None]
+    view: View,
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    value: Callable[[Line], float | None],
+    metric: str | None = None,
 ) -> Plot | None:
-    """A bar for each engine in each group; None without a value."""
+    """A bar for each engine in each group, with the range of the values of `metric`; None without a value."""
     engines = list(dict.fromkeys(one.engine for one in view.lines))
     data: list[dict[str, Any]] = []
     for index, engine in enumerate(engines):
-        points = [
-            (one.group.title, found) for one in lines if one.engine == engine and (found := value(one)) is not None
-        ]
-        if points:
-            y, x = zip(*points, strict=True)
-            hover = [f"{engine}, {name}: {found:.4g} {unit}" for name, found in points]
+        shown = [one for one in lines if one.engine == engine and value(one) is not None]
+        if shown:
+            y, x = [one.group.title for one in shown], [value(one) or 0.0 for one in shown]
+            hover = [f"{engine}, {name}: {found:.4g} {unit}" for name, found in zip(y, x, strict=True)]
+            ranges = {} if metric is None else {"error_x": _ranges(shown, metric)}
             # Bars of a group are drawn from below: the first engine comes last, in the legend first.
-            data.insert(0, bar(engine, SERIES[index % len(SERIES)], x=x, y=y, hover=hover))
+            data.insert(0, bar(engine, SERIES[index % len(SERIES)], x=x, y=y, hover=hover, **ranges))
     if not data:
         return None
     names = list(dict.fromkeys(one.group.title for one in lines if value(one) is not None))
     drawn = lanes(names, 14 * len(data) + 14, 105, x={"s": "seconds"}.get(unit, unit), barmode="group")
     drawn["legend"] |= {"traceorder": "reversed"}
     return plot(title, data, drawn, _said(title, lines))
+
+
+def _ranges(lines: Sequence[Line], metric: str) -> dict[str, Any]:
+    """From the median of each line to the least and the most of its values."""
+    found = [cell for one in lines if (cell := one.group.value(one.engine, metric)) is not None]
+    medians = [cell.median or 0.0 for cell in found]
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [max(cell.values) - median for cell, median in zip(found, medians, strict=True)],
+        "arrayminus": [median - min(cell.values) for cell, median in zip(found, medians, strict=True)],
+        "color": NEUTRAL,
+        "thickness": 1.5,
+        "width": 4,
+    }
 
 
 def _said(title: str, lines: Sequence[Line]) -> str:
@@ -184,13 +203,13 @@ def _gigabytes(view: View, one: Line) -> float | None:
 
 FIGURES: tuple[Figure, ...] = (
     Figure(
-        "sweep-saves", "Saves", "Time to save, by strategy and model", _saves,
+        "sweep-saves", "Saves", "Time to save, by engine and model", _saves,
         "Medians over the repeats, each repeat's own median; n is the number of repeats. The first save of a process "
         "is left out: of a replay always, of a training where at least three are left.",
         ("blocked time", "durable"),
     ),
     Figure(
-        "sweep-restarts", "Restarts", "Time to load and to restart, by strategy and model", _restarts,
+        "sweep-restarts", "Restarts", "Time to load and to restart, by engine and model", _restarts,
         "Medians over the repeats. A replay loads in a new process, cold and warm apart; a restart is that of all "
         "ranks after the fault, and its load is as warm as the configuration says.",
         ("wall time", "time to first step", "restart", "lost work"),
@@ -215,7 +234,7 @@ FIGURES: tuple[Figure, ...] = (
         ("operation",),
     ),
     Figure(
-        "sweep-frequency", "Frequency", "Blocked share by checkpoint frequency", _frequency,
+        "sweep-frequency", "Save interval", "Blocked share by save interval", _frequency,
         "Share of the training time that all saves of a run block, for each number of iterations between saves.",
         ("blocked share",),
     ),

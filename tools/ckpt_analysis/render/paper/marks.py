@@ -54,6 +54,9 @@ def draw_bars(
     }
     if across:
         axes.barh(places, lengths, height=widths, left=begins, **look)
+        if "error_x" in trace:
+            ends = [trace["error_x"]["arrayminus"], trace["error_x"]["array"]]
+            axes.errorbar(lengths, places, xerr=ends, fmt="none", ecolor="#777777", elinewidth=1.1, capsize=3, zorder=3)
     else:
         axes.bar(places, lengths, width=widths, bottom=begins, **look)
     for text, place, begin, length in zip(trace.get("text", []), places, begins, lengths, strict=False):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata as library_metadata
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.dcp import engine as dcp_engine
-from megatron.checkpointing.engines.dcp.storage import Failure, Writer
+from megatron.checkpointing.engines.dcp.storage import Writer
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import Recorder, untraced_operation
@@ -147,18 +147,12 @@ class TestDcpAsyncEngine(_DcpChecks):
     engine_name = "dcp-async"
 
     def test_spans_of_writing_leave_no_time_between_them(self, tmp_path: Path, monkeypatch: Any) -> None:
-        write, finish, turn = Writer.write_data, Writer.finish, threading.Lock()
-
-        def write_in_turn(writer: Writer, *arguments: Any) -> Any:
-            turn.acquire()
-            return write(writer, *arguments)
+        finish = Writer.finish
 
         def finish_and_rest(writer: Writer, **arguments: Any) -> None:
             finish(writer, **arguments)
             time.sleep(0.02)  # as a thread does that gets no processor
-            turn.release()
 
-        monkeypatch.setattr(Writer, "write_data", write_in_turn)
         monkeypatch.setattr(Writer, "finish", finish_and_rest)
         trace, states = tmp_path / "trace.jsonl", [FileState(f"{i}.pt", {"t": torch.ones(8)}) for i in range(4)]
         recorder, engine = Recorder(JsonlSink(trace), PROCESS), create_engine(self.engine_name, EngineOptions())
@@ -168,7 +162,7 @@ class TestDcpAsyncEngine(_DcpChecks):
         spans = [record for record in read(trace) if record["type"] == "span" and not record["blocking"]]
         windows = list(dict.fromkeys((s["start_ns"], s["end_ns"]) for s in spans if s.get("file")))
         assert len(windows) == len(states)
-        assert all(begin <= end for (_, end), (begin, _) in itertools.pairwise(windows))
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(windows))
 
     def test_training_waits_for_the_copy_alone(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
@@ -219,10 +213,9 @@ class TestDcpAsyncEngine(_DcpChecks):
 
 
 def test_nothing_more_is_begun_after_an_error(tmp_path: Path) -> None:
-    failure = Failure()
-    failure.set(OSError(28, "first"))
-    failure.set(OSError(5, "second"))
-    writer = Writer(tmp_path, EngineOptions(), failure, threading.Semaphore())
+    writer = Writer(tmp_path, EngineOptions())
+    writer.failure.set(OSError(28, "first"))
+    writer.failure.set(OSError(5, "second"))
     with pytest.raises(RuntimeError, match="not written"), writer.fs.create_stream(tmp_path / "x", "wb"):
         pass
-    assert str(failure.error) == "[Errno 28] first" and not (tmp_path / "x").exists()
+    assert str(writer.failure.error) == "[Errno 28] first" and not (tmp_path / "x").exists()

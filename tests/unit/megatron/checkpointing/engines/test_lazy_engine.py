@@ -20,6 +20,7 @@ from megatron.config.errors import ConfigError
 from megatron.fileio import direct_files
 from megatron.fileio.direct_files import DirectIOError
 from megatron.fileio.page_cache import ResidentPages
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
@@ -59,7 +60,7 @@ def test_state_may_change_once_it_is_released_though_nothing_is_written(tmp_path
     for tensor in (mine[0].state["weights"], mine[1].state["optimizer"]["m"], mine[1].state["half"]):
         tensor.fill_(-1)
     mine[1].state["iteration"] = 6
-    assert not any(path.stat().st_size for path in tmp_path.iterdir())
+    assert not any(path.read_bytes().strip(b"\0") for path in tmp_path.iterdir())
     disk.set()
     check(load(tmp_path, pending.wait()), same)
 
@@ -193,6 +194,42 @@ def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
         (saved,) = engine(direct_io=mode).save(files(), directory, untraced_operation())
         with (directory / saved.name).open("rb") as file:
             assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) is cached
+
+
+def test_space_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, write_all = [], direct_files.write_all
+
+    def look_and_write(fd: int, view: memoryview, offset: int) -> None:
+        found.append(os.fstat(fd))
+        write_all(fd, view, offset)
+
+    monkeypatch.setattr(direct_files, "write_all", look_and_write)
+    (saved,) = engine(direct_io="on").save(files(), tmp_path, untraced_operation())
+    assert found and all(status.st_blocks * 512 >= saved.num_bytes for status in found)
+    assert all(status.st_size >= saved.num_bytes for status in found)
+
+
+def test_training_does_not_wait_for_space_to_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, allocate = threading.Event(), direct_files.allocate
+
+    def wait_and_allocate(fd: int, num_bytes: int) -> None:
+        assert gate.wait(300)
+        allocate(fd, num_bytes)
+
+    monkeypatch.setattr(direct_files, "allocate", wait_and_allocate)
+    trace = tmp_path / "trace.jsonl"
+    (tmp_path / "checkpoint").mkdir()
+    with Recorder(JsonlSink(trace), PROCESS).operation("save") as op:
+        pending = engine(direct_io="on").begin_save(files(), tmp_path / "checkpoint", op)
+        pending.release_state()
+        opened_ns = now_ns()
+        gate.set()
+        saved = pending.wait()
+    check(load(tmp_path / "checkpoint", saved), files())
+    spans = [record for record in read(trace) if record["type"] == "span" and record["phase"] == "flush"]
+    (reserving,) = [s for s in spans if s["thread"] == "lazy-save" and s["bytes"] == 0]
+    assert (reserving["detail"], reserving["blocking"]) == ("write", False)
+    assert reserving["end_ns"] > opened_ns
 
 
 def test_a_direct_load_goes_around_the_page_cache(tmp_path: Path) -> None:

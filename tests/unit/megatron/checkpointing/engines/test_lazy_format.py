@@ -23,7 +23,9 @@ from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.writer import cut_into_blocks
 from megatron.fileio import direct_files
+from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import untraced_operation
+from tests.unit.megatron.checkpointing.preflight.test_prefetch import forget
 
 LAZY = Path(lazy_format.__file__).parent
 NAME = "mp_rank_00_model_states.pt"
@@ -65,6 +67,17 @@ def test_the_safetensors_library_reads_every_tensor(tmp_path: Path) -> None:
             assert torch.equal(found[name].view(torch.complex128), tensor)
         else:
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_reading_a_header_reads_no_data_ahead(path_on_disk: Path) -> None:
+    """Of which another rank may have the only need, or which is read around the page cache."""
+    saved = save(path_on_disk, [FileState(NAME, {"zeros": torch.zeros(1 << 20)})])
+    path = path_on_disk / saved.name
+    forget(path)
+    header = len(lazy_header.read_header(path))
+    with path.open("rb") as file:
+        resident = ResidentPages(file.fileno())
+        assert resident.share(0, header) == 1 and resident.share(header, saved.num_bytes) == 0
 
 
 def test_data_begins_aligned_and_each_tensor_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:

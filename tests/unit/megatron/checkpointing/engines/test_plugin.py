@@ -65,15 +65,19 @@ def test_names_of_plugins_are_known(installed: Path) -> None:
         "from megatron.checkpointing.engines import registry; import sys; registry.check_engine_name('example')\n"
         "assert not {'torch', 'example_checkpoint_engine'} & set(sys.modules)\n"
         "print(registry.engine_names()[-1], registry.engine_class('example').__name__)\n"
-        "try: registry.check_engine_name('exmaple')\n"
-        "except ValueError as exc: print(exc)"
+        "for name in ('exmaple', 'example'):\n"
+        "    try: registry.check_engine_name(name, in_object_storage=True)\n"
+        "    except ValueError as exc: print(exc)"
     )
     found = python(installed, ["-c", code])
     assert found.returncode == 0, found.stderr
-    names, refusal = found.stdout.splitlines()[-2:]
+    names, refusal, stored = found.stdout.splitlines()[-3:]
     assert names == "example ExampleEngine"
     assert refusal.startswith("--checkpoint-engine exmaple: no such engine; there are: torch (")
     assert refusal.endswith("example (of example_checkpoint_engine:ExampleEngine)")
+    assert stored.startswith(
+        "--checkpoint-engine example: does not save to object storage: an engine of another package"
+    )
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ from megatron.checkpointing.engines.errors import (
 )
 from megatron.checkpointing.engines.registry import check_engine_name, create_engine, engine_names
 from megatron.checkpointing.engines.unpickling import known_classes
+from megatron.config import ConfigError
 from restart_trace.recorder import Operation, untraced_operation
+from tools.ckpt_plan import engines as planned
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -41,12 +43,37 @@ def test_engine_is_the_class_of_its_name(name: str) -> None:
         engine.close()
 
 
+def test_the_documentation_says_what_goes_with_each_engine() -> None:
+    """The first table of docs/engines.md, to which the other pages refer."""
+    table = (ROOT / "docs" / "engines.md").read_text().partition("\n| engine |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    documented = {name.strip("`"): cells for name, _, _, *cells in rows}
+    expected = {}
+    for name, entry in registry.builtin_engines().items():
+        has = (entry.redistributable, not entry.not_stored, name in planned.ENGINES)
+        expected[name] = ["yes" if it else "no" for it in has]
+    assert documented == expected
+
+
 def test_unknown_engine_lists_those_there_are() -> None:
     for refuse in (check_engine_name, lambda name: create_engine(name, EngineOptions())):
         with pytest.raises(UnknownEngineError) as caught:
             refuse("fast")
         assert str(caught.value).startswith("--checkpoint-engine fast: no such engine; there are: torch (")
         assert all(name in str(caught.value) for name in engine_names())
+
+
+@pytest.mark.parametrize("name", registry.builtin_engines())
+def test_engine_saves_to_object_storage_or_has_its_reason(name: str) -> None:
+    """That those without a reason do is tested in store/bucket/test_saving.py."""
+    check_engine_name(name)
+    if name in (there := registry.engines_of_object_storage()):
+        check_engine_name(name, in_object_storage=True)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_engine_name(name, in_object_storage=True)
+    why = f"{registry.builtin_engines()[name].not_stored}; use {', '.join(there[:-1])} or {there[-1]}"
+    assert str(caught.value) == f"--checkpoint-engine {name}: does not save to object storage: {why}"
 
 
 def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +83,7 @@ def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.M
     with pytest.raises(EngineUnavailableError) as caught:
         create_engine("absent", EngineOptions())
     assert "package package_that_is_not_there is not installed" in str(caught.value)
-    assert "use one of: torch, lazy" in str(caught.value)
+    assert f"use one of: {', '.join(registry.builtin_engines())}" in str(caught.value)
 
 
 def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +95,7 @@ def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(m
             refuse("absent")
         assert str(caught.value).startswith(
             "--checkpoint-engine absent: package not_there is not installed; install it (pip install it), or use "
-            "another engine: torch, lazy"
+            f"another engine: {', '.join(registry.builtin_engines())}"
         )
 
 

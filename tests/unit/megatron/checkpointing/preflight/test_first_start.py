@@ -70,6 +70,15 @@ def test_a_later_start_has_no_flag_of_the_first(tmp_path: Path, flags: dict[str,
     assert not goes_on(later_start(mine))  # which resumes by itself: nothing is passed over
 
 
+def test_a_later_start_from_a_directory_has_no_flag_of_object_storage(tmp_path: Path) -> None:
+    """Which --load of the first start needed: without it they would be refused."""
+    mine = dataclasses.replace(
+        options(tmp_path), load="s3://bucket/pretrained", storage_cache=str(tmp_path / "cache"), storage_deadline=5
+    )
+    saved_by(mine)
+    assert goes_on(mine) and later_start(mine) == options(tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize("env", [{}, *AGAIN], ids=["no word", "in place", "requeued"])
 def test_a_run_that_begins_from_iteration_0_among_checkpoints_of_others(tmp_path: Path, env: dict[str, str]) -> None:
     """By the flag that its checkpoints keep they are told from those of the others, so a restart goes on from them."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpointing.reshard.direct import spread
 from megatron.checkpointing.reshard.gathering import by_broadcasts
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, slice_runs, subtract
@@ -261,11 +260,6 @@ def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamagedError, match=f"{path}: ends at byte 5000"):
         short = Reading([transfer], {path: 9000}, "auto", None)
         short.run({0: short.share()}, 0, untraced_operation())
-
-
-def test_what_replicas_share_is_spread_evenly() -> None:
-    assert spread([1, 8, 2, 5, 4], 2) == [1, 0, 0, 1, 1]
-    assert spread([3, 3], 1) == [0, 0] and spread([], 4) == []
 
 
 def test_weights_are_broadcast_where_gathering_them_takes_new_memory() -> None:

@@ -15,6 +15,7 @@ from megatron.checkpointing.save.background import THREAD_NAME, BackgroundSave, 
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
 from restart_trace.sink import JsonlSink
+from tests.dist.harness import HANGS_S
 from tests.unit.trace_helpers import PROCESS, read
 
 
@@ -43,9 +44,9 @@ class Pending(PendingSave):
 class Job:
     """A trace, and saves that end when they are let."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sink: type[JsonlSink] = JsonlSink) -> None:
         self.path = path
-        self.recorder = Recorder(JsonlSink(path), PROCESS)
+        self.recorder = Recorder(sink(path), PROCESS)
         self.saves = BackgroundSaves()
         self.may_end = threading.Event()
         self.pending = Pending()
@@ -107,6 +108,32 @@ def test_drain_is_a_blocking_span_within_the_operation_of_the_save(waited_for_jo
     assert span["duration_ns"] <= save.blocked_ns < end["end_ns"] - end["start_ns"]
     assert job.pending.released == ["MainThread"]
     assert job.pending.waiting == [True, False]
+
+
+def test_a_save_is_over_though_its_end_cannot_be_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(JsonlSink):
+        def write(self, record: dict[str, Any]) -> bool:
+            if record["type"] == "operation_end":
+                raise OSError("the trace is broken")
+            return super().write(record)
+
+    job = Job(tmp_path / "trace.jsonl", Broken)
+    job.may_end.set()
+    save = job.begin()
+    assert save.wait_at_most(HANGS_S)
+    job.saves.drain()
+    assert job.saves.finished() == [save] and save.error is None
+    assert "the end of the save of step 1 is missing in the trace" in caplog.text
+
+
+def test_there_is_no_pending_save_without_its_thread(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+        patched.setattr(threading.Thread, "start", refused)
+        job.begin()
+    assert job.saves.drain_after_error(0.0)
 
 
 def test_next_save_waits_in_its_own_operation(waited_for_job: Job) -> None:

@@ -1,17 +1,37 @@
-"""FusedAdam's state, which upstream saves on CUDA, goes on in torch's Adam with the same rule and the same step."""
+"""What of a checkpoint's progress goes on; and FusedAdam's state, which upstream saves on CUDA, in torch's Adam."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.state.restore import convert_adam_state
+from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.state.restore import convert_adam_state, restore_progress
+from megatron.config import CheckpointConfig, Config
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("flag", ["", "reset_iteration", "no_load_lr_state", "finetune"])
+def test_what_goes_on_of_a_checkpoints_progress(flag: str) -> None:
+    """None of it with --finetune; with --reset-iteration the schedule alone, with --no-load-lr-state all else."""
+    engine, schedules = SimpleNamespace(global_steps=0, global_samples=0, skipped_steps=0), []
+    engine.lr_scheduler = SimpleNamespace(load_state_dict=schedules.append)
+    args = SimpleNamespace(consumed_train_samples=40, consumed_valid_samples=3, indexed_samples=(80, 8, 8))
+    counts = {"global_steps": 6, "global_samples": 48, "skipped_steps": 1}
+    common = {"args": args, "iteration": 5, "lr_scheduler": {"num_steps": 5}} | counts
+    given: dict[str, Any] = {flag: True} if flag else {}
+    options = CheckpointConfig(load="/a", **given)
+    progress = restore_progress(engine, common, cast(Config, SimpleNamespace(checkpoint=options)))
+    goes_on = flag in ("", "no_load_lr_state")
+    assert progress == (Progress(5, 40, 3, (80, 8, 8)) if goes_on else Progress())
+    assert [getattr(engine, name) for name in counts] == ([6, 48, 1] if goes_on else [0, 0, 0])
+    assert schedules == ([{"num_steps": 5}] if flag in ("", "reset_iteration") else [])
 
 
 def fused(step_in_state: bool) -> dict[str, Any]:

@@ -152,6 +152,8 @@ def test_temporary_file_of_latest_that_is_no_file(tmp_path: Path) -> None:
         ({"sequence": None}, "sequence: must be a whole number from 0"),
         ({"manifest_version": True}, "manifest version True, and only 1 is known"),
         ({"engine": ["torch"]}, "engine: must be printable text, and is ['torch']"),
+        ({"engine": "torch\x1b[2J"}, r"engine: must be printable text, and is 'torch\x1b[2J'"),
+        ({"engine": ""}, "engine: must be printable text, and is ''"),
         ({"layout": [1, 1, 1]}, "layout: must be an object, and is [1, 1, 1]"),
         ({"layout": {"tp": 2, "pp": 1}}, "layout: dp is missing"),
         ({"layout": {"tp": 2, "pp": 1, "dp": 0}}, "layout: dp: must be a whole number from 1"),

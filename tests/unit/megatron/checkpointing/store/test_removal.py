@@ -89,6 +89,21 @@ def test_all_ranks_remove_and_nothing_is_left(tmp_path: Path, folder: bool) -> N
     assert len(Manifest.of(tmp_path / "global_step5").files) == RANKS
 
 
+def test_a_checkpoint_in_use_is_removed_after_the_save_that_follows_its_use(tmp_path: Path) -> None:
+    """Until then it is there beside those that are kept; it counts among them while it is new enough."""
+    engine, identity = BytesEngine(EngineOptions(fsync=False)), CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {})
+    writer = CheckpointWriter(engine, ControlPlane(0, 1), untraced_recorder(), identity, "g1")
+    there = []
+    writer.in_use.add(tmp_path / "global_step1")
+    for step in (1, 2, 3, 4):
+        if step == 4:
+            writer.in_use.clear()
+        writer.save(SaveDirectory(tmp_path, keep_last=1), step, lambda step=step: [FileState("a.pt", b"%d" % step)])
+        writer.close()
+        there.append([name.removeprefix("global_step") for name in directories(tmp_path)])
+    assert there == [["1"], ["1", "2"], ["1", "3"], ["4"]]
+
+
 def test_checkpoints_of_another_layout_go_too(tmp_path: Path) -> None:
     launch(tmp_path, 3, [1, 2, 3])
     launch(tmp_path, 2, [4, 5], ranks=2)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.parts import MIB, download_requests, range_bytes, range_requests, upload_requests
 from megatron.fileio.objects.s3 import Bucket
 from tests.faults.injection import Fault, Traced, run_traced
-from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of, serving
+from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, Session, environment_of, serving
 from tools.restart_drill.storage_proxy import BUCKET_REGION
 
 pytestmark = pytest.mark.slow  # an S3 server is started
@@ -220,6 +221,23 @@ def test_what_does_not_pass_is_told_and_leaves_nothing(
     assert bucket.unfinished_uploads("never/") == [] and list(bucket.list("never/")) == []
 
 
+def test_a_store_that_says_to_slow_down_is_given_longer(server: Server) -> None:
+    """It is there: where more hosts save than it takes requests of, some wait longer than for one that is away."""
+    deadline_s, begun = 3.0, list[float]()
+
+    def fault(request: Request) -> str | None:
+        begun.append(time.monotonic())
+        return "503" if begun[-1] - begun[0] < 1.1 * deadline_s else None
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        bucket = Bucket(BUCKET, deadline_s=deadline_s)
+        bucket.put("slow/object", b"content")
+        assert bucket.traffic.retries == bucket.traffic.throttled == len(proxy.seen) - 1 > 0
+        begun.clear()
+        with pytest.raises(ObjectStoreError, match="within 1 s"):
+            bucket.with_deadline(1).put("slow/object", b"content")
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -234,6 +252,72 @@ def test_what_the_store_refuses_at_the_start_is_told_at_once(server: Server, wha
         Bucket(BUCKET).check_reachable("p/")
     assert str(caught.value).startswith(f"s3://{BUCKET}/p/: {told}")
     assert len(proxy.seen) <= 3  # botocore asks where the bucket is, if that is the question
+
+
+def test_credentials_that_expire_during_an_upload_are_looked_for_once_more(
+    server: Server, tmp_path: Path, large: Path
+) -> None:
+    """A file of a profile may have new ones. If it does not yet, the upload fails, and a later one finds them."""
+    session, valid = Session(tmp_path / "credentials"), 1
+    session.renew()
+
+    def fault(request: Request) -> str | None:
+        return "expired" if session.is_expired(request, valid) else None
+
+    proxy = FaultProxy(server, fault)
+    with proxy.running(), environment_of(session.environment(proxy)):
+        bucket = Bucket(BUCKET, threads=2)
+        upload = bucket.begin_upload("session/large")
+        sent = [bucket.send_part("session/large", upload, 1, 0, LARGE[: 8 * MIB], threading.Event())]
+        session.renew()
+        valid = 2
+        for number, start in ((2, 8 * MIB), (3, 16 * MIB)):
+            part = LARGE[start : start + 8 * MIB]
+            sent.append(bucket.send_part("session/large", upload, number, start, part, threading.Event()))
+        assert bucket.finish_upload("session/large", upload, sent, len(LARGE)).crc32 == crc32(LARGE)
+        assert bucket.traffic.retries == 1
+        valid = 3
+        with pytest.raises(ObjectStoreError, match="s3://checkpoints/session/.* expired .*; renew them"):
+            bucket.upload_file(large, "session/again")
+        session.renew()
+        assert bucket.upload_file(large, "session/again").crc32 == crc32(LARGE)
+
+
+@pytest.mark.parametrize("request_by", ["get", "head"])
+@pytest.mark.parametrize(
+    "written",
+    ["", "[defa", "[default]\naws_access_key_id = ASIASESSION2\n", "[default]\naws_secret_access_key = se\n",
+     "[default]\naws_access_key_id = ASIASESSION2\naws_secret_access_key = se\n"],
+    ids=["nothing", "no section", "no secret", "no key", "no token"],
+)  # fmt: skip
+def test_credentials_in_a_file_that_is_being_written_are_looked_for_again(
+    server: Server, tmp_path: Path, written: str, request_by: str
+) -> None:
+    """By the next call, whatever the store says of a part of them. An answer to HEAD says nothing but the status."""
+    session, valid = Session(tmp_path / "credentials"), 1
+    session.renew()
+
+    def fault(request: Request) -> str | None:
+        if "X-Amz-Security-Token" not in request.headers:
+            return "unknown-key"
+        return "expired" if session.is_expired(request, valid) else None
+
+    proxy = FaultProxy(server, fault)
+    with proxy.running(), environment_of(session.environment(proxy)):
+        bucket = Bucket(BUCKET, threads=2)
+        bucket.put("session/small", b"x")
+
+        def ask() -> object:
+            return bucket.get("session/small", 1) if request_by == "get" else bucket.head("session/small")
+
+        ask()
+        valid = 2
+        session.path.write_text(written)
+        for _ in range(2):
+            with pytest.raises(ObjectStoreError, match="s3://checkpoints/session/small"):
+                ask()
+        session.renew()
+        ask()
 
 
 @pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
@@ -261,7 +345,7 @@ def test_what_the_credentials_do_not_allow_is_told(server: Server, allowed: list
     with server.allowing(allowed) as environment, environment_of(environment):
         bucket = Bucket(BUCKET)
         steps = {
-            "listing": lambda: bucket.check_reachable("iam/"),
+            "listing": lambda: list(bucket.list("iam/")),
             "writing": lambda: bucket.put("iam/object", b"x"),
             "reading": lambda: bucket.get("iam/object", 10),
             "removing": lambda: bucket.delete(["iam/object"]),

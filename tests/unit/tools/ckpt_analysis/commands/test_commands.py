@@ -24,6 +24,7 @@ from tools.ckpt_analysis.common.progress import Progress
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.frame import Frames, make_frames
 from tools.ckpt_analysis.report_frames import SUMMARY
+from tools.ckpt_analysis.trace_analysis import TraceAnalysis
 from tools.common.cli import parse_rank_ranges
 
 
@@ -32,6 +33,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("commands") / "run"
     write_run(directory, Shape(ranks=16, saves=4, asynchronous=True))
     return directory
+
+
+@pytest.fixture(scope="module")
+def opened(run: Path) -> TraceAnalysis:
+    return open_trace(run)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
 # summary
 
 
+@pytest.mark.slow
 def test_summary_tells_what_its_numbers_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path)
     for form in ("table", "markdown", "csv"):
@@ -244,8 +251,8 @@ def test_list_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_export(run: Path, tmp_path: Path, table: str) -> None:
-    expected = getattr(open_trace(run), table)()
+def test_export(run: Path, opened: TraceAnalysis, tmp_path: Path, table: str) -> None:
+    expected = getattr(opened, table)()
     assert expected.height > 0 or table == "problems"
     for ending in ("parquet", "csv"):
         path = tmp_path / f"{table}.{ending}"
@@ -257,8 +264,8 @@ def test_export(run: Path, tmp_path: Path, table: str) -> None:
     assert text.select(whole).equals(expected.select(pl.col(whole).cast(pl.String)))
 
 
-def test_exported_spans_say_all_they_belong_to(run: Path) -> None:
-    spans = open_trace(run).spans()
+def test_exported_spans_say_all_they_belong_to(opened: TraceAnalysis) -> None:
+    spans = opened.spans()
     row = spans.filter((pl.col("rank") == 9) & (pl.col("phase") == "flush")).row(0, named=True)
     assert (row["tp"], row["pp"], row["dp"], row["host"]) == (1, 1, 0, "node0001")
     assert (row["tag"], row["step"], row["engine"]) == ("global_step2", 2, "TorchCheckpointEngine")

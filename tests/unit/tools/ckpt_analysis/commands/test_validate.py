@@ -23,6 +23,12 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
     return capsys.readouterr().out
 
 
+def test_a_sweep_that_is_not_there_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mlperf.zip"
+    assert main(["validate", "--mlperf", str(path)]) == 2
+    assert f"--mlperf {path}: does not exist" in capsys.readouterr().err
+
+
 def test_validate_finds_nothing_in_a_sound_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     write_run(run, Shape(ranks=16, saves=4, asynchronous=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_engines_by_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert "/dev/shm (ext4): lazy blocks training 800 times shorter than torch; lazy is durable 80 times" in verdict
     assert "Times by storage: less is better" in page.read_text()
+    assert re.findall(r'<p class="label">(.*?)</p>', page.read_text()) == ["all runs: a replay of 2 of 64 ranks"]
     assert main(["compare", "--format", "markdown", *words]) == 0
     assert "| durable_s | lazy | 1.1 (5) | 0.11 (5) |" in capsys.readouterr().out
     undurable = [replay(tmp_path / f"{place}.json", place) for place in ("a", "b")]
@@ -117,6 +119,31 @@ def test_replays_of_one_name_are_repeats(tmp_path: Path, capsys: pytest.CaptureF
     assert [len(variant["directories"]) for variant in found["variants"]] == [3, 3]
 
 
+@pytest.mark.parametrize(("hosts", "said"), [(4, {"ran": 4, "times": 2}), (1, {"ran": 1, "times": 8}), (None, None)])
+def test_a_projection_starts_from_the_hosts_of_the_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: int | None, said: dict[str, int] | None
+) -> None:
+    path = tmp_path / "disk.json"
+    replay(path)
+    content = json.loads(path.read_text())
+    assert content.pop("hosts") == 1
+    path.write_text(json.dumps(content | ({} if hosts is None else {"hosts": hosts})))
+    words = ["project", str(path), "--engine", "lazy", "--nodes", "8", "--mtbf-hours", "1000", "--format", "json"]
+    assert main([*words, "--restart-seconds", "1", "--step-seconds", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = {"unit": "nodes", "asked": 8, "too_far": False}
+    assert found["extrapolated"] == ([] if said is None else [row | said])
+    assert {row["times_what_ran"] for row in found["rows"]} == {None if said is None else said["times"]}
+
+
+@pytest.mark.parametrize("hosts", [0, -1, "two", 1.5])
+def test_hosts_that_are_no_number_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: object
+) -> None:
+    assert main(["compare", replay(tmp_path / "disk.json", hosts=hosts)]) == 2
+    assert f"is not as ckpt-replay writes it: ValueError({f'{hosts!r} hosts'!r})" in capsys.readouterr().err
+
+
 def test_what_failed_or_was_not_durable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "disk.json"
     replay(path)
@@ -131,6 +158,25 @@ def test_what_failed_or_was_not_durable(tmp_path: Path, capsys: pytest.CaptureFi
     assert rows["committed_s"] == [None, pytest.approx(1.1)] and "durable_s" not in rows
     assert rows["load_cold_s"] == [None, pytest.approx(1.1)]
     assert any("1 of 1 saves did not end well" in note for note in found["notes"])
+
+
+def test_a_gap_in_a_table_by_storage_has_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [replay(tmp_path / f"{place}.json", f"/{place}") for place in ("disk", "shm")]
+    for path in map(Path, words):
+        content = json.loads(path.read_text())
+        lazy = content["engines"]["lazy"]
+        lazy["in_memory_s"], lazy["durable_s"] = lazy["durable_s"], None
+        if path.stem == "shm":
+            for engine in content["engines"].values():
+                engine["load_cold_s"], engine["not_measured"] = None, {"load_cold_s": "tmpfs is its own page cache"}
+        path.write_text(json.dumps(content))
+    assert main(["compare", *words]) == 0
+    table = capsys.readouterr().out
+    rows = [line.split() for line in table.splitlines() if line.split()[:1] == ["in_memory_s"]]
+    assert rows == [["in_memory_s", "lazy", "1.1", "(5)", "1.1", "(5)"]]
+    notes = " ".join(table.split())
+    assert "No load_cold_s of C and D: tmpfs is its own page cache." in notes
+    assert "No durable_s of B and D: its saves are in memory alone: see in_memory_s." in notes
 
 
 def test_project_takes_whole_ranks_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

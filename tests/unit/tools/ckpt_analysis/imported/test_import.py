@@ -13,9 +13,11 @@ import pytest
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import PARAMETERS, LogOptions, files_of, upstream_log
 from tests.unit.tools.ckpt_plan.test_ckpt_plan import study_listing
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.commands.import_ import EXAMPLES
 from tools.ckpt_analysis.common.errors import CouldNotRunError
 from tools.ckpt_analysis.imported.file import read_run, write_run
-from tools.ckpt_analysis.imported.importer import import_log
+from tools.ckpt_analysis.imported.formats import PROGRAMS
+from tools.ckpt_analysis.imported.importer import EXPECTED, import_log
 from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.ingest.discover import LogDirectoryError
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -338,3 +340,11 @@ class TestALogOfTheStudysSize:
         waits = [save.wait.max_s for save in run.saves if save.wait]
         assert waits == [3.1] * 29
         assert run.saves[-1].drain is not None and run.saves[-1].drain.max_s == 3.1
+
+
+def test_texts_for_users_name_whose_logs_can_be_read() -> None:
+    docs = Path(__file__).resolve().parents[5] / "docs"
+    texts = {"EXPECTED": EXPECTED, "EXAMPLES": EXAMPLES}
+    texts |= {page: (docs / page).read_text() for page in ("importing.md", "guides/trace_your_job.md")}
+    for program in PROGRAMS:
+        assert [name for name, text in texts.items() if program not in text] == [], f"these do not name {program}"

@@ -64,6 +64,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.one_of(WORDS, st.text(max_size=8)), max_size=8).map(" ".join), max_size=12))
 def test_lines_torn_and_mixed_never_crash_it(lines: list[str]) -> None:

@@ -53,6 +53,7 @@ with profile(
 """
 
 
+@pytest.mark.slow
 def test_a_trace_that_torch_writes(tmp_path: Path) -> None:
     """Saves and loads are within the program's own clock, and are most of it."""
     done = subprocess.run(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from restart_trace.schema import type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import kinds, result
-from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, write_trace
 
 Record = dict[str, Any]
 
@@ -25,6 +30,12 @@ def _of(operation: str, records: list[Record], record_type: str | None = None) -
     """Records of the operations of this kind."""
     ops = {r["op"] for r in records if r.get("type") == "operation_begin" and r["operation"] == operation}
     return [r for r in records if r.get("op") in ops and record_type in (None, r.get("type"))]
+
+
+def _both_of(operation: str, name: str, records: list[Record]) -> list[Record]:
+    """Begins and ends of these operations of rank RANK."""
+    mine = _in(f"rank_{RANK:05}", name, records)
+    return [*_of(operation, mine, "operation_begin"), *_of(operation, mine, "operation_end")]
 
 
 def _in(part: str, name: str, records: list[Record]) -> list[Record]:
@@ -42,6 +53,8 @@ ABSENT: dict[str, Callable[[str, list[Record]], list[Record]]] = {
     "an end of each save": lambda name, records: _of("save", _in(f"rank_{RANK:05}", name, records), "operation_end"),
     "ends of loads": lambda name, records: _of("load", records, "operation_end"),
     "an end of a load": lambda name, records: _of("load", _in(f"rank_{RANK:05}", name, records), "operation_end"),
+    "a rank of each save": lambda name, records: _both_of("save", name, records),
+    "a rank of a load": lambda name, records: _both_of("load", name, records),
     "commits": lambda name, records: [r for r in records if r.get("phase") == "commit"],
     "failures": lambda name, records: [r for r in records if r.get("operation") == "failure"],
     "the supervisor": lambda name, records: _in("supervisor", name, records),
@@ -63,6 +76,8 @@ DEPENDENT = {
     "an end of each save": [f"saves.{name}" for name in (*_MOVED, "durable_s", "blocked_GBps")],
     "ends of loads": ["loads.wall", "loads.load_s", *(f"loads.{name}" for name in _MOVED)],
     "an end of a load": [f"loads.{name}" for name in _MOVED],
+    "a rank of each save": [f"saves.{name}" for name in (*_MOVED, "durable_s", "blocked_GBps", "io_GBps")],
+    "a rank of a load": [f"loads.{name}" for name in (*_MOVED, "io_GBps")],
     "commits": ["saves.committed_s", "saves.durable_s"],
     "failures": _OF_FAILURES,
     "the supervisor": _OF_FAILURES,
@@ -85,25 +100,32 @@ def values(report: Any, path: str) -> list[Any]:
     return [value for part in parts for value in values(part, rest)] if rest else parts
 
 
-def strip(directory: Path, absent: tuple[str, ...]) -> None:
-    """Take records out of a trace; a file without records goes, too."""
+def strip(directory: Path, absent: Iterable[str], others: Callable[[], bool] = lambda: False) -> None:
+    """Take records out of a trace, and each other one for which `others` says so; a file without records goes, too.
+
+    The first of a file stays, what begins an operation, and what ends a start: see KINDS.
+    """
     for path in directory.glob("*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             if record.get("phase") == COMPILED:
                 record["phase"] = "compile"
         out = {id(record) for name in absent for record in ABSENT[name](path.name, records)}
-        kept = [record for record in records if id(record) not in out]
+        stay = [*records[:1], *(r for r in records if r.get("type") == "operation_begin")]
+        stay += _of("startup", records, "operation_end")
+        kept = [r for r in records if id(r) not in out and (r in stay or not others())]
         path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in kept))
         if not kept:
             path.unlink()
 
 
 # But for a start of our own trainer of which nothing tells that it ended: see the last but one test.
+KINDS = [name for name in ABSENT if name != "ends of starts"]
+# `slow`: a quick run takes each kind by itself; a pair shows besides that what two lack adds up.
 SUBSETS = [
-    subset
+    pytest.param(subset, marks=[pytest.mark.slow] if size == 2 else [])
     for size in (0, 1, 2)
-    for subset in itertools.combinations([name for name in ABSENT if name != "ends of starts"], size)
+    for subset in itertools.combinations(KINDS, size)
 ]
 
 
@@ -119,6 +141,22 @@ def test_no_figure_that_depends_on_an_absent_record_is_a_number(tmp_path: Path, 
             assert set(map(str, found)) <= {"None"}, path
         elif path != "restarts.failure_to_caught_up_s":  # also depends on what `absent` may contain
             assert found and None not in found, path
+
+
+@pytest.mark.nightly(minutes=4)
+@settings(max_examples=int(os.environ.get("EXAMPLES", "300")))
+@given(st.sets(st.sampled_from(KINDS), min_size=1), st.sampled_from([0, 0.02, 0.1, 0.5, 0.9]), st.integers(0, 1 << 30))
+def test_nor_if_any_others_are_absent_too(absent: set[str], share: float, seed: int) -> None:
+    """Any kinds of records, and of the others each with a probability of `share`."""
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        write_trace(Path(directory))
+        strip(Path(directory), sorted(absent), lambda: generator.random() < share)
+        if not list(Path(directory).glob("rank_*")):
+            return
+        report = result(Path(directory))
+    for path in {path for name in absent for path in DEPENDENT[name]}:
+        assert set(map(str, values(report, path))) <= {"None"}, path
 
 
 def test_a_job_without_observed_steps_is_told_how_to_tell_them(tmp_path: Path) -> None:
@@ -140,6 +178,42 @@ def test_our_own_trainer_without_a_step_made_none(tmp_path: Path) -> None:
     report = result(tmp_path)
     assert "steps_not_observed" not in kinds(report)
     assert report["budget"]["training_s"] == 0
+
+
+def rewrite(directory: Path, files: str, change: Callable[[str, list[Record]], list[Record]]) -> None:
+    """Put `change` of the name and the records of each of these files into their place."""
+    for path in directory.glob(files):
+        records = change(path.name, [json.loads(line) for line in path.read_text().splitlines()])
+        path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("files, lacking", [("rank_*_cycle_001.jsonl", [False, True]), ("rank_*", [False, False])])
+def test_of_another_job_a_rank_is_missed_in_a_save_if_it_saves_with_others(
+    tmp_path: Path, files: str, lacking: list[bool]
+) -> None:
+    """One that never does may belong to no process group that saves."""
+
+    def without(name: str, records: list[Record]) -> list[Record]:
+        out = {id(record) for record in _both_of("save", name, records)}
+        return [record for record in records if id(record) not in out]
+
+    write_trace(tmp_path, Options(instrument="hooks"))
+    rewrite(tmp_path, files, without)
+    assert [save["bytes"] is None for save in result(tmp_path)["saves"]] == lacking
+
+
+def test_saves_that_each_rank_makes_by_itself_lack_no_rank(tmp_path: Path) -> None:
+    """As of DCP with no_dist, each to a directory of its own."""
+
+    def own_tags(name: str, records: list[Record]) -> list[Record]:
+        for record in _of("save", records, "operation_begin"):
+            record["tag"] = f"{record['tag']}-{name[:10]}"
+        return records
+
+    write_trace(tmp_path, Options(instrument="hooks"))
+    rewrite(tmp_path, "rank_*", own_tags)
+    saves = result(tmp_path)["saves"]
+    assert len(saves) == 2 * RANKS and all(save["bytes"] for save in saves)
 
 
 def test_counted_steps_of_two_cycles_are_not_compared(tmp_path: Path) -> None:

@@ -305,6 +305,33 @@ def test_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len([line for line in text.splitlines() if " optimum " in line]) == 3
 
 
+@pytest.mark.slow
+def test_the_headline_says_how_far_the_nodes_are_beyond_those_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path)
+    hosts = len(analyse(load_trace(tmp_path)).report.cycles[-1].hosts)
+    words = ["project", str(tmp_path), "--mtbf-hours", "1000"]
+    assert main([*words, "--nodes", f"{hosts},{20 * hosts}"]) == 0
+    assert "at these scales; extrapolated from 8 to 160 ranks\n" in capsys.readouterr().out
+    assert main([*words, "--nodes", str(21 * hosts)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "extrapolated from 8 to 168 ranks; beyond 20 times what ran no figure is to be relied on: ranks" in text
+    assert main([*words, "--nodes", str(21 * hosts), "--format", "json"]) == 0
+    (reach,) = json.loads(capsys.readouterr().out)["extrapolated"]
+    assert reach == {"unit": "ranks", "ran": 8, "asked": 168, "times": 21, "too_far": True}
+    assert main([*words, "--nodes", str(hosts), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["extrapolated"] == []
+    assert main([*words, "--nodes", str(hosts)]) == 0  # what ran
+    text = capsys.readouterr().out
+    assert "nothing below was measured" not in text and "computed from times measured at these scales" in text
+    assert main([*words, "--nodes", f"{hosts},{21 * hosts}", "--format", "csv"]) == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert {(row["times_what_ran"], row["too_far"]) for row in rows} == {("1.0", "False"), ("21.0", "True")}
+    assert main([*command(nodes="1000"), "--format", "json"]) == 0  # nothing was measured
+    assert json.loads(capsys.readouterr().out)["extrapolated"] == []
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -338,6 +365,7 @@ def test_ranges_double() -> None:
     assert parse_counts("--nodes", "8..70,3") == [8, 16, 32, 64, 3]
 
 
+@pytest.mark.slow
 def test_a_run_of_several_engines_is_not_pooled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path)
     for path in tmp_path.glob("rank_*_cycle_001.jsonl"):

@@ -213,12 +213,22 @@ def test_learns_from_traces(runs: list[str], capsys: pytest.CaptureFixture[str])
     for name in ("table", "markdown"):
         assert main(["project", *runs, *ELSEWHERE, "--format", name]) == 0
         text = capsys.readouterr().out
-        assert "nothing below was measured" in text and "ranks 16" in text and "extrapolated" in text
+        assert "nothing below was measured; extrapolated from 8 to 16 ranks" in text and "ranks 16" in text
+        assert "is to be relied on" not in text
     assert main(["project", *runs, *ELSEWHERE, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     whole = next(row for row in rows if row["quantity"] == "restart_s" and not row["part"])
     parts = [float(row["seconds"]) for row in rows if row["quantity"] == "restart_s" and row["part"]]
     assert float(whole["seconds"]) == pytest.approx(sum(parts))
+
+
+def test_more_than_twenty_times_what_ran_is_called_so_in_the_headline(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--ranks", "16", "--checkpoint-bytes", "2e12", "--checkpoint-files", "32", "--no-cache"]
+    assert main(["project", *runs, *words]) == 0
+    title = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+    assert "extrapolated from 8 to 16 ranks, from" in title and "to 2e+12 bytes; beyond 20 times what ran" in title
 
 
 def test_takes_ranks_bytes_and_files_from_a_plan(

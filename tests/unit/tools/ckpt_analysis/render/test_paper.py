@@ -48,8 +48,8 @@ def test_a_run_and_a_comparison_are_written(
     """Each plot of the page is an SVG and a PDF file, under the name of its section."""
     first, second = map(str, traces)
     assert main(["report", first, "--figures", str(tmp_path / "run")]) == 0
-    assert re.search(r"run: 2\d figures as SVG and as PDF", capsys.readouterr().err)
     names = {path.stem for path in (tmp_path / "run").iterdir()}
+    assert f"run: {len(names)} figures as SVG and as PDF" in capsys.readouterr().err
     assert {"restart", "budget_1", "waterfall_1", "breakdown_1", "ranks_1", "timeline", "files_1", "steps"} <= names
     assert sorted(f"{name}.{suffix}" for name in names for suffix in SUFFIXES) == sorted(
         path.name for path in (tmp_path / "run").iterdir()

@@ -132,8 +132,11 @@ def _runs(tmp_path: Path) -> list[Path]:
 
 def test_names_and_labels_are_those_of_the_page(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "prometheus.md").read_text()
-    rows = re.findall(r"^\| `restart_trace_(\w+)` \| (\w+) \|([^|]*)\|", text, re.MULTILINE)
-    documented = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    rows = re.findall(r"^\| (gauge|counter|summary) \|([^|]*)\|([^|]*)\|", text, re.MULTILINE)
+    word = re.compile(r"`(\w+)`")
+    pairs = [(name, (kind, set(word.findall(held)))) for kind, held, names in rows for name in word.findall(names)]
+    documented = dict(pairs)
+    assert len(documented) == len(pairs)
     for trace in _runs(tmp_path):
         for family in families(analysis_of(trace)):
             labels = {label for _, held, _ in family.samples for label in held} - {"quantile"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.metrics.critical_path import PathPart
 from tools.ckpt_analysis.metrics.results import PhaseStats, Spread
 from tools.ckpt_analysis.project.gains import gains
+from tools.ckpt_analysis.render.answer import answer
 from tools.ckpt_analysis.render.questions import questions
 from tools.ckpt_analysis.report import Analysis, Report
 
@@ -83,6 +85,27 @@ def test_a_start_without_a_failure_is_told_from_its_first_process(analysis: Anal
     )
 
 
+def test_unattributed_time_that_is_the_largest_part_is_named_first(tmp_path: Path) -> None:
+    """In every sentence that says where a restart went, as any phase that is the largest."""
+    directory = write_trace(tmp_path, Options(supervisor=False))
+    for path in directory.glob("rank_*_cycle_001.jsonl"):
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if '"imports"' not in line and '"process_start"' not in line]
+        path.write_text("\n".join(kept) + "\n")
+    found = open_trace(directory).analysis
+    assert found.report.path is not None
+    whole_s = found.report.path.length_s
+    took = [part.seconds for part in found.report.path.parts if part.phase == "unattributed"]
+    assert 0.5 * whole_s < sum(took) < whole_s
+    asked = questions(found.report, gains(found))
+    assert re.search(r"to the end of its first step: unattributed( \(.*?\))? took 3\.\d+ s \(\d\d %\)", asked[0].text)
+    assert re.match(r"No rule covers unattributed( \(.*?\))?, the largest part \(3\.\d+ s\)\. ", asked[2].text)
+    assert "s along its critical path, unattributed took 3." in " ".join(answer(found.report))
+    alone = replace(found.report, path=None)
+    assert "; of its 4.456 s, unattributed took 3." in " ".join(answer(alone))
+    assert re.search(r": where \d\d % of it went is not recorded; ", questions(alone)[0].text)
+
+
 def test_a_restart_without_a_recorded_failure_is_a_resume(analysis: Analysis) -> None:
     (restart,) = analysis.report.restarts
     resumed = replace(restart, failure=None, restart_s=None, lost_steps=None, wall=Spread(7.0))
@@ -111,13 +134,21 @@ def test_an_imported_log_says_which_share_it_lacks(tmp_path: Path) -> None:
     asked = {one.question: one.text for one in questions(report)}
     assert asked["Where did the start go?"] == (
         "Launch of cycle 0 took 9.500 s from the launcher's line for its first process to the end of its first step: "
-        "data_build took 0.475 s (5 %); where the other 95 % went is not recorded."
+        "where 95 % of it went is not recorded; data_build took 0.475 s (5 %)."
+    )
+    slow = Finding("startup_share", "Imports take long", "E", "A", 0.1, {}, remedy="Import less")
+    told = questions(replace(report, starts=[replace(start, wall=Spread(9.5), phases=[data_build])], findings=[slow]))
+    assert "No rule covers what is not recorded, the largest part (9.025 s). Imports take long" in told[2].text
+    most = replace(start, wall=Spread(9.5), phases=[replace(data_build, time=Spread(7.6))])
+    assert questions(replace(report, starts=[most]))[0].text.endswith(
+        ": data_build took 7.600 s (80 %); where the other 20 % went is not recorded."
     )
     assert asked["What did failures cost?"] == "Failures are not in the log."
     without = questions(replace(report, starts=[replace(start, phases=[])]))
     assert without[0].text.endswith("first step; its phases are not recorded.")
 
 
+@pytest.mark.slow
 def test_a_replay_is_asked_only_what_it_answers(tmp_path: Path) -> None:
     """It starts no training, and its ranks are a part of a layout's."""
     (tmp_path / "replay.json").write_text(json.dumps(figures(samples())))

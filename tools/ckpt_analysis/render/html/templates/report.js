@@ -7,6 +7,12 @@
   // plotly's own buttons would cover what is drawn: ours stand above each figure.
   const config = { responsive: true, displayModeBar: false };
   const PAPER = 680; // pixels: what A4 and letter have between their margins
+  const RESIZED_MS = 250; // after plotly's own answer to another size
+  // What the heights of the plots have room for; a narrow window takes more.
+  const LEGEND = 72; // pixels
+  const NARROW = 640; // pixels: below them names of an axis stand upright
+  const BESIDE = 280; // pixels beside the cells of a map: names of its rows, and the scale
+  const VALUE = 38; // pixels of a cell that has room for its value
   let printing = false;
 
   function isDark() {
@@ -14,7 +20,7 @@
     return root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
   }
 
-  function themed(layout) {
+  function themed(layout, width) {
     const night = isDark();
     const ink = night ? "#e6e9ed" : "#1b1f24";
     const grid = night ? "#2c343d" : "#e3e7eb";
@@ -28,6 +34,7 @@
     if (printing) result.width = PAPER;
     for (const name of Object.keys(layout)) {
       if (/^[xy]axis\d*$/.test(name)) result[name] = Object.assign({}, axis, layout[name]);
+      if (/^xaxis/.test(name) && layout[name].tickangle === 0 && width < NARROW) result[name].tickangle = -90;
     }
     return result;
   }
@@ -42,9 +49,32 @@
     );
   }
 
+  function valued(data, width) {
+    return data.map((trace) =>
+      trace.texttemplate && (width - BESIDE) / trace.x.length < VALUE
+        ? Object.assign({}, trace, { texttemplate: "" })
+        : trace
+    );
+  }
+
   function draw(name) {
+    const figure = document.getElementById(name);
     const variant = plots[name][shown[name] || 0];
-    return Plotly.react(document.getElementById(name), inked(variant.data), themed(variant.layout), config);
+    const width = printing ? PAPER : figure.clientWidth;
+    const data = valued(inked(variant.data), width);
+    return Plotly.react(figure, data, themed(variant.layout, width), config).then(() => heightened(name, 3));
+  }
+
+  // A legend of more rows than in a wide window would squeeze what is drawn: the plot becomes higher by them. plotly
+  // shortens a legend to a share of the height, so that the whole one may be seen only when that has grown.
+  function heightened(name, tries) {
+    const figure = document.getElementById(name);
+    const legend = figure.querySelector(".legend .bg");
+    if (!legend || !tries) return figure;
+    const rows = Math.max(0, Math.ceil(legend.getBoundingClientRect().height) - LEGEND);
+    const height = plots[name][shown[name] || 0].layout.height + rows;
+    if (figure.layout.height === height) return figure;
+    return Plotly.relayout(figure, { height }).then(() => heightened(name, tries - 1));
   }
 
   function drawAll() {
@@ -55,13 +85,20 @@
     return document.getElementById(name).closest("details:not([open])") !== null;
   }
 
+  // In a window of another size plotly leaves the room for a legend as it was, and the legend would cover what is drawn.
+  function drawAnew(name) {
+    const figure = document.getElementById(name);
+    return draw(name).then(() => Plotly.redraw(figure)).then(() => heightened(name, 3));
+  }
+
   // One plot after the other, so that the page can be read and scrolled meanwhile. What is folded has no size yet.
-  function drawNext(names) {
+  function drawNext(names, how) {
     if (!names.length) {
       root.dataset.drawn = "all";
       return;
     }
-    (isFolded(names[0]) ? Promise.resolve() : draw(names[0])).then(() => setTimeout(() => drawNext(names.slice(1)), 0));
+    const drawn = isFolded(names[0]) ? Promise.resolve() : how(names[0]);
+    drawn.then(() => setTimeout(() => drawNext(names.slice(1), how), 0));
   }
 
   function toggleLabel() {
@@ -147,6 +184,12 @@
     toggleLabel();
     drawAll();
   });
+  let resized = 0;
+  window.addEventListener("resize", () => {
+    delete root.dataset.drawn;
+    clearTimeout(resized);
+    resized = setTimeout(() => drawNext(Object.keys(plots), drawAnew), RESIZED_MS);
+  });
   window.addEventListener("beforeprint", () => {
     printing = true;
     for (const part of document.querySelectorAll("details")) part.open = true;
@@ -175,5 +218,5 @@
   window.addEventListener("hashchange", reveal);
   toggleLabel();
   reveal();
-  drawNext(Object.keys(plots));
+  drawNext(Object.keys(plots), draw);
 })();

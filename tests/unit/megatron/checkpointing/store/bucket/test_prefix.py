@@ -17,19 +17,24 @@ import pytest
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.preflight.compatibility import check_newest
-from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.first_start import FirstStart, first_start
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
-from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
+from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints, drop_listings, open_checkpoints
+from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim, ended_generation
+from megatron.checkpointing.store.commit import write_manifest
 from megatron.checkpointing.store.manifest import StoredObject
-from megatron.config import CheckpointConfig, Config, ConfigError, TraceConfig
+from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig, ParallelConfig, TraceConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
-from megatron.startup.preflight import check_not_lost, check_object_storage
+from megatron.parallel.topology import Layout
+from megatron.startup.preflight import check_before_imports, check_not_lost, check_object_storage
+from megatron.training.trainer import claim_save_directory
 from restart_trace.cycles import claim_cycle
 from restart_trace.schema import RANK_FILE_PATTERN
-from tests.object_storage import BUCKET
+from tests.object_storage import BUCKET, FaultProxy, Server, environment_of
 from tests.unit.megatron.checkpointing.preflight.test_compatibility import HERE, VOCAB, candidate, config
+from tests.unit.megatron.startup.test_preflight import write_dataset
 from tests.unit.trace_helpers import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
@@ -57,7 +62,7 @@ def test_an_error_that_repeats_itself_is_known_from_the_prefix(caplog: pytest.Lo
 
 CRASHES = """
 import ctypes, sys
-from megatron.checkpointing.preflight.first_start import FirstStart
+from megatron.checkpointing.preflight.first_start import FirstStart, first_start
 from megatron.checkpointing.preflight.repeated_errors import StepErrors
 from megatron.config import CheckpointConfig
 uri, cache, generation, rank, run_id = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
@@ -240,9 +245,11 @@ def test_all_checkpoints_of_a_prefix_are_gone(tmp_path: Path) -> None:
     check_not_lost(start())
 
 
-def put_checkpoint(prefix: str, training: dict[str, Any], step: int = 5, sequence: int = 1) -> None:
+def put_checkpoint(
+    prefix: str, training: dict[str, Any], step: int = 5, sequence: int = 1, layout: Layout = HERE
+) -> None:
     """A checkpoint below the prefix, of a run with these settings besides."""
-    saved = candidate(config()).manifest
+    saved = candidate(config(), layout).manifest
     assert saved is not None
     saved = dataclasses.replace(saved, tag=f"global_step{step}", step=step, sequence=sequence)
     bucket, place = Bucket(BUCKET), f"{prefix}/{saved.tag}/g1_{sequence}"
@@ -271,3 +278,141 @@ def test_what_the_manifest_in_a_bucket_refuses(
     mine = dataclasses.replace(config({"train_iters": train_iters}, {"lr_decay_iters": 9}), checkpoint=load)
     with pytest.raises(CheckpointMismatchError, match=told):
         check_newest(mine, HERE, VOCAB)
+
+
+HOSTS = 512
+MANY = Layout(tp=2, pp=1, dp=4 * HOSTS)
+
+
+def start_of(host: int, uri: str, tmp_path: Path, deadline_s: float) -> Config:
+    """What the first rank of a host is started with; the hosts have 8 ranks each.
+
+    `deadline_s`: no other test's, as a client is kept in the process, with its endpoint.
+    """
+    stored = CheckpointConfig(
+        checkpoint_engine="torch", save=uri, save_interval=5, load=uri, storage_cache=str(tmp_path / "node"),
+        storage_deadline=deadline_s,
+    )  # fmt: skip
+    data = DataConfig(
+        data_path=(write_dataset(tmp_path / "corpus"),), data_cache_path=str(tmp_path / "cache"),
+        tokenizer_type="NullTokenizer", vocab_size=500,
+    )  # fmt: skip
+    parallel = ParallelConfig(rank=8 * host, world_size=MANY.world_size, tensor_model_parallel_size=MANY.tp)
+    return dataclasses.replace(
+        config({"global_batch_size": MANY.dp}), checkpoint=stored, parallel=parallel, data=data,
+        trace=TraceConfig(restart_trace=False),
+    )  # fmt: skip
+
+
+def test_of_512_hosts_one_lists(tmp_path: Path, server: Server) -> None:
+    """Each other host asks for one small object, which shows whether the store answers it, and claims nothing."""
+    put_checkpoint("prefix/many_hosts", {"lr_decay_steps": 9 * MANY.dp}, layout=MANY)
+    requests = []
+    with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
+        for host in range(HOSTS):
+            before = len(proxy.seen)
+            start = start_of(host, f"s3://{BUCKET}/prefix/many_hosts", tmp_path, 119)
+            check_before_imports(start)
+            ownership = claim_save_directory(start)
+            assert (ownership is None) == (host != 0)
+            if ownership is not None:
+                ownership.release()
+            requests.append([f"{each.method} {each.path}" for each in proxy.seen[before:]])
+    drop_listings()
+    lists = [sum("list-type=2" in request for request in of_host) for of_host in requests]
+    assert lists[0] == 5 and not any(lists[1:])
+    assert sum("prefix=prefix%2Fmany_hosts%2F&" in request for request in requests[0]) == 1
+    assert all(of_host == [f"GET /{BUCKET}/prefix/many_hosts/latest"] for of_host in requests[1:])
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["had ended", "may still run"])
+def test_what_another_launch_commits_after_the_listing_is_found(tmp_path: Path, ended: bool) -> None:
+    """A launch lists before its claim. Until then the owner before it may commit, unless it had ended."""
+    name = f"prefix/between_{ended}"
+    stored = open_checkpoints("--save", f"s3://{BUCKET}/{name}", saving_to(f"s3://{BUCKET}/{name}", tmp_path))
+    owner = claim(stored.bucket, stored.uri)
+    put_checkpoint(name, {}, step=5)
+    if ended:
+        owner.release()
+    after = ended_generation(stored.bucket, stored.uri)
+    assert after == (1 if ended else None)
+    stored.list_once(after)
+    put_checkpoint(name, {}, step=8, sequence=2)
+    mine = claim(stored.bucket, stored.uri, take_over=True)
+    stored.claimed(mine.generation)
+    assert [found.step for found in stored.discover(None)[0]] == ([5] if ended else [8, 5])
+    drop_listings()
+    assert [found.step for found in stored.discover(None)[0]] == [8, 5]
+    for hold in (owner, mine):
+        hold.release()
+
+
+def test_a_latest_that_was_not_listed_makes_a_start_list_again(tmp_path: Path) -> None:
+    """Of a --load where another job saves."""
+    uri = f"s3://{BUCKET}/prefix/newer"
+    stored = open_checkpoints("--load", uri, saving_to(uri, tmp_path))
+    put_checkpoint("prefix/newer", {}, step=5)
+    stored.list_once()
+    put_checkpoint("prefix/newer", {}, step=8, sequence=2)
+    stored.bucket.put("prefix/newer/latest", b"global_step8/g1_2")
+    assert [found.step for found in stored.discover(None)[0]] == [8, 5]
+    drop_listings()
+
+
+def test_a_latest_whose_checkpoint_is_gone_makes_a_start_list_once_more(tmp_path: Path, server: Server) -> None:
+    """However often it asks what is there, and whichever launch claims the prefix meanwhile."""
+    uri, gone = f"s3://{BUCKET}/prefix/gone", b"global_step8/g1_2"
+    put_checkpoint("prefix/gone", {}, step=5)
+    Bucket(BUCKET).put("prefix/gone/latest", gone)
+    with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
+        stored = StoredCheckpoints(ObjectUri(BUCKET, "prefix/gone"), Bucket(BUCKET), tmp_path)
+
+        def lists_of_all() -> int:
+            return sum("list-type=2" in each.path and "prefix=prefix%2Fgone%2F&" in each.path for each in proxy.seen)
+
+        stored.list_once(0)
+        told = [f"{uri}/latest names {gone.decode()}, which is not there"]
+        for _ in range(3):
+            found, problems = stored.discover(None)
+            assert [each.step for each in found] == [5] and problems == told and lists_of_all() == 2
+        stored.claimed(1)
+        assert stored.discover(None)[1] == told and lists_of_all() == 2
+        stored.claimed(3)
+        assert stored.discover(None)[1] == told and lists_of_all() == 3
+        assert sum("manifest.json" in each.path for each in proxy.seen) == 1
+        stored.bucket.put("prefix/gone/latest", b"global_step9/g1_3")
+        put_checkpoint("prefix/gone", {}, step=9, sequence=3)
+        assert [each.step for each in stored.discover(None)[0]] == [9, 5] and lists_of_all() == 4
+        drop_listings()
+
+
+@pytest.mark.parametrize("host", [0, 1], ids=["rank 0", "another host"])
+def test_a_crash_that_is_old_is_published_before_it_is_removed(tmp_path: Path, host: int) -> None:
+    """If its own run starts again on that host, be it after a month."""
+    uri = f"s3://{BUCKET}/prefix/old_crash_{host}"
+    put_checkpoint(f"prefix/old_crash_{host}", {"lr_decay_steps": 9 * MANY.dp}, layout=MANY)
+    crashes(tmp_path / "node", uri)
+    for path in (*(tmp_path / "node").glob("*/*"), *(tmp_path / "node").iterdir()):
+        os.utime(path, (0, time.time() - 31 * 24 * 3600))
+    start = start_of(host, uri, tmp_path, 118)
+    check_before_imports(start)
+    drop_listings()
+    assert len(recorded(start.checkpoint)) == 1
+
+
+@pytest.mark.parametrize("host", [0, 1], ids=["rank 0", "another host"])
+def test_a_later_start_does_not_need_the_bucket_of_the_first(tmp_path: Path, host: int) -> None:
+    """With --save in a directory: the bucket of --load may be gone, and the flags of both starts are the same."""
+    save, uri = tmp_path / "run", f"s3://{BUCKET}-that-is-gone/pretrained"
+    start = start_of(host, uri, tmp_path, 118)
+    start = dataclasses.replace(start, checkpoint=dataclasses.replace(start.checkpoint, save=str(save)))
+    with pytest.raises(ConfigError, match=f"{uri}.*: there is no bucket"):
+        check_before_imports(start)
+    saved = candidate(config(), MANY).manifest
+    assert saved is not None
+    begun = first_start(start.checkpoint)
+    training = saved.training | {"lr_decay_steps": 9 * MANY.dp}
+    saved = dataclasses.replace(saved, training=training, loaded_from=begun.loaded_from, first_start=begun.flags)
+    (save / saved.tag).mkdir(parents=True)
+    write_manifest(save / saved.tag, saved, fsync=False)
+    assert check_before_imports(start).later_start

@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from megatron.checkpointing.engines.errors import (
     SaveDirectoryInUseError,
     SaveDirectorySupersededError,
 )
-from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints
+from megatron.checkpointing.engines.registry import engines_of_object_storage
+from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints, drop_listings
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim
 from megatron.checkpointing.store.bucket.saving import ObjectDirectory
 from megatron.checkpointing.store.manifest import Manifest
@@ -32,7 +34,8 @@ from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
 from tests.faults.injection import Fault, run_traced
-from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of
+from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of, listings
+from tests.object_storage import Fault as StoreFault
 from tests.object_storage_kills import load, run, states, writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
@@ -67,7 +70,7 @@ def test_a_node_directory_that_cannot_be_made_is_named(stored: StoredCheckpoints
     assert f"--storage-cache {stored.root}: cannot be used: [Errno 5]" in traced.result
 
 
-@pytest.mark.parametrize("engine", ["torch", "lazy", "dcp", "dcp-async"])
+@pytest.mark.parametrize("engine", engines_of_object_storage())
 def test_what_is_saved_is_loaded(stored: StoredCheckpoints, engine: str) -> None:
     directory, held = claimed(stored)
     saves = writer(engine, held.generation)
@@ -91,7 +94,10 @@ def test_what_is_saved_is_loaded(stored: StoredCheckpoints, engine: str) -> None
     assert list(stored.root.iterdir()) == []
 
 
-def test_old_ones_and_those_saved_again_are_removed(stored: StoredCheckpoints) -> None:
+def test_old_ones_and_those_saved_again_are_removed(
+    stored: StoredCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     stored.bucket.put(stored.uri.key("global_step1/notes.txt"), b"somebody else's")
     stored.bucket.put(stored.uri.key("readme"), b"somebody else's")
     directory, held = claimed(stored, keep_last=2)
@@ -102,6 +108,8 @@ def test_old_ones_and_those_saved_again_are_removed(stored: StoredCheckpoints) -
         "", "global_step1", "global_step2/g1_4", "global_step3/g1_3",
     ]  # fmt: skip
     assert "readme" in keys(stored) and "global_step1/notes.txt" in keys(stored)
+    removed = [message for message in caplog.messages if message.startswith("removed ")]
+    assert removed == [f"removed {stored.uri}/{name}" for name in ("global_step1/g1_1", "global_step2/g1_2")]
     # The last committed comes first; 3 is of a course that was given up.
     assert [c.tag for c in stored.discover(None)[0]] == ["global_step2", "global_step3"]
     directory.close()
@@ -277,7 +285,7 @@ def test_a_store_that_ends_amid_a_load_is_no_damage(server: Server, stored: Stor
     def fault(request: Request) -> str | None:
         return "503" if request.method == "GET" else None
 
-    refused = pytest.raises(ObjectStoreError, match=r"rank_00000.safetensors: reading bytes .* within 1 s")
+    refused = pytest.raises(ObjectStoreError, match=r"rank_00000.safetensors: reading bytes .* within 4 s")
     with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()), refused:
         load(StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=1), stored.root), candidate, "lazy")
     directory.close()
@@ -329,6 +337,75 @@ def test_a_save_asks_no_more_where_many_checkpoints_are(server: Server, stored: 
     assert sorted(c.uri.partition("global_")[2] for c in stored.discover(None)[0]) == [
         "step1/g1_1/", "step2/g1_2/", "step3/g1_1/", "step4/g1_4/",
     ]  # fmt: skip
+    directory.close()
+    held.release()
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_the_first_save_of_a_launch_lists_the_prefix_once(
+    server: Server, stored: StoredCheckpoints, keep_last: int | None
+) -> None:
+    """And finds by that what to remove: checkpoints of earlier launches, and those that were saved again."""
+    directory, held = claimed(stored)
+    saves = writer("torch", held.generation)
+    for step in (1, 2, 3):
+        saves.save(directory, step, lambda: states(1))
+    directory.close()
+    held.release()
+    directory, held = claimed(stored)
+    with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
+        through = StoredCheckpoints(stored.uri, Bucket(BUCKET), stored.root)
+        saving, saves = ObjectDirectory(through, 0, held, keep_last), writer("torch", held.generation)
+        started = len(proxy.seen)
+        saves.save(saving, 3, lambda: states(2))
+    prefix = stored.uri.key("")
+    assert Counter(listings(proxy.seen[started:])) == {prefix: 1, f"{prefix}global_step3/": 1}
+    kept = ["step3/g2_1/"] if keep_last else ["step1/g1_1/", "step2/g1_2/", "step3/g2_1/"]
+    assert sorted(c.uri.partition("global_")[2] for c in stored.discover(None)[0]) == kept
+    saving.close()
+    directory.close()
+    held.release()
+
+
+def crowded(partitions: int) -> StoreFault:
+    """A store of so many partitions, each of which refuses what is beyond its limit: four times that comes in all.
+
+    It counts requests, not seconds, so that the machine's speed makes no difference.
+    """
+    asked, lock = Counter[int](), threading.Lock()
+
+    def fault(request: Request) -> str | None:
+        number = re.search(r"/file_(\d)\.pt", request.path)
+        if number is None:
+            return None
+        with lock:
+            asked[partition := int(number[1]) % partitions] += 1
+            return "503" if asked[partition] % (4 // partitions) else None
+
+    return fault
+
+
+def test_a_store_of_one_two_and_four_partitions_that_throttles(server: Server, stored: StoredCheckpoints) -> None:
+    """Saves and loads are whole at each; the more there are, the fewer requests are tried again."""
+    sizes = (9 << 18, 1000, 1000, 1000)  # 4 and 3 x 1 requests to save, 2 and 3 x 1 to load
+    files = [FileState(f"file_{i}.pt", {"w": torch.full((size,), float(i))}) for i, size in enumerate(sizes)]
+    directory, held = claimed(stored)
+    retried = []
+    for step, partitions in enumerate((1, 2, 4), 1):
+        with FaultProxy(server, crowded(partitions)).running() as proxy, environment_of(proxy.environment()):
+            bucket = Bucket(BUCKET)
+            through = StoredCheckpoints(stored.uri, bucket, stored.root)
+            saving = ObjectDirectory(through, 0, held, None)
+            writer("torch", held.generation).save(saving, step, lambda: files)
+            saving.close()
+            saved = bucket.traffic.retries
+            (newest, *_), problems = through.discover(None)
+            loaded = load(through, newest, "torch", [file.name for file in files])
+            assert problems == [] and newest.step == step
+            assert all(torch.equal(loaded[file.name], file.state["w"]) for file in files)
+            assert bucket.traffic.throttled == bucket.traffic.retries and bucket.traffic.requests == len(proxy.seen)
+            retried.append((saved, bucket.traffic.retries - saved))
+    assert retried == [(3 * 7, 3 * 5), (7, 5), (0, 0)]
     directory.close()
     held.release()
 
@@ -403,6 +480,32 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_the_one_before(
     assert stored.bucket.unfinished_uploads(stored.uri.key("")) == []
     directory.close()
     held.release()
+
+
+def test_what_the_launch_before_commits_after_the_listing_is_not_removed(stored: StoredCheckpoints) -> None:
+    """It has passed its last check of who saves there, and its manifest may be retried for long."""
+    directory, held = claimed(stored)
+    writer("torch", held.generation).save(directory, 1, lambda: states(1))
+    manifest, _ = stored.bucket.get(stored.uri.key("global_step1/g1_1/manifest.json"), 1 << 20)
+    stored.bucket.delete([stored.uri.key("global_step1/g1_1/manifest.json")])  # it is about to be written
+    left = stored.uri.key("global_step2/g1_2/lost.pt")
+    stored.bucket.put(left, b"never committed")
+    stored.list_once()
+    again = claim(stored.bucket, stored.uri, take_over=True)
+    stored.claimed(again.generation)
+    assert ("global_step1", "g1_1") in stored.listed()
+    stored.bucket.put(stored.uri.key("global_step1/g1_1/manifest.json"), manifest)
+    later = ObjectDirectory(stored, 0, again, None)
+    drop_listings()
+    (found,) = stored.discover(None)[0]
+    assert found.tag == "global_step1" and found.manifest is not None
+    there = {info.key for info in stored.bucket.list(found.key)}
+    assert {f"{found.key}{name}" for name in found.manifest.files} <= there
+    assert left.removeprefix(stored.uri.key("")) not in keys(stored)
+    for each in (directory, later):
+        each.close()
+    for hold in (held, again):
+        hold.release()
 
 
 def test_a_second_launch_is_refused_or_takes_over(stored: StoredCheckpoints) -> None:

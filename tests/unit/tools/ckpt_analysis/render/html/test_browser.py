@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,12 +15,15 @@ import pytest
 
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import page_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.render.html.figures import FIGURES
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+
+PATIENCE_MS = 300_000  # a slow machine draws the same
 
 COLOURS: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
@@ -41,6 +45,26 @@ TEXTS_OUTSIDE = """() => Array.from(document.querySelectorAll('.plot')).flatMap(
 })"""
 
 
+LEGENDS_OVER_PLOTS = """() => Array.from(document.querySelectorAll('.plot')).filter(plot => {
+    const legend = plot.querySelector('.legend .bg');
+    if (!legend) return false;
+    const box = legend.getBoundingClientRect();
+    return Array.from(plot.querySelectorAll('.nsewdrag')).some(area => {
+        const room = area.getBoundingClientRect();
+        return box.width > 0 && box.bottom > room.top + 2 && box.top < room.bottom - 2;
+    });
+}).map(plot => plot.id)"""
+
+
+TICKS_OVER_TICKS = """() => Array.from(document.querySelectorAll('.plot')).flatMap(plot =>
+    ['.xtick text', '.ytick text'].flatMap(kind => {
+        const boxes = Array.from(plot.querySelectorAll(kind), text => text.getBoundingClientRect());
+        return boxes.some((one, i) => boxes.slice(i + 1).some(other =>
+            one.left < other.right - 1 && other.left < one.right - 1
+            && one.top < other.bottom - 1 && other.top < one.bottom - 1)) ? [plot.id + ' ' + kind] : [];
+    }))"""
+
+
 @dataclass
 class Watched:
     """A page in the browser, and all that it said or asked for since it was opened."""
@@ -50,11 +74,12 @@ class Watched:
     requests: list[str] = field(default_factory=list)
 
     def open(self, path: Path) -> None:
+        self.page.set_default_timeout(PATIENCE_MS)
         self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.console.append(f"error: {error}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.documentElement.dataset.drawn === 'all'", timeout=300_000)
+        self.page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
 
     def assert_quiet(self, path: Path) -> None:
         """Nothing was said, and nothing asked for but the file itself and what it holds."""
@@ -69,7 +94,9 @@ def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         # As root, and in containers, Chromium cannot make the sandbox that it keeps pages of the web in.
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=[*arguments, "--disable-gpu"])
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=[*arguments, "--disable-gpu"], timeout=PATIENCE_MS
+        )
         yield running
         running.close()
 
@@ -127,9 +154,11 @@ def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None
         fresh.page.emulate_media(color_scheme=colours)
         fresh.page.set_viewport_size({"width": width, "height": 900})
         fresh.page.evaluate("window.scrollTo(0, 0)")
-        for part in ("#summary .numbers", "#summary #restart .plot", "#summary .answer"):
+        for part in ("#summary .numbers", "#summary .budget", "#summary #restart .plot", "#summary .answer"):
             box = fresh.page.locator(part).bounding_box()
             assert box and box["y"] > 0 and box["y"] + box["height"] < 900, (part, width)
+        for part in fresh.page.locator("#summary .budget span").all():
+            assert part.evaluate("part => part.scrollWidth <= part.clientWidth"), (part.inner_text(), width)
         assert not fresh.page.locator("#summary .facts").is_visible()
         assert fresh.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
         fresh.page.locator("#barriers").scroll_into_view_if_needed()
@@ -217,6 +246,18 @@ def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
     assert other.get_attribute("aria-pressed") == "true"
 
 
+def test_no_legend_covers_a_plot_after_the_window_was_resized(fresh: Watched) -> None:
+    fresh.page.evaluate("for (const part of document.querySelectorAll('details.small')) part.open = true")
+    for width in (800, 500, 1400, 800, 1900):
+        fresh.page.set_viewport_size({"width": width, "height": 900})
+        fresh.page.wait_for_function("document.documentElement.dataset.drawn === undefined")
+        fresh.page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
+        assert fresh.page.evaluate(LEGENDS_OVER_PLOTS) == [], width
+        if width == 500:
+            assert fresh.page.evaluate(TICKS_OVER_TICKS) == []
+            assert fresh.page.locator("#plot-ranks-0 .heatmap-label").count() == 0, "cells without room have no value"
+
+
 def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path: Path) -> None:
     fresh.page.keyboard.press("Tab")
     assert fresh.page.evaluate("document.activeElement.className") == "skip"
@@ -234,14 +275,12 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
 
     for width in (1280, 480):
         fresh.page.set_viewport_size({"width": width, "height": 900})
-        fresh.page.wait_for_function(
-            "document.documentElement.scrollWidth <= document.documentElement.clientWidth", timeout=300_000
-        )
+        fresh.page.wait_for_function("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
     fresh.page.emulate_media(color_scheme="dark")
     fresh.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     widths = "Array.from(document.querySelectorAll('.plot .main-svg'), (svg) => svg.getBoundingClientRect().width)"
-    fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680", timeout=300_000)  # of the paper
+    fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680")  # of the paper
     fresh.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     printed = fresh.page.pdf(path=str(tmp_path / "report.pdf"), print_background=True)
     assert printed.startswith(b"%PDF") and len(printed) > 50_000
@@ -283,3 +322,21 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
         assert page.locator("#numbers thead th").count() == 6 and page.locator("#numbers tbody tr").count() == 2
     watched.assert_quiet(path)
     page.close()
+
+
+def test_engines_by_storage_have_room_for_many_storages(browser: Any, tmp_path: Path) -> None:
+    places = [f"/lustre/{name}/checkpoints" for name in ("scratch", "project", "home", "burst", "nvme0", "nvme1")]
+    replays = [tmp_path / f"{index}.json" for index in range(len(places))]
+    for place, path in zip(places, replays, strict=True):
+        path.write_text(json.dumps(figures(samples(1.0)) | {"directory": place}))
+    path = tmp_path / "page.html"
+    assert main(["compare", "--quiet", *map(str, replays), "-o", str(path)]) == 0
+    for width in (1400, 800):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        watched = Watched(page)
+        watched.open(path)
+        assert page.evaluate(TICKS_OVER_TICKS) == []
+        labels = page.locator("#comparison .plot .ytick text").all_text_contents()
+        assert all(any(f", {place}" in label for label in labels) for place in places), labels
+        assert page.evaluate(TEXTS_OUTSIDE) == []
+        page.close()

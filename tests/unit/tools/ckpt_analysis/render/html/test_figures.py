@@ -45,6 +45,12 @@ def page(trace: Path) -> Page:
     return Page(page_of(trace))
 
 
+def test_the_documentation_says_what_each_figure_answers() -> None:
+    page = (Path(__file__).resolve().parents[6] / "docs" / "ckpt_analysis.md").read_text()
+    table = page.partition("| figure | what it answers |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| ([A-Z].*?) \|", table, re.M) == [*(figure.section for figure in FIGURES), "Comparison"]
+
+
 def test_every_phase_has_one_colour() -> None:
     spans = {name: phases for name, phases in PHASES.items() if name not in ("failure", "process")}  # whose are events
     shown_as = [(p, *(f"{p}/{d}" for d in details)) for phases in spans.values() for p, details in phases.items()]
@@ -52,6 +58,12 @@ def test_every_phase_has_one_colour() -> None:
     for operation in ("save", "load", "startup"):  # within an operation colours tell phases apart
         shown = [p for p in PHASES[operation] if p not in ("commit", "load")]
         assert len({colours.colour(p) for p in shown}) == len(shown)
+
+
+def test_ink_is_read_on_its_colour() -> None:
+    assert [colours.ink_on(one) for one in ("#FFFFFF", "#000000", "#CC3311", "#B8C4D6")] == [
+        "#000000", "#FFFFFF", "#FFFFFF", "#000000",
+    ]  # fmt: skip
 
 
 def test_a_colour_has_one_meaning(page: Page) -> None:

@@ -16,7 +16,10 @@ from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump,
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.glossary import DEFINITIONS
 from tools.ckpt_analysis.findings import RULES
+from tools.ckpt_analysis.metrics.budget import Budget
 from tools.ckpt_analysis.metrics.results import NO_GROUP, Spread
+from tools.ckpt_analysis.render.html.budget import bar_of
+from tools.ckpt_analysis.render.html.colours import colour, ink_on
 from tools.ckpt_analysis.render.html.figures import FIGURES
 from tools.ckpt_analysis.render.html.page import run_page
 from tools.ckpt_analysis.render.html.run_data import choose
@@ -91,7 +94,7 @@ def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> Non
 
 def test_numbers_and_picture_stand_before_the_answer_and_folded_facts(page: Page) -> None:
     classes = [element.attributes.get("class") for element in page.elements]
-    order = [classes.index(name) for name in ("numbers", "plot", "answer questions", "facts", "findings")]
+    order = [classes.index(name) for name in ("numbers", "budget", "plot", "answer questions", "facts", "findings")]
     assert order == sorted(order)
     shown = [e.text for e in page.elements[classes.index("numbers") :] if e.tag in ("dt", "dd")][: 4 * 3]
     titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
@@ -101,6 +104,36 @@ def test_numbers_and_picture_stand_before_the_answer_and_folded_facts(page: Page
     assert notes[0].startswith("restart of cycle 1, from process start; ") and notes[0].endswith(" s from the failure")
     assert notes[1].startswith("median of 2 saves, longest 0.") and values[3].endswith(" %")
     assert "open" not in next(e for e in page.all("details") if e.attributes.get("class") == "data").attributes
+
+
+def test_the_budget_is_a_bar_on_the_first_screen(tmp_path: Path) -> None:
+    analysis = analysis_of(write_trace(tmp_path / "trace", Options()))
+    budget = analysis.report.budget
+    assert budget is not None
+    page = Page(run_page(analysis))
+    first = next(i for i, element in enumerate(page.elements) if element.attributes.get("class") == "budget")
+    parts = [element for element in page.elements[first + 1 : first + 1 + len(budget.seconds)] if element.tag == "span"]
+    spent = {part: took for part, took in budget.seconds.items() if took > 0}
+    assert len(parts) == len(spent) > 3
+    for (name, took), part in zip(spent.items(), parts, strict=True):
+        assert part.attributes["title"].startswith(f"{name}: ")
+        assert part.attributes["style"] == (
+            f"flex-grow: {took / budget.wall_s}; background: {colour(name)}; color: {ink_on(colour(name))}"
+        )
+        label = f"{name} {100 * took / budget.wall_s:.0f} %"
+        assert part.text == (label if took >= 0.09 * budget.wall_s else "")
+    said = next(element.text for element in page.all("p") if element.attributes.get("class") == "wall")
+    assert said == "Wall time: 25.439 s; small parts, from the left: training 1 %, blocked 2 %, wasted 3 %, other 2 %"
+
+
+def test_a_share_of_the_bar_is_neither_nothing_nor_all() -> None:
+    seconds = {"launching": 99.7, "restarting": 0.3, "training": 0.0, "blocked": 0.0, "wasted": 0.0, "other": 0.0}
+    shown = bar_of(Budget(0, 100.0, 0.0, seconds, [], []))
+    assert shown is not None and [part.label for part in shown.parts] == ["launching >99 %", ""]
+    assert shown.title == "Wall time: 100.000 s; small parts, from the left: restarting <1 %"
+    whole = bar_of(Budget(0, 100.0, 0.0, dict.fromkeys(seconds, 0.0) | {"launching": 100.0}, [], []))
+    assert whole is not None and [part.label for part in whole.parts] == ["launching 100 %"]
+    assert bar_of(Budget(0, 0.0, 0.0, dict.fromkeys(seconds, 0.0), [], [])) is None
 
 
 def test_findings_and_figures_link_to_each_other(page: Page) -> None:

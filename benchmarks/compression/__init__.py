@@ -1,0 +1,1 @@
+"""Whether lossless compression would shorten the saves of a checkpoint: ratios, speeds, and time over slow storage."""

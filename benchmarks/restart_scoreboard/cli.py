@@ -1,0 +1,127 @@
+"""Command line of the scoreboard."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common.program import printed
+from benchmarks.common.ranks import MeasurementError
+from benchmarks.common.rounds import add_flags, check_flags, in_turn
+from benchmarks.launchers.variants import DTYPES, Setting, prepare_data
+from benchmarks.restart_scoreboard.contestants import CONTESTANTS
+from benchmarks.restart_scoreboard.report import Result, analyse, render
+from benchmarks.restart_scoreboard.training import KINDS, train, undisturbed
+from restart_trace.command_line import CommandParser
+from tools.common.cli import require_at_least
+from tools.common.machine import machine
+
+_ITERATIONS = 1000  # more than any training gets to
+_REASON = 300  # characters
+
+_EPILOG = f"""\
+contestants:
+{chr(10).join(f"  {name:18} {each.what}" for name, each in CONTESTANTS.items())}
+
+examples:
+  EXTRAS=scoreboard bash examples_deepspeed/restart_bench/setup_env.sh     the other projects' packages
+  %(prog)s > scoreboard.md
+      5 rounds of 4 faults for each contestant: about an hour on two cores
+  %(prog)s --only plain torchft fork-in-place --repeat 1 --faults 2 --format json
+
+Run it on a machine that does nothing else.
+
+exit status: 0 measured, 2 could not run
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = CommandParser(
+        prog="python -m benchmarks.restart_scoreboard",
+        description="Compare how several projects start one training again after the same faults at the same steps: "
+        "SIGKILL of one rank and of all ranks in turn, three steps after a checkpoint.",
+        epilog=_EPILOG,
+    )
+    add_flags(parser, list(CONTESTANTS), "NAME")
+    parser.add_argument("--faults", type=int, default=4, metavar="N", help="in each training (default: 4)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="data-parallel ranks (default: 4)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the ranks that are killed (default: 1)")
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="output; the table is Markdown (default: table)"
+    )
+    arguments = parser.parse_args(argv)
+    check_flags(parser, arguments)
+    require_at_least(parser, arguments, 1, "faults")
+    require_at_least(parser, arguments, 2, "ranks")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    arguments = parse_arguments(argv)
+    return printed("restart_scoreboard", lambda: _measured(arguments))
+
+
+def _measured(arguments: argparse.Namespace) -> str:
+    before = machine()
+    with tempfile.TemporaryDirectory(prefix="scoreboard_", dir=arguments.dir) as directory:
+        # fp32: bf16 is slow on CPUs without AVX-512; ranks only of data parallelism, which torchft needs.
+        setting = Setting(
+            Path(directory), arguments.ranks, "torch", DTYPES[1], tp=1, pp=1, iterations=_ITERATIONS,
+            restarts=arguments.faults,
+        )  # fmt: skip
+        prepare_data(setting)
+        results = _interleaved(arguments, setting)
+        references = _references(results, setting, arguments.time_limit)
+    found = analyse(results, references, setting, before)
+    return json.dumps(found) if arguments.format == "json" else render(found)
+
+
+def _interleaved(arguments: argparse.Namespace, setting: Setting) -> dict[str, Result]:
+    """Every round has the same faults for all contestants."""
+    results = {name: Result(not_run=CONTESTANTS[name].missing) for name in arguments.only}
+    kinds = list(itertools.islice(itertools.cycle(KINDS), arguments.faults))
+    for number, name in in_turn(arguments.only, arguments.repeat):
+        result = results[name]
+        if result.not_run is not None:
+            continue
+        try:
+            trained = train(name, CONTESTANTS[name], setting, kinds, arguments.seed + number, arguments.time_limit)
+        except MeasurementError as error:
+            result.not_run = reason(str(error))
+            _say(f"{name}: {error}")
+            continue
+        result.rounds.append(trained)
+        took = " ".join(f"{fault.kind} {fault.restart_s:.2f} s" for fault in trained.faults)
+        _say(f"round {number + 1} of {arguments.repeat}: {name}: {took}")
+    return results
+
+
+def _references(results: dict[str, Result], setting: Setting, limit_s: float) -> dict[str, dict[int, str]]:
+    """Of each trainer the losses without a fault, up to the last iteration of its contestants."""
+    until: dict[str, tuple[int, str]] = {}
+    for name, result in results.items():
+        told = [iteration for trained in result.rounds for iteration, _ in trained.losses]
+        if told:
+            trainer = CONTESTANTS[name].trainer
+            until[trainer] = max(until.get(trainer, (0, name)), (max(told), name))
+    return {
+        trainer: undisturbed(name, CONTESTANTS[name], setting, last, limit_s) for trainer, (last, name) in until.items()
+    }
+
+
+def reason(message: str) -> str:
+    """What an error "NAME: WHAT: the end of a log" says: WHAT, and the last line of the log."""
+    _, _, told = message.strip().partition(": ")
+    what, _, log = told.partition(": ")
+    return f"{what}: {log.splitlines()[-1][-_REASON:]}" if log else what
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""Who starts a training again after a fault, each as its documentation recommends for one host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.launchers.variants import (
+    BASELINE,
+    IN_PLACE,
+    PLAIN,
+    Setting,
+    arguments_of_plain,
+    command,
+    environment_of_plain,
+)
+from megatron.net.free_port import free_port
+
+HERE = Path(__file__).parent
+TORCHFT = "benchmarks.restart_scoreboard.torchft_ddp"
+OURS = "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to start a training again.
+
+    what: what it is, for people
+    command: of a setting and the directory of its checkpoints, the command that is run, and again when it has ended
+    trainer: the module or script that trains; its losses are compared with its own without a fault
+    package: the distribution that it needs, if not torch or this one
+    written: what its user writes besides the plain script
+    docs: where its recommended use stands
+    goes_on: whether the ranks that are left go on with the next iteration, instead of from a checkpoint
+    """
+
+    what: str
+    command: Callable[[Setting, Path], list[str]]
+    trainer: str = PLAIN
+    package: str | None = None
+    written: tuple[Path, ...] = ()
+    docs: str = ""
+    goes_on: bool = False
+
+    @property
+    def lines(self) -> int | None:
+        """Lines that its user writes besides the plain script and its model; None with another trainer."""
+        if self.trainer == OURS:
+            return None
+        texts = [path.read_text().splitlines() for path in self.written]
+        return sum(bool(line.strip()) and not line.lstrip().startswith("#") for text in texts for line in text)
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot be run here, if its package is missing."""
+        try:
+            return None if self.package is None or metadata.version(self.package) else None
+        except metadata.PackageNotFoundError:
+            return f"{self.package} is not installed (EXTRAS=scoreboard)"
+
+
+def _ours(variant: str) -> Callable[[Setting, Path], list[str]]:
+    return lambda setting, save: command(variant, setting, save)
+
+
+def _launcher(*words: str, variables: Sequence[str] = ()) -> Callable[[Setting, Path], list[str]]:
+    """The plain script under a launcher with torchrun's flags; "PORT" stands for a free one."""
+
+    def build(setting: Setting, save: Path) -> list[str]:
+        port = str(free_port())
+        program = [word.replace("PORT", port) for word in words]
+        program[0] = str(Path(sys.executable).with_name(program[0]))
+        ranks = ["--nnodes", "1", "--nproc_per_node", str(setting.world_size)]
+        restarts = ["--max_restarts", str(setting.restarts), "-m", PLAIN]
+        environment = [*environment_of_plain(setting), *variables]
+        return [*environment, *program, *ranks, *restarts, *arguments_of_plain(setting, save)]
+
+    return build
+
+
+def _torchft(setting: Setting, save: Path) -> list[str]:
+    programs = f"PATH={Path(sys.executable).parent}:/usr/bin:/bin"
+    script = ["bash", str(HERE / "torchft.sh"), str(setting.world_size), str(free_port()), str(setting.restarts)]
+    return [*environment_of_plain(setting), programs, *script, *arguments_of_plain(setting, save)]
+
+
+_RENDEZVOUS = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:PORT")
+CONTESTANTS = {
+    BASELINE: Contestant("a plain DeepSpeed script, run again with torchrun by a loop of the shell", _ours(BASELINE)),
+    "torchrun-elastic": Contestant(
+        "the same script; torchrun --max-restarts starts its ranks again",
+        # Without it, torch 2.13 keeps the store of the ranks that have ended: gloo finds their addresses there, and
+        # the new ranks fail or wait for ever.
+        _launcher("torchrun", *_RENDEZVOUS, variables=["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
+        docs="https://docs.pytorch.org/docs/stable/elastic/run.html",
+    ),
+    "nvrx-launcher": Contestant(
+        "the same script under ft_launcher of nvidia-resiliency-ext",
+        _launcher("ft_launcher", *_RENDEZVOUS, "--ignore-missing-fault-tol-cfg"),
+        package="nvidia-resiliency-ext",
+        docs="https://nvidia.github.io/nvidia-resiliency-ext/fault_tolerance/usage_guide.html",
+    ),
+    "dlrover": Contestant(
+        "the same script under dlrover-run with a master of its own",
+        _launcher("dlrover-run", "--standalone"),
+        package="dlrover",
+        docs="https://github.com/intelligent-machine-learning/dlrover",
+    ),
+    "torchft": Contestant(
+        "the same model in a script for torchft: DDP over replica groups of one rank, which come and go",
+        _torchft,
+        TORCHFT,
+        "torchft-nightly",
+        (HERE / "torchft_ddp.py", HERE / "torchft.sh"),
+        "https://docs.pytorch.org/torchft/",
+        goes_on=True,
+    ),
+    "torchrun": Contestant("the demonstration, run again with torchrun", _ours("torchrun"), OURS),
+    "fork": Contestant("the demonstration, run again with megatron.launch", _ours("fork"), OURS),
+    IN_PLACE: Contestant(
+        "the demonstration; megatron.launch --max-restarts starts its ranks again", _ours(IN_PLACE), OURS
+    ),
+    "fork-standby-load": Contestant(
+        "the same with --standby-load: ranks that have loaded the checkpoint ahead take their place",
+        _ours("fork-standby-load"),
+        OURS,
+    ),
+}
+# What is not tried, and why.
+LEFT_OUT = {
+    "nvidia-resiliency-ext's in-process wrapper": "its documentation requires NCCL, so a GPU",
+    "torchft's HSDP, torchrun over nodes with spares and Slurm's requeue": "they need several hosts, this is one",
+}

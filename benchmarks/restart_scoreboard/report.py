@@ -1,0 +1,118 @@
+"""The scoreboard as a table for people and as JSON for programs, which has every sample."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+from benchmarks.launchers.variants import BASELINE, Setting
+from benchmarks.restart_scoreboard.contestants import CONTESTANTS, LEFT_OUT
+from benchmarks.restart_scoreboard.training import KINDS, Trained
+
+
+@dataclass
+class Result:
+    """What a contestant did in each round. `not_run`: why it could not be run, or not to the end."""
+
+    rounds: list[Trained] = field(default_factory=list)
+    not_run: str | None = None
+
+
+def wrong_losses(rounds: Sequence[Trained], reference: Mapping[int, str]) -> int:
+    """How many losses differ from those of the same script without a fault, in any digit that it prints."""
+    return sum(reference.get(iteration) != loss for trained in rounds for iteration, loss in trained.losses)
+
+
+def analyse(
+    results: Mapping[str, Result], references: Mapping[str, Mapping[int, str]], setting: Setting,
+    machine: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The scoreboard. `references`: the losses of each trainer without a fault; times in seconds."""
+    rows = {name: _row(name, result, references) for name, result in results.items()}
+    base = rows.get(BASELINE, {}).get("restart_s", {})
+    for row in rows.values():
+        row["ratio"] = {
+            kind: found["median"] / base[kind]["median"] if found and base.get(kind) else None
+            for kind, found in row.get("restart_s", {}).items()
+        }
+    return {
+        "machine": dict(machine) | {name: metadata.version(name) for name in ("torch", "deepspeed")},
+        "ranks": setting.world_size,
+        "dtype": setting.dtype,
+        "contestants": rows,
+        "left_out": LEFT_OUT,
+    }
+
+
+def _row(name: str, result: Result, references: Mapping[str, Mapping[int, str]]) -> dict[str, Any]:
+    contestant = CONTESTANTS[name]
+    package = contestant.package
+    row: dict[str, Any] = {
+        "what": contestant.what,
+        "docs": contestant.docs,
+        "package": None if package is None or contestant.missing else f"{package} {metadata.version(package)}",
+        "lines": contestant.lines,
+        "not_run": result.not_run,
+    }
+    faults = [fault for trained in result.rounds for fault in trained.faults]
+    if not faults:
+        return row
+    reference = references.get(contestant.trainer)
+    return row | {
+        "restart_s": {kind: _spread([f.restart_s for f in faults if f.kind == kind]) for kind in KINDS},
+        "lost_steps": {kind: _spread([f.lost_steps for f in faults if f.kind == kind]) for kind in KINDS},
+        "wasted_s": sum(fault.wasted_s for fault in faults),
+        "faults": [asdict(fault) for fault in faults],
+        "iteration_s": statistics.median(trained.iteration_s for trained in result.rounds),
+        "losses": sum(len(trained.losses) for trained in result.rounds),
+        "wrong_losses": None if reference is None else wrong_losses(result.rounds, reference),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
+
+
+_HEAD = (
+    "contestant",
+    "one rank killed",
+    "of plain",
+    "all killed",
+    "of plain",
+    "lost steps",
+    "wasted",
+    "losses",
+    "lines",
+)
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The table, in Markdown: seconds to the end of the next step with lowest and highest, and what it cost."""
+    lines = [
+        f"{found['ranks']} ranks, {found['dtype']}",
+        "",
+        "| " + " | ".join(_HEAD) + " |",
+        "|---" * len(_HEAD) + "|",
+    ]
+    for name, row in found["contestants"].items():
+        if "faults" in row:
+            lines.append(f"| {name} | {' | '.join(_cells(row))} |")
+    lines += ["", *(f"- {name}: {row['what']}" for name, row in found["contestants"].items())]
+    lines += [f"- {name} did not run: {row['not_run']}" for name, row in found["contestants"].items() if row["not_run"]]
+    return "\n".join(lines + [f"- left out: {what}, as {why}" for what, why in found["left_out"].items()])
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    cells = []
+    for kind in KINDS:
+        took, ratio = row["restart_s"][kind], row["ratio"][kind]
+        cells.append("-" if took is None else f"{took['median']:.2f} s ({took['min']:.2f} to {took['max']:.2f})")
+        cells.append("-" if ratio is None else f"{ratio:.3f}")
+    lost = [f"{of['median']:g}" if (of := row["lost_steps"][kind]) else "-" for kind in KINDS]
+    wrong = row["wrong_losses"]
+    right = "not compared" if wrong is None else "equal" if wrong == 0 else f"{wrong} of {row['losses']} differ"
+    written = "another trainer" if row["lines"] is None else str(row["lines"])
+    return [*cells, ", ".join(lost), f"{row['wasted_s']:.0f} s in {len(row['faults'])} faults", right, written]

@@ -1,0 +1,20 @@
+"""The client of a bucket, by the scheme of its URI: the one module that knows which clients there are."""
+
+from __future__ import annotations
+
+import functools
+
+from megatron.fileio.objects.s3 import Bucket, ObjectInfo, SentPart, Traffic, Uploaded
+
+__all__ = ["CLIENTS", "Bucket", "ObjectInfo", "SentPart", "Traffic", "Uploaded", "open_bucket"]
+
+CLIENTS = {"s3": Bucket}  # scheme -> client; megatron/config/uris.py has the same schemes
+
+
+@functools.cache
+def open_bucket(scheme: str, name: str, deadline_s: float = 120.0) -> Bucket:
+    """The client of the bucket `name`, one for all calls: making one takes a while.
+
+    `deadline_s`: how long a request may take with all its retries. Raises ObjectStoreError if its library is missing.
+    """
+    return CLIENTS[scheme](name, deadline_s=deadline_s)

@@ -1,0 +1,94 @@
+"""The scoreboard's arithmetic, its contestants and its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.launchers.variants import PLAIN, Setting
+from benchmarks.restart_scoreboard.cli import parse_arguments, reason
+from benchmarks.restart_scoreboard.contestants import CONTESTANTS, OURS, TORCHFT
+from benchmarks.restart_scoreboard.report import Result, analyse, render, wrong_losses
+from benchmarks.restart_scoreboard.training import Fault, Trained
+
+
+def trained(*losses: str, seconds: float = 10.0) -> Trained:
+    faults = [Fault("one", seconds, 3, seconds + 2), Fault("all", 2 * seconds, 3, 2 * seconds + 2)]
+    return Trained(faults, list(enumerate(losses, 1)), 0.5)
+
+
+def test_losses_are_compared_digit_by_digit_with_those_of_the_same_script() -> None:
+    assert wrong_losses([trained("8.1", "7.2")], {1: "8.1", 2: "7.2"}) == 0
+    assert wrong_losses([trained("8.1", "7.3"), trained("8.1")], {1: "8.1", 2: "7.2"}) == 1
+    assert wrong_losses([trained("8.1", "7.2")], {1: "8.1"}) == 1
+
+
+def test_ratios_are_to_the_plain_script_by_kind_of_fault(tmp_path: Path) -> None:
+    results = {
+        "plain": Result([trained("8.1"), trained("8.1", seconds=12.0)]),
+        "torchft": Result([trained("7.9")]),
+        "dlrover": Result(not_run="TypeError: no"),
+        "fork-in-place": Result([trained("8.0", seconds=1.1)]),
+    }
+    setting = Setting(tmp_path, 4, "torch", "fp32", tp=1, pp=1)
+    found = analyse(results, {PLAIN: {1: "8.1"}, TORCHFT: {1: "8.0"}}, setting, {"processors": 2})
+    plain, torchft, ours = (found["contestants"][name] for name in ("plain", "torchft", "fork-in-place"))
+    assert plain["restart_s"]["one"] == {"median": 11.0, "min": 10.0, "max": 12.0}
+    assert plain["wasted_s"] == 12 + 22 + 14 + 26 and len(plain["faults"]) == 4
+    assert ours["ratio"] == {"one": pytest.approx(0.1), "all": pytest.approx(0.1)}
+    assert (plain["wrong_losses"], torchft["wrong_losses"], ours["wrong_losses"]) == (0, 1, None)
+    assert (plain["lines"], ours["lines"]) == (0, None) and torchft["lines"] > 50
+    lines = {line.split("|")[1].strip(): line for line in render(found).splitlines() if line.startswith("| ")}
+    assert "| 11.00 s (10.00 to 12.00) | 1.000 |" in lines["plain"] and "| equal | 0 |" in lines["plain"]
+    assert "| 1 of 1 differ |" in lines["torchft"]
+    assert "| not compared | another trainer |" in lines["fork-in-place"] and "dlrover" not in lines
+    assert "- dlrover did not run: TypeError: no" in render(found)
+
+
+def test_a_contestant_without_its_package_says_how_to_get_it() -> None:
+    assert CONTESTANTS["plain"].missing is None and CONTESTANTS["fork"].missing is None
+    absent = dataclasses.replace(CONTESTANTS["torchft"], package="no-such-distribution")
+    assert absent.missing == "no-such-distribution is not installed (EXTRAS=scoreboard)"
+
+
+def test_the_reason_is_what_happened_and_the_last_line_of_the_log() -> None:
+    told = "dlrover: it ended with status 1: a warning\nTypeError: no\n"
+    assert reason(told) == "it ended with status 1: TypeError: no"
+    assert reason("plain: 3 ranks were found, 4 were expected") == "3 ranks were found, 4 were expected"
+
+
+@pytest.mark.parametrize("name", [name for name, each in CONTESTANTS.items() if each.trainer != OURS])
+def test_all_train_the_same_on_the_same_data_and_restart_as_often(name: str, tmp_path: Path) -> None:
+    setting = Setting(tmp_path, 4, "torch", "fp32", tp=1, pp=1, iterations=77, restarts=6)
+    argv = CONTESTANTS[name].command(setting, tmp_path / "save")
+    for flag, value in (
+        ("--data", str(tmp_path / "data" / "corpus_text_document")), ("--save", str(tmp_path / "save")),
+        ("--global-batch", "16"), ("--tensor-parallel", "1"), ("--iterations", "77"), ("--dtype", "fp32"),
+    ):  # fmt: skip
+        assert argv[argv.index(flag) + 1] == value
+    if "--max_restarts" in argv:
+        assert argv[argv.index("--max_restarts") + 1] == ("0" if name == "plain" else "6")
+        assert argv[argv.index("-m", argv.index("--max_restarts")) + 1] == PLAIN
+    else:
+        assert argv[argv.index("bash") + 2 :][:3:2] == ["4", "6"]  # between them is a port
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--repeat", "0"], "--repeat 0: must be at least 1"),
+        (["--faults", "0"], "--faults 0: must be at least 1"),
+        (["--ranks", "1"], "--ranks 1: must be at least 2"),
+        (["--time-limit", "0"], "--time-limit 0: must be more than 0"),
+        (["--only", "ray"], "invalid choice: 'ray'"),
+        (["--dir", "/no/such"], "--dir /no/such: is no directory"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(argv)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
