@@ -14,11 +14,8 @@ from tests.gpu.measured import device_name, device_peak_bytes, iteration_s, reco
 from tests.gpu.profiles import attention, profiles_of
 from tools.common.tables import markdown_table
 
-_STEP = "`ckpt-plan --step-time h100`, without recomputation"
-_ATTENTION = (
-    "`ckpt-plan --step-time h100`, at the rate of FlashAttention-2; cuDNN's kernel is about twice as fast, and the "
-    "page names the one that ran"
-)
+_STEP = "`ckpt-plan`"
+_ATTENTION = "`ckpt-plan`: FlashAttention-2; cuDNN's kernel is about twice as fast"
 DEVIATES = 0.5  # of the predicted figure
 H100_TFLOPS = 989.4  # dense bf16: NVIDIA's data sheet of the H100 SXM
 

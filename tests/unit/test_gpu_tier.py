@@ -173,12 +173,11 @@ def rows_of(section: str) -> list[list[str]]:
     return [[" ".join(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in rows[2:]]
 
 
-def test_docs_have_every_part_and_name_no_other() -> None:
-    names = {re.sub("^resume-.*", "resume-ENGINE", part.name) for part in PARTS}
-    assert {name for row in rows_of("The GPU tier") for name in row[0].split()} == names
-    known = names | {part.name for part in PARTS}
-    assert {name for row in rows_of("What has not been run") for name in row[-1].split()} <= known
-    assert {part for parts in RUN_BY for part in parts.split(", ")} <= known | {"nothing"}
+def test_docs_name_parts_that_there_are() -> None:
+    known = {part.name for part in PARTS}
+    named = {name for row in rows_of("What has not been run") for name in row[-1].split()}
+    assert named and named <= known | {"resume-ENGINE"}
+    assert {part for parts in RUN_BY for part in parts.split(", ")} <= known | {"resume-ENGINE", "nothing"}
 
 
 def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
