@@ -67,7 +67,7 @@ def test_the_documentation_has_every_decision() -> None:
     rows = [line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")]
     documented: dict[str, tuple[str, str]] = {}
     for row in rows:
-        flags, kind, _, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
+        flags, kind, *_, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
         if not re.fullmatch(r"(`--[\w-]+` ?)+", flags):
             continue  # of what a directory holds
         for name in re.findall(r"`(--[\w-]+)`", flags):
