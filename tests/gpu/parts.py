@@ -360,7 +360,7 @@ LADDERS: dict[int, tuple[str, ...]] = {
     1: ("facts", "install", "grow", "launch", "machine", "step-time", "step-time-4", "copies", "tests"),
     2: ("facts", "install", "grow", "resume-lazy", "fork", "memory", "shared-gpu", "sequence-parallel", "device-error"),
 }
-# No part can show these; docs/gpu.md has the list.
+# No part can show these; --dry-run lists them.
 NEEDS_TWO_DEVICES = (
     "process groups of several ranks on NCCL, and its watchdog",
     "pipeline stages: gloo sends no CUDA tensor from rank to rank",

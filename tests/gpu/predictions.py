@@ -1,7 +1,7 @@
 """What is predicted of one H100 (SXM, 80 GB) before the tier has run there, and how each figure is measured.
 
-`python -m tests.gpu.predictions` prints the table of docs/gpu.md; a test compares them. A figure that deviates by half
-is a finding: either the reason given here is wrong, or the code does something else than is believed.
+`python -m tests.gpu.predictions` prints them as a table. A figure that deviates by half is a finding: either the reason
+given here is wrong, or the code does something else than is believed.
 """
 
 from __future__ import annotations

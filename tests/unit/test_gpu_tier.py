@@ -40,7 +40,6 @@ from tests.gpu.parts import (
     Step,
     part_named,
 )
-from tests.gpu.predictions import table
 from tests.gpu.runner import FAILED, PASSED, TierError, publish, run_part
 from tools.ckpt_replay.options import parse_arguments as parse_replay
 from tools.make_synthetic_dataset import parse_arguments as parse_dataset
@@ -178,14 +177,6 @@ def test_docs_name_parts_that_there_are() -> None:
     named = {name for row in rows_of("What has not been run") for name in row[-1].split()}
     assert named and named <= known | {"resume-ENGINE"}
     assert {part for parts in RUN_BY for part in parts.split(", ")} <= known | {"resume-ENGINE", "nothing"}
-
-
-def test_docs_have_the_predictions_and_what_needs_two_devices() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    lines = "\n".join(table())
-    assert lines in text, f"python -m tests.gpu.predictions prints the table:\n{lines}"
-    needed = text.split("### What needs two devices\n")[1].split("\n## ")[0]
-    assert re.findall(r"^- (.*)$", needed, re.MULTILINE) == list(NEEDS_TWO_DEVICES)
 
 
 def modules_with(pattern: str) -> set[str]:

@@ -38,12 +38,8 @@ OTHERS = re.compile(
 OF_KILL_RESUME = {"OUT_DIR"}
 
 
-def test_document_help_and_code_have_the_same_settings() -> None:
-    section = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Settings\n")[2].partition("\n## ")[0]
-    rows = " ".join(re.findall(r"^\| .*", section, re.MULTILINE))
-    assert set(re.findall(r"`([A-Z_]+)`", rows)) == DECLARATIONS.keys()
-    (launchers,) = re.findall(r"`LAUNCHER` \(([^)]*)\)", rows)
-    assert set(re.findall(r"`(\w+)`", launchers)) == LAUNCHERS.keys()
+def test_help_and_code_have_the_same_settings() -> None:
+    assert all(re.search(rf"\b{name}\b", DECLARATIONS["LAUNCHER"].meaning) for name in LAUNCHERS)
     told = set(re.findall(r"^  ([A-Z_]+)$", help_text(), re.MULTILINE))
     together = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "settings.py")
     read = set(re.findall(r"""environ(?:\.get\(|\[)["']([A-Z_]+)""", together))
