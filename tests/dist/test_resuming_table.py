@@ -1,8 +1,8 @@
 """docs/resuming.md has a table of what may change on a resume; each of its rows is run here.
 
 What is refused before the imports is one light start for each flag (tests.dist.light_starts). All else is changed in
-few starts of the real trainer, many flags at once: the lines that it logs must be those of the table, one for each
-flag of a row that is logged, and no other.
+few starts of the real trainer, many flags at once: it must log the decision of each flag of a row that is logged, and
+of no other.
 """
 
 from __future__ import annotations
