@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 from itertools import chain
 from pathlib import Path
@@ -121,7 +122,8 @@ def test_what_the_soak_does_with_every_fault_is_documented() -> None:
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
 
     def those(where: str) -> set[str]:
-        return {fault for faults, what in rows if where in what for fault in re.findall(r"`([\w:-]+)`", faults)}
+        patterns = [name for faults, what in rows if where in what for name in re.findall(r"`([\w:*-]+)`", faults)]
+        return {fault for name in patterns for fault in fnmatch.filter(FAULTS, name) or [name]}
 
     injected = [set(possible_faults(on_nodes=on_nodes, fills_disk=True)) for on_nodes in (False, True)]
     assert [those("on one host"), those("on nodes")] == injected
