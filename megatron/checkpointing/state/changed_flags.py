@@ -1,7 +1,8 @@
 """What it means for a resume that a flag has another value than in the run that saved the checkpoint.
 
 Checkpoints hold the settings of that run, as `args` in their mp_rank files, upstream's too. DECISIONS has every setting
-of megatron.config, and a test fails for one that is not here; docs/resuming.md has the same table for users.
+of megatron.config, and a test fails for one that is not here; docs/resuming.md tells users
+of the flags, those with the same consequences together.
 
 The content of the files that a run trains on is kept, too, since a path says nothing of it: a corpus that is made again
 under its old path is another one, and a moved one is the same.
