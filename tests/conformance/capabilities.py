@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.compare import differences
 from tests.conformance.damage import OTHER, REFUSED, damaged, flipped, outcome, pickles, positions
 from tests.conformance.states import DTYPES, RARE_DTYPES, RARE_STATES, STATES, tensor
@@ -160,16 +159,8 @@ def pickled(seen: Seen) -> str:
     return "known classes only" if holding else "none"
 
 
-def files(seen: Seen) -> str:
-    return str(len(seen.saved.files))
-
-
 def processes(seen: Seen) -> str:
     return str(seen.processes)
-
-
-def package(seen: Seen) -> str:
-    return ", ".join(f"`{name}`" for name in builtin_engines()[seen.subject.name].requires) or "none"
 
 
 # Heading -> how a cell is observed.
@@ -184,9 +175,7 @@ COLUMNS: dict[str, Callable[[Seen], str]] = {
     "refused by all": refused_by_all,
     "other refused values": refused_besides,
     "unpickles": pickled,
-    "files for 3 states of 4 tensors": files,
     "processes of its own": processes,
-    "package": package,
 }
 # What is observed of every engine alike: the text before the table says it.
 ALIKE = {"fsync": "yes", "finds a flipped bit": "yes", "refused dtypes": "none"}
