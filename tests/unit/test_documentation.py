@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import fnmatch
 import re
 from itertools import chain
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools.restart_drill.faults import ENDS_THE_LAUNCH, FAULTS
+from tools.restart_drill.faults import FAULTS
 from tools.restart_drill.injection_points import STAGES
-from tools.restart_drill.soak.schedule import possible_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md")))
@@ -115,20 +113,6 @@ def test_every_fault_and_injection_point_is_documented() -> None:
     text = (ROOT / "docs" / "restart_drill.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w:-]+`", rows))
-
-
-def test_what_the_soak_does_with_every_fault_is_documented() -> None:
-    text = (ROOT / "docs" / "restart_drill.md").read_text().partition("## Soak\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
-
-    def those(where: str) -> set[str]:
-        patterns = [name for faults, what in rows if where in what for name in re.findall(r"`([\w:*-]+)`", faults)]
-        return {fault for name in patterns for fault in fnmatch.filter(FAULTS, name) or [name]}
-
-    injected = [set(possible_faults(on_nodes=on_nodes, fills_disk=True)) for on_nodes in (False, True)]
-    assert [those("on one host"), those("on nodes")] == injected
-    assert those("they end the launch") == set(ENDS_THE_LAUNCH)
-    assert those("not injected") == {name for name, fault in FAULTS.items() if fault.not_in_soaks}
 
 
 def test_the_readme_is_short_and_names_commands_that_there_are() -> None:

@@ -40,7 +40,7 @@ HOST, NODES = "host", "nodes"
 class Fault:
     """`send`: injects a fault that is a signal. `soaks`: those that inject it, on one HOST or on several NODES.
 
-    `not_in_soaks`: why none does; docs/restart_drill.md has the same reason.
+    `not_in_soaks`: why none does.
     `soaks_not_at`: injection points at which no soak injects it. `matrix_at`: those at which the matrix does, of faults
     for which the injection point matters little; empty: all.
     """
