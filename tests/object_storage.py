@@ -1,4 +1,4 @@
-"""A real S3 server for tests (PyPI's moto, in a process of its own), and a proxy in front of it that does it harm.
+"""A real S3 server for tests (tests.s3_server, a process of its own), and a proxy in front of it that does it harm.
 
     python -m tests.object_storage COMMAND ...
 
@@ -44,6 +44,7 @@ __all__ = [
 
 BUCKET = "checkpoints"
 _STARTS_S = 120.0  # on a busy machine
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,17 @@ class ImpatientBucket(Bucket):
 def serving() -> Iterator[Server]:
     """Run the server with an empty bucket."""
     server = Server(free_port())
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(server.port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tests.s3_server", str(server.port)]
+    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _STARTS_S
         while True:
-            assert process.poll() is None, "moto.server has ended"
+            assert process.poll() is None, "tests.s3_server has ended"
             try:
                 urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")).read()
                 break
             except (urllib.error.URLError, ConnectionError):
-                assert time.monotonic() < deadline, "moto.server does not answer"
+                assert time.monotonic() < deadline, "tests.s3_server does not answer"
                 time.sleep(0.05)
         yield server
     finally:

@@ -220,16 +220,21 @@ def restore_slots(contents: Sequence[bytes]) -> None:
         os.pwrite(fd, content, 0)
 
 
+def _import_all() -> None:
+    """Import what a rank imports, as a rank. A second call takes almost no time."""
+    os.environ |= _ENVIRONMENT
+    from megatron.training.heavy_imports import import_for_forks
+
+    import_for_forks()
+
+
 @contextlib.contextmanager
 def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | TwoRanks]]:
     """The scenarios, each with checkpoints of two steps; the live state is that of a third.
 
     Those of TWO_RANKS need a process without an engine, which has threads: they cannot come with others.
     """
-    os.environ |= _ENVIRONMENT
-    from megatron.training.heavy_imports import import_for_forks
-
-    import_for_forks()
+    _import_all()
     from megatron.checkpointing.engines.registry import engine_class
     from megatron.checkpointing.store import ownership
     from megatron.checkpointing.store.bucket import generations
@@ -334,6 +339,8 @@ def run_beside(options: argparse.Namespace, root: Path, out: Path) -> bool:
     if options.processes == 1:
         run(options, root, out)
         return True
+    _import_all()  # once for all of them
+    os.environ.pop("MASTER_PORT")  # each is rank 0 of a launch of its own
     forks = multiprocessing.get_context("fork")
     processes = [forks.Process(target=run, args=(options, root, out, n)) for n in range(options.processes)]
     for process in processes:
