@@ -9,6 +9,7 @@ modules to import before it forks.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -92,11 +93,14 @@ def serve() -> None:
     from megatron.training.heavy_imports import import_for_forks
 
     import_for_forks()
+    gc.disable()
     import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
     import tests.dist.forked_writers  # noqa: F401
 
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would look at all that, and copy its memory
+    gc.enable()
 
     for line in sys.stdin:
         request = json.loads(line)
