@@ -4,7 +4,7 @@ with an interpreter of their own.
 A rank of the zygote has imported all that these processes need, and that takes two or three seconds of a processor.
 What such a process is given, what it does and how it ends is as ever. They begin as users begin them in
 tests/unit/megatron/checkpointing/engines/test_fastpersist_process.py, tests/conformance/test_engine_processes.py, one
-training of test_engines_training.py, and one of test_hf_exports.py, here and below tests/unit.
+training of test_engines_training.py, and one of test_hf_exports.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 from megatron.processes import helper_process
 
 FORKED_WRITERS = "FORKED_WRITERS"  # set in ranks that fork theirs
-_kept: list[Any] = []
 FORKED = ("megatron.checkpointing.engines.fastpersist.process", "megatron.hf.export_process")
 
 
@@ -108,8 +107,6 @@ def _run(code: str, pass_fds: Sequence[int], env: dict[str, str], output: int | 
         if output is not None:
             os.dup2(output, 1)
             os.dup2(output, 2)
-            _kept.extend((sys.stdout, sys.stderr))  # pytest's write elsewhere; a rank's close 1 and 2 once forgotten
-            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
             logging.getLogger().handlers.clear()
         first = 3
         for fd in sorted(pass_fds):

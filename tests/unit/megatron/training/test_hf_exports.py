@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from megatron.checkpointing.store.ownership import claim
 from megatron.config import CheckpointConfig, ConfigError, ModelConfig
@@ -23,7 +22,6 @@ from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_exports
 from megatron.training.hf_exports import NOTICE, HFExports
 from restart_trace.recorder import Recorder
-from tests.dist import forked_writers
 from tests.dist.harness import HANGS_S, wait_for
 from tests.dist.test_hf_exports import Held
 from tests.unit.megatron.checkpointing.store.test_removal import ListSink
@@ -56,26 +54,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def begun(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The exports are forked from this process, which has their imports: see forked_writers.py. Two tests begin them as
-    users do."""
-    if request.function in (test_an_export_is_that_of_the_command, test_a_training_without_descriptors_goes_on):
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked process has none of the others
-    with forked_writers.installed():
-        yield
-    torch.set_num_threads(threads)
-
-
 def processes() -> list[psutil.Process]:
-    """Those that export for this process, which may have others. One that is forked has its command line."""
-    mine = psutil.Process().cmdline()
+    """Those that export for this process, which may have others."""
     found = [one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid()]
-    lines = [(one, one.info["cmdline"] or []) for one in found]
-    return [one for one, line in lines if line == mine or "megatron.hf.export_process" in " ".join(line)]
+    return [one for one in found if "megatron.hf.export_process" in " ".join(one.info["cmdline"] or [])]
 
 
 class Exports(HFExports):
