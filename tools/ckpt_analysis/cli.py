@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exits with status 2 and a message if the command line is wrong (argparse).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "--version"):
-        _overview().parse_args(words)
+    first = _first(words)
+    if not words or words[first] in ("-h", "--help", "--version"):
+        _overview().parse_args(words[first:])
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
         return COULD_NOT_RUN
-    first = _first(words)
     if near := _mistyped(words[first]):
         print(f"{PROGRAM}: {visible(words[first])}: neither a command nor a directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _first(words: list[str]) -> int:
-    """Index of the word after the flags that every command takes: the name of the command, if it is given."""
+    """Index of the first word that is not of the flags that every command takes: a command's name, if it is given."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     add_shared_arguments(parser)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
@@ -88,7 +88,9 @@ def _first(words: list[str]) -> int:
         found, others = parser.parse_known_args(words)
     except argparse.ArgumentError:  # a flag without its value, which the command's own parser tells
         return 0
-    return 0 if others or not found.rest else len(words) - len(found.rest)
+    if others:
+        return words.index(others[0])
+    return len(words) - len(found.rest) if found.rest else 0
 
 
 def _default(words: list[str]) -> str:

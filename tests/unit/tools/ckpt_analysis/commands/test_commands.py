@@ -300,9 +300,10 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         assert flag in text
 
 
-def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("before", [[], ["--quiet"], ["--cache-dir", "cache"]])
+def test_overview_lists_every_command(before: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main([*before, "--help"])
     text = capsys.readouterr().out
     assert all(f"\n  {command} " in text for command in COMMANDS)
     assert main([]) == 2 and "give a directory" in capsys.readouterr().err
