@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import re
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,7 +84,7 @@ def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
             if claim["launch_key"] == key and not mine.exists():
                 return claim["run_id"], cycle
         cycle = 0 if newest is None else newest[0] + 1
-        run_id = uuid.uuid4().hex[:12] if newest is None else newest[1]["run_id"]
+        run_id = os.urandom(6).hex() if newest is None else newest[1]["run_id"]
         if _create(trace_dir / CYCLE_FILE_PATTERN.format(cycle=cycle), run_id, cycle, key):
             return run_id, cycle
 
@@ -143,7 +142,7 @@ def _create(path: Path, run_id: str, cycle: int, key: str) -> bool:
     anchor = clock.read_anchor()
     content = {"run_id": run_id, "cycle": cycle, "launch_key": key, "wall_ns": anchor.wall_ns}
     # Random, since ranks on different hosts may have equal process ids.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(16).hex()}.tmp")
     temporary.write_text(json.dumps(content) + "\n")
     try:
         os.link(temporary, path)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ImportWatcher:
     """A finder for sys.meta_path. `watched`: name of a module -> functions that are called with it once it is imported.
 
-    `began` is called before a module of `announced` is imported; `imported` with begin and end (ns) of each import that
-    no other import caused.
+    `began` is called before a module of `announced` is imported; `imported` for each import that no other import
+    caused, with its begin, what the actions within it took, and its end (ns).
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ImportWatcher:
         watched: Mapping[str, Sequence[Callable[[ModuleType], None]]],
         announced: frozenset[str],
         began: Callable[[], None],
-        imported: Callable[[int, int], None],
+        imported: Callable[[int, int, int], None],
     ) -> None:
         self._watched = watched
         self._announced = announced
@@ -39,6 +39,8 @@ class ImportWatcher:
         self._thread = get_ident()
         self._outermost: str | None = None  # the module that the program itself is importing
         self._looking = False
+        self._acting = False
+        self._own_ns = 0  # what actions took within the outermost import
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -49,6 +51,8 @@ class ImportWatcher:
         if not first and name not in self._watched and name not in self._announced:
             return None
         start_ns = time.monotonic_ns()
+        if first:
+            self._own_ns = 0
         self._looking = True  # imports until then are not the program's
         try:
             if name in self._announced:
@@ -86,12 +90,13 @@ class ImportWatcher:
                 if first:
                     self._outermost = None
                     end_ns = time.monotonic_ns()
-                    self._guarded(self._imported, start_ns, end_ns)
+                    self._guarded(self._imported, start_ns, self._own_ns, end_ns)
             self.imported_already(module)
 
         loader.exec_module = exec_module
 
     def _guarded(self, action: Callable[..., None], *given: Any) -> None:
+        outermost, self._acting, since_ns = not self._acting, True, time.monotonic_ns()
         try:
             action(*given)
         except Exception as exc:
@@ -99,6 +104,10 @@ class ImportWatcher:
 
             text = "restart_trace: %s: %s; the module is not traced"
             logging.getLogger(__name__).error(text, type(exc).__name__, exc)
+        finally:
+            if outermost:
+                self._acting = False
+                self._own_ns += time.monotonic_ns() - since_ns
 
 
 def _find_among_others(

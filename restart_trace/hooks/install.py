@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import time
+from _thread import get_ident
 
 from restart_trace.hooks.imports import ImportWatcher
 from restart_trace.hooks.variables import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, RANK_PID_VARIABLE, check_function
@@ -75,14 +76,14 @@ class _Hooks:
         os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> tuple[Session, Steps]:
-        """The session and its steps. The thread that calls this first is the one that trains."""
+        """The session and its steps."""
         if self.session is None or self.steps is None:
             from pathlib import Path
 
             from restart_trace.hooks.session import Session
             from restart_trace.hooks.steps import Steps
 
-            self.session = Session(Path(self._directory), self._installed_ns, self._imports)
+            self.session = Session(Path(self._directory), self._installed_ns, self._imports, self._thread)
             self.steps = Steps(self.session)
         return self.session, self.steps
 
@@ -90,12 +91,12 @@ class _Hooks:
         """Open the trace if the environment says that this process is a rank."""
         self.begin()[0].open_if_rank()
 
-    def imported(self, start_ns: int, end_ns: int) -> None:
-        """Note an import by the program, including the imports that it caused."""
+    def imported(self, start_ns: int, own_ns: int, end_ns: int) -> None:
+        """Note an import by the program, including the imports that it caused; the hooks took `own_ns` of it."""
         if self.session is None:
-            self._imports.append((start_ns, end_ns))
+            self._imports.append((start_ns, own_ns, end_ns))
         else:
-            self.session.imported(start_ns, end_ns)
+            self.session.imported(start_ns, own_ns, end_ns)
 
     def of_session(self, name: str) -> Callable[[ModuleType], None]:
         """The function "module.function" of this package, given the session."""
@@ -116,9 +117,10 @@ class _Hooks:
         return hook
 
     def _begin(self) -> None:
-        """Since when, and the imports so far. A process that was forked begins then."""
+        """Since when, the imports so far, and the thread that trains. A process that was forked begins then."""
         self._installed_ns = time.monotonic_ns()
-        self._imports: list[tuple[int, int]] = []
+        self._imports: list[tuple[int, int, int]] = []
+        self._thread = get_ident()
 
     def _forked(self) -> None:
         self._begin()

@@ -46,8 +46,17 @@ class Session:
     A save or load of another thread is in the background: its spans are not blocking.
     """
 
-    def __init__(self, trace_dir: Path, installed_ns: int, imports: Sequence[tuple[int, int]] = ()) -> None:
-        """`imports`: begin and end (ns) of those that the program has made since `installed_ns`."""
+    def __init__(
+        self,
+        trace_dir: Path,
+        installed_ns: int,
+        imports: Sequence[tuple[int, int, int]] = (),
+        thread: int | None = None,
+    ) -> None:
+        """`imports`: those that the program has made since `installed_ns`, as arguments of `imported`.
+
+        `thread`: the one that trains; by default the one that calls this.
+        """
         self.trace_dir = trace_dir
         self.recorder: Recorder | None = None  # once this process is known to be a rank
         self.startup: Startup | None = None
@@ -58,7 +67,7 @@ class Session:
         self._installed_ns = installed_ns
         self._imports = [*imports]  # before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident() if thread is None else thread
         self._is_compiling = False
         self._backward_passes = 0  # which the training thread is in
         self._exit_status: object = None
@@ -105,28 +114,35 @@ class Session:
         self.startup = Startup(self.recorder, self.trace_dir, rank, cycle, installed_ns, opened_ns=installed_ns)
         assert self.startup.operation is not None
         self._starting = Timeline(self.startup.operation)
-        for start_ns, end_ns in self._imports:
-            self._starting.interrupted("imports", start_ns, end_ns)
+        for start_ns, own_ns, end_ns in self._imports:
+            self._add_import(self._starting, start_ns, own_ns, end_ns)
         atexit.register(self.recorder.close)
         atexit.register(self._ended)  # runs before the one above
         # For processes of multiprocessing, which end without atexit, and wait for their threads after this.
         Finalize(self, self._ended, exitpriority=0)
 
-    def imported(self, start_ns: int, end_ns: int) -> None:
-        """Record an import by the program, including the imports that it caused.
+    def imported(self, start_ns: int, own_ns: int, end_ns: int) -> None:
+        """Record an import by the program, including the imports that it caused; the hooks took `own_ns` of it.
 
         Imports within a load belong to that.
         """
         if end_ns - start_ns < _SHORT_IMPORT_NS:
             return
         if self.recorder is None:
-            self._imports.append((start_ns, end_ns))
+            self._imports.append((start_ns, own_ns, end_ns))
             return
         starting = self._start_up()
         if starting is not None and self.running() is None:
-            starting.interrupted("imports", start_ns, end_ns)
+            self._add_import(starting, start_ns, own_ns, end_ns)
             assert self.startup is not None
             self.startup.spent(start_ns, end_ns)
+
+    def _add_import(self, starting: Timeline, start_ns: int, own_ns: int, end_ns: int) -> None:
+        """Add the spans of an import. What the hooks took is no part of the program's imports."""
+        if own_ns >= _SHORT_IMPORT_NS:
+            starting.interrupted("process_start", start_ns, start_ns + own_ns)
+            start_ns += own_ns
+        starting.interrupted("imports", start_ns, end_ns)
 
     def record_coordinates(self, place: Mapping[str, Any] | None) -> None:
         """Record the coordinates of this rank, if they are known, as a coordinates record. The last record counts."""

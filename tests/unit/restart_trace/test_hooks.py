@@ -534,8 +534,68 @@ def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp
     trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
     assert trace[0]["instrument"] == "hooks"
     phases = [(r["phase"], r["duration_ns"]) for r in trace if r["type"] == "span"]
-    assert [phase for phase, _ in phases] == ["process_start", "imports"]
-    assert phases[1][1] >= 20_000_000  # what it slept
+    assert [phase for phase, _ in phases] == ["process_start", "process_start", "imports"]  # the hooks' own between
+    assert phases[2][1] >= 20_000_000  # what it slept
+
+
+def test_what_the_hooks_take_within_an_import_is_no_import_of_the_program(tmp_path: Path) -> None:
+    """Whether they act before a module is imported, or after one within it."""
+    (tmp_path / "outer.py").write_text("import inner\n")
+    (tmp_path / "inner.py").write_text("")
+    code = """
+        import sys, time
+        from restart_trace.hooks.imports import ImportWatcher
+        told = []
+        slow = lambda *_: time.sleep(0.02)
+        watcher = ImportWatcher({"inner": [slow, slow]}, {"outer"}, slow, lambda *times: told.append(times))
+        sys.meta_path.insert(0, watcher)
+        import outer, string
+        (start_ns, own_ns, end_ns), *others = told
+        assert 60_000_000 <= own_ns <= end_ns - start_ns
+        assert all(own_ns == 0 for _, own_ns, _ in others), others
+    """
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_thread_that_installs_the_hooks_trains_whichever_loads_a_library_first(tmp_path: Path) -> None:
+    """importlib.util.LazyLoader executes a module in the thread that first uses it."""
+    fake_torch(tmp_path)
+    (tmp_path / "safetensors").mkdir()
+    (tmp_path / "safetensors" / "__init__.py").write_text("")
+    (tmp_path / "safetensors" / "torch.py").write_text("loaded = True\n")
+    code = """
+        import importlib.util, sys, threading
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        spec = importlib.util.find_spec("safetensors.torch")
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        helper = threading.Thread(target=lambda: module.loaded)
+        helper.start()
+        helper.join()
+        import torch
+        sys.exit(3)  # which is that of the process only in the thread that trains
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stderr) == (3, "")
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    assert trace[-1]["detail"] == "exit status 3", trace[-1]
+
+
+def test_a_program_with_a_module_named_as_one_of_pythons_is_traced(tmp_path: Path) -> None:
+    fake_torch(tmp_path)
+    (tmp_path / "uuid.py").write_text("mine = True\n")
+    code = """
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch, uuid
+        assert uuid.mine
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "trace" / "rank_00000_cycle_000.jsonl").exists()
 
 
 def test_what_a_rank_forks_before_it_imports_torch_is_none(tmp_path: Path) -> None:
