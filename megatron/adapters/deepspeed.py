@@ -92,7 +92,7 @@ def _install() -> None:
     if module is not None:
         _teach(module)
     else:
-        watcher = ImportWatcher({_MODULE: [_teach]}, frozenset(), lambda: None, lambda begin, end: None)
+        watcher = ImportWatcher({_MODULE: [_teach]}, frozenset(), lambda: None, lambda *times: None)
         sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
 
 
