@@ -1,8 +1,8 @@
 """The verdict on variants side by side, in a sentence: which takes the least time for what, if any.
 
 No difference is shown in a goal if none exceeds the noise: by the rank sum test where variants have enough repeats
-for it, else because the ranges of their values overlap. A difference that was not tested says how few values
-it stands on.
+for it, else because the ranges of their values overlap. A difference that could not be tested is told apart from
+those that are shown, with how few values it stands on.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def standing(samples: Samples) -> Standing:
     return Standing(tuple(leaders), others[0], times, (len(best), len(after)), _testable(best, after))
 
 
-_ONE_VALUE, _UNTESTED = " (one value each)", ", untested)"
+TOO_FEW = "too few repeats to tell"
 
 
 def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
-    """One sentence over all goals that two variants at least have values of."""
-    differing: list[tuple[str, str]] = []  # clause, caveat
+    """A sentence over all goals that two variants at least have values of, and one over those with too few repeats."""
+    differing: list[str] = []
+    untested: list[tuple[str, str]] = []  # clause, how many values it stands on
     alike: list[str] = []
     for goal, samples in goals:
         known = {name: values for name, values in samples.items() if values}
@@ -74,17 +75,19 @@ def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
         found = standing(known)
         if found.after is None:
             alike.append(goal.name if len(known) == len(samples) else f"{goal.name} of {listed(list(known))}")
+        elif found.tested:
+            differing.append(clause(goal, found, of_two=len(known) == 2))
         else:
-            differing.append((clause(goal, found, of_two=len(known) == 2), caveat(found)))
-    caveats = {said for _, said in differing}
-    common = caveats.pop() if len(caveats) == 1 else ""  # once, after the last one
-    parts = [of_goal + ("" if common else said) for of_goal, said in differing]
-    parts[-1:] = [part + common for part in parts[-1:]]
-    parts += [f"no difference shown in {listed(alike)}"] if alike else []
-    if not parts:
-        return "No time was measured in two of them: there is nothing to compare."
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if not differing else f"{text}."
+            untested.append((clause(goal, found, of_two=len(known) == 2), f" ({_values(found)})"))
+    sentences = []
+    if told := "; ".join([*differing, *([f"no difference shown in {listed(alike)}"] if alike else [])]):
+        sentences.append(f"{told}." if differing else f"{told[0].upper()}{told[1:]}.")
+    if untested:
+        counts = {count for _, count in untested}
+        common = counts.pop() if len(counts) == 1 else ""  # once, after the last one
+        parts = [of_goal + ("" if common else count) for of_goal, count in untested]
+        sentences.append(f"{TOO_FEW.capitalize()}: {'; '.join(parts)}{common}.")
+    return " ".join(sentences) or "No time was measured in two of them: there is nothing to compare."
 
 
 def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
@@ -105,17 +108,19 @@ def factor(times: float) -> str:
 
 def caveat(found: Standing) -> str:
     """How few values a difference stands on that was not tested; else nothing."""
-    if found.tested:
-        return ""
+    return "" if found.tested else f" ({_values(found)}, too few to tell)"
+
+
+def _values(found: Standing) -> str:
     first, second = found.values
     if first == second:
-        return _ONE_VALUE if first == 1 else f" ({first} values each{_UNTESTED}"
-    return f" ({first} and {second} values{_UNTESTED}"
+        return "one value each" if first == 1 else f"{first} values each"
+    return f"{first} and {second} values"
 
 
 def with_load(said: str, loads: Sequence[float], processors: int | None) -> str:
     """A verdict, and the load of the machine that it was measured under, if a difference in it was not tested."""
-    if not loads or (_ONE_VALUE not in said and _UNTESTED not in said):
+    if not loads or TOO_FEW.capitalize() not in said:
         return said
     least, most = f"{min(loads):.1f}", f"{max(loads):.1f}"
     load = least if least == most else f"{least} to {most}"

@@ -7,6 +7,7 @@ from statistics import median
 
 from ...common.formatting import listed, plural
 from ...common.statistics import ALPHA, LEAST_REPEATS, difference
+from ...common.verdict import TOO_FEW
 from ..common.errors import CouldNotRunError
 from ..report import Report
 from .metrics import Metric, Samples, collect
@@ -16,7 +17,6 @@ from .results import (
     EQUAL,
     NOT_RECORDED,
     ONE_VALUE,
-    TOO_FEW,
     WITHIN_NOISE,
     Cell,
     Comparison,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Verdicts on a metric of a variant against the first one.
+# Verdicts on a metric of a variant against the first one, beside verdict.TOO_FEW.
 DIFFERS = "differs"  # the test finds a difference beyond the noise
 WITHIN_NOISE = "within the noise"
-TOO_FEW = "too few repeats to tell"
 EQUAL = "equal"  # every value of both is the same
 COUNTED = "counted, not timed"  # bytes and files: they differ, and there is no noise to test against
 ONE_VALUE = "one value per run"  # a total over the run: nothing to test

@@ -116,7 +116,7 @@ def test_the_load_of_the_machine_stands_beside_a_difference_of_two_values() -> N
             if isinstance(found, dict) and "samples" in found:
                 found["samples"] = found["samples"][:2]
     first = " ".join(render(tested).partition("\n\n")[0].split())
-    assert first.endswith("(2 values each, untested). Load of the machine before: 4.6, of 2 processors.")
+    assert first.endswith("(2 values each). Load of the machine before: 4.6, of 2 processors.")
 
 
 def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tools.common.verdict import BLOCKED, COLD_LOAD, LOAD, standing, verdict, with_load
 
+FEW = "Too few repeats to tell: "
 SHORT, LONG = [1.0, 1.1, 1.0, 1.2], [4.0, 4.5, 4.1, 4.3]
 
 
@@ -17,10 +18,16 @@ def test_a_difference_and_what_is_level() -> None:
 def test_a_caveat_that_holds_for_all_is_said_once() -> None:
     few = {"a": [4.0, 4.1], "b": [1.0, 1.1]}
     assert verdict([(LOAD, few), (COLD_LOAD, few)]) == (
-        "b loads 3.9 times faster than a; b loads cold 3.9 times faster than a (2 values each, untested)."
+        "Too few repeats to tell: "
+        "b loads 3.9 times faster than a; b loads cold 3.9 times faster than a (2 values each)."
     )
     assert verdict([(LOAD, few), (COLD_LOAD, {"a": LONG, "b": SHORT})]) == (
-        "b loads 3.9 times faster than a (2 values each, untested); b loads cold 4.0 times faster than a."
+        "b loads cold 4.0 times faster than a. "
+        "Too few repeats to tell: b loads 3.9 times faster than a (2 values each)."
+    )
+    assert verdict([(LOAD, few), (COLD_LOAD, {"a": [1.0], "b": [3.0]}), (BLOCKED, {"a": LONG, "b": LONG})]) == (
+        "No difference shown in blocked times. Too few repeats to tell: "
+        "b loads 3.9 times faster than a (2 values each); a loads cold 3.0 times faster than b (one value each)."
     )
 
 
@@ -42,14 +49,18 @@ def test_several_variants_have_a_best_and_a_next() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ([1.0], [1.02], "b loads 2.0 % faster than a (one value each)."),
-        ([1.0, 1.1], [2.0, 2.4, 2.2], "b loads 2.1 times faster than a (2 and 3 values, untested)."),
-        ([1.0, 1.1, 1.2], [2.0, 2.4, 2.2], "b loads 2.0 times faster than a (3 values each, untested)."),
+        ([1.0], [1.02], f"{FEW}b loads 2.0 % faster than a (one value each)."),
+        ([1.0, 1.1], [2.0, 2.4, 2.2], f"{FEW}b loads 2.1 times faster than a (2 and 3 values)."),
+        ([1.0, 1.1, 1.2], [2.0, 2.4, 2.2], f"{FEW}b loads 2.0 times faster than a (3 values each)."),
         ([1.0, 1.5], [1.4, 2.4, 2.2], "No difference shown in loads."),  # ranges overlap
         ([1.0] * 3 + [9.0], [1.1] * 3 + [9.1], "No difference shown in loads."),  # the test shows nothing
         ([2.0], [2.0], "No difference shown in loads."),
-        ([0.0, 0.0], [2.0, 2.0], "b loads faster than a (2 values each, untested)."),  # no factor of nothing
-        ([20.0], [400.0], "b loads 20 times faster than a (one value each)."),
+        (
+            [0.0, 0.0],
+            [2.0, 2.0],
+            "Too few repeats to tell: b loads faster than a (2 values each).",
+        ),  # no factor of nothing
+        ([20.0], [400.0], f"{FEW}b loads 20 times faster than a (one value each)."),
     ],
 )
 def test_what_few_values_say(first: list[float], second: list[float], said: str) -> None:

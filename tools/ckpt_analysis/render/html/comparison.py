@@ -10,9 +10,10 @@ from typing import Any
 
 from ....common.formatting import NOT_RECORDED, number, percent, plural, size
 from ....common.tables import Cell, Column, numbers
+from ....common.verdict import TOO_FEW
 from ...compare import results
 from ...compare.grid import Grid, grid_of, rows_of
-from ...compare.results import TOO_FEW, Comparison, MetricRow, SpeedUp, VariantFacts
+from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
 from ...compare.variants import short_name
 from ..comparison import (
     ALIKE,
