@@ -60,6 +60,11 @@ class Content:
     folds: list[Fold] = field(default_factory=list)
 
     @property
+    def after_first_note(self) -> Content:
+        """All but its first note, with which a folded figure is seen."""
+        return replace(self, notes=self.notes[1:])
+
+    @property
     def all_plots(self) -> list[Plot]:
         """Its plots, then those of its folds."""
         return self.plots + [one for fold in self.folds for one in fold.content.plots]
@@ -91,6 +96,7 @@ class Figure:
     """A figure of the report. `make` takes the RunData of a run, or the Comparison of several.
 
     `caption` defines its metric; `terms` are definitions that it links to. Rules name the figure of their findings.
+    `folded`: only its first note is seen until the reader opens it.
     """
 
     name: str
@@ -99,6 +105,7 @@ class Figure:
     make: Callable[[Any], Content]
     caption: str
     terms: tuple[str, ...]
+    folded: bool = False
 
 
 def folded(content: Content) -> Content:

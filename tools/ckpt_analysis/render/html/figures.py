@@ -1,4 +1,7 @@
-"""The figures of a run's report, in their order. The first one stands at the head of the page."""
+"""The figures of a run's report, in their order.
+
+The first one stands at the head of the page. Those that answer none of its questions are folded to a sentence each.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ FIGURES: tuple[Figure, ...] = (
         "fastest to the slowest rank, a line at the median. The rest that no phase accounts for is shown as "
         "unattributed.",
         ("critical rank", "busy time", "slowest rank", "wall time", "unattributed", "coverage"),
+        folded=True,
     ),
     Figure(
         "ranks",
@@ -56,6 +60,7 @@ FIGURES: tuple[Figure, ...] = (
         "host, or by pipeline stage, data-parallel and tensor-parallel rank. In the row of barriers a dark "
         "cell is a rank that others waited for.",
         ("busy time", "own time", "slowest rank"),
+        folded=True,
     ),
     Figure(
         "timeline",
@@ -66,6 +71,7 @@ FIGURES: tuple[Figure, ...] = (
         "four ranks: of all), with the training steps of the rank below. Spans that alternate within one "
         "window share the height of their lane; hover for the time that each really took.",
         ("operation", "wall time", "blocked time", "durable"),
+        folded=True,
     ),
     Figure(
         "files",
@@ -75,6 +81,7 @@ FIGURES: tuple[Figure, ...] = (
         "Files that ranks wrote (without the manifest): how many of which size, and the time that each took "
         "in write and fsync, or in reading and decoding, by the kind that its name shows.",
         ("I/O throughput",),
+        folded=True,
     ),
     Figure(
         "throughput",
@@ -85,6 +92,7 @@ FIGURES: tuple[Figure, ...] = (
         "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
         "time; a host's are its ranks' bytes over the time of its slowest rank.",
         ("I/O throughput", "blocked time", "slowest rank"),
+        folded=True,
     ),
     Figure(
         "barriers",
@@ -93,6 +101,7 @@ FIGURES: tuple[Figure, ...] = (
         barriers.draw,
         "Time of each rank in barriers. A low bar among high ones is a rank that came late.",
         ("waiting",),
+        folded=True,
     ),
     Figure(
         "steps",
@@ -102,6 +111,7 @@ FIGURES: tuple[Figure, ...] = (
         "Time of every training step on its slowest rank. Rings mark steps during which a save was under "
         "way: what they take above the others is the price of saving in the background.",
         ("step", "blocked time"),
+        folded=True,
     ),
     Figure(
         "probes",
@@ -113,5 +123,6 @@ FIGURES: tuple[Figure, ...] = (
         "read came from the page cache. With --restart-trace-probes-interval also the throughput of PCIe, "
         "NVLink and storage while the save ran.",
         ("probe", "operation"),
+        folded=True,
     ),
 )

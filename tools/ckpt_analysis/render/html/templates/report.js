@@ -210,6 +210,8 @@
     if (!target) return;
     for (let part = target.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
     if (!target.matches("section")) return;
+    const whole = target.querySelector("details.whole");
+    if (whole) whole.open = true;
     const shown = target.querySelectorAll(".plot");
     if (Array.from(shown).every((one) => isFolded(one.id))) {
       for (const part of target.querySelectorAll("details.small")) part.open = true;

@@ -167,25 +167,37 @@ def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None
 
 
 def test_a_link_opens_what_is_folded(fresh: Watched) -> None:
-    steps = fresh.page.locator("#steps details.small")
-    assert steps.get_attribute("open") is None
+    assert fresh.page.locator("#steps details[open]").count() == 0
     fresh.page.locator("nav a[href='#steps']").click()
     fresh.page.wait_for_function("document.querySelector('#steps .plot .main-svg') !== null")
-    assert steps.get_attribute("open") is not None
-    fresh.page.locator("nav a[href='#ranks']").click()  # which shows something already
-    assert fresh.page.locator("#ranks details.small[open]").count() == 0
+    fresh.page.locator("nav a[href='#ranks']").click()  # of which a part is folded by itself
+    fresh.page.wait_for_function("document.querySelector('#ranks .plot .main-svg') !== null")
+    assert fresh.page.locator("#ranks details.whole details.small:not([open])").count() == 1
+    assert not fresh.page.locator("#definitions dt").first.is_visible()
+    fresh.page.evaluate("location.hash = document.querySelector('#definitions dt').id")
+    fresh.page.wait_for_function("document.querySelector('#definitions details').open")
+
+
+def test_what_answers_no_question_of_the_first_screen_is_folded_to_its_result(fresh: Watched) -> None:
+    """The page of a run is read to its end; each of its figures still says what it shows."""
+    fresh.page.set_viewport_size({"width": 1400, "height": 900})
+    folded = [figure.name for figure in FIGURES if figure.folded and figure.name != "probes"]  # none in this trace
+    for name in folded:
+        assert not fresh.page.locator(f"#{name} .plot").first.is_visible()
+        assert fresh.page.locator(f"#{name} summary").first.inner_text().endswith(".")
+    assert fresh.page.evaluate("document.documentElement.scrollHeight") < 6000
 
 
 def test_zoom_is_undone_by_a_button(opened: Watched) -> None:
-    ranges = "JSON.stringify(document.getElementById('plot-breakdown-0').layout.xaxis.range)"
+    ranges = "JSON.stringify(document.getElementById('plot-waterfall-0').layout.xaxis.range)"
     before = opened.page.evaluate(ranges)
-    opened.page.evaluate("Plotly.relayout('plot-breakdown-0', {'xaxis.range': [0.01, 0.02]})")
+    opened.page.evaluate("Plotly.relayout('plot-waterfall-0', {'xaxis.range': [0.01, 0.02]})")
     assert opened.page.evaluate(ranges) == "[0.01,0.02]"
-    opened.page.locator("button.reset[data-plot='plot-breakdown-0']").click()
+    opened.page.locator("button.reset[data-plot='plot-waterfall-0']").click()
     opened.page.wait_for_function(f"{ranges} === {before!r}")
     with opened.page.expect_download() as saved:
-        opened.page.locator("button.image[data-plot='plot-breakdown-0']").click()
-    assert saved.value.suggested_filename == "plot-breakdown-0.png"
+        opened.page.locator("button.image[data-plot='plot-waterfall-0']").click()
+    assert saved.value.suggested_filename == "plot-waterfall-0.png"
 
 
 def test_every_text_of_a_plot_lies_within_it(opened: Watched) -> None:
@@ -224,7 +236,7 @@ def background(opened: Watched) -> str:
 
 
 def ink_of_axis(opened: Watched) -> str:
-    return opened.page.evaluate("getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill")
+    return opened.page.evaluate("getComputedStyle(document.querySelector('#plot-waterfall-0 .xtick text')).fill")
 
 
 def test_each_row_of_the_map_of_ranks_lies_beside_its_name(opened: Watched) -> None:
@@ -264,12 +276,12 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
     assert (background(fresh), ink_of_axis(fresh)) == ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
     fresh.page.emulate_media(color_scheme="dark")
     fresh.page.wait_for_function(
-        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(230, 233, 237)'"
+        "getComputedStyle(document.querySelector('#plot-waterfall-0 .xtick text')).fill === 'rgb(230, 233, 237)'"
     )
     assert background(fresh) == "rgb(20, 24, 29)"
     fresh.page.get_by_role("button", name="Switch to light colours").click()
     fresh.page.wait_for_function(
-        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(27, 31, 36)'"
+        "getComputedStyle(document.querySelector('#plot-waterfall-0 .xtick text')).fill === 'rgb(27, 31, 36)'"
     )
     assert background(fresh) == "rgb(255, 255, 255)"
 
