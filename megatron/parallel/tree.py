@@ -227,14 +227,15 @@ class Tree:
         return found
 
     def _send(self, kind: str, receivers: Sequence[Neighbour], contents: Sequence[bytes]) -> None:
-        if ended := [c for c in receivers if c.ended is not None]:
-            self._check(ended)  # before the others are sent what these cannot get
+        """Raises if one cannot be sent its part, once all others have theirs: it may say that a save is committed."""
         for connection, content in zip(receivers, contents, strict=True):
             connection.send(kind, self._number, content)
             if connection.unsent and connection.ended is None:  # else it may not be polled any more
                 self._poll.modify(connection, select.POLLIN | select.POLLOUT)
-        while any(c.unsent for c in receivers):
-            self._wait([c for c in receivers if c.unsent])
+        while under_way := [c for c in receivers if c.unsent and c.ended is None]:
+            self._wait(under_way)
+        if ended := [c for c in receivers if c.unsent]:
+            self._check(ended)
 
     def _wait(self, needed: Iterable[Neighbour]) -> None:
         """Until something can be received or sent. Raises if one of `needed` has ended."""

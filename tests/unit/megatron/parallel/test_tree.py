@@ -212,8 +212,9 @@ def test_what_was_said_is_read_when_a_small_message_cannot_be_sent() -> None:
                 found[0].down(b"small")
 
 
-def test_a_rank_that_ends_after_its_part_is_named_when_it_is_sent_to() -> None:
-    """Its end is seen while rank 0 waits for rank 2, and its part is there: only what comes down is lost."""
+@pytest.mark.parametrize("size", [4, 50_000_000])  # the second is more than any buffer holds
+def test_a_rank_that_ends_after_its_part_is_named_once_the_others_have_theirs(size: int) -> None:
+    """Its end is seen while rank 0 waits for rank 2, and its part is there: only what it is to be sent is lost."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         pairs = [(socket.create_connection(listening.getsockname()), listening.accept()[0]) for _ in range(2)]
     below = [Neighbour(to_child, rank, f"host{rank}") for rank, (to_child, _) in enumerate(pairs, 1)]
@@ -231,9 +232,12 @@ def test_a_rank_that_ends_after_its_part_is_named_when_it_is_sent_to() -> None:
             time.sleep(0.01)
         second.up(b"2")
         assert gathered.result() == [(0, b"0"), (1, b"1"), (2, b"2")]
+        received = pool.submit(second.down, b"")
         with pytest.raises(AgreementLostError, match="^lost the connection to rank 1 on host1: it has ended$"):
-            root.down(b"")
+            root.down(bytes(size))
+        assert len(received.result()) == size
         with pytest.raises(AgreementLostError, match="^lost the connection to rank 1 on host1: it has ended$"):
+            second.up(b"")
             second.down(b"")
 
 
