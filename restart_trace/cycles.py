@@ -22,7 +22,7 @@ from restart_trace.regular import read_regular
 from restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
 
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
-_LAUNCHER_VARIABLES = (
+LAUNCHER_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID",
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def job_key(env: Mapping[str, str]) -> str:
 
 
 def _launcher_parts(env: Mapping[str, str]) -> list[str]:
-    return [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
+    return [redact_text(env.get(name, "")) for name in LAUNCHER_VARIABLES]
 
 
 def launch_key(env: Mapping[str, str]) -> str:

@@ -36,32 +36,20 @@ void join4(const uint8_t *planes, size_t count, uint32_t *values) {
 
 /* The difference to the values of an earlier checkpoint as an integer, its sign in the last bit, rotated back so that
    split2 and split4 find the high bits in their first plane. */
-void subtract2(const uint16_t *values, const uint16_t *earlier, size_t count, uint16_t *out) {
-    for (size_t i = 0; i < count; i++) {
-        int16_t d = values[i] - earlier[i];
-        uint16_t z = (uint16_t)d << 1 ^ d >> 15;
-        out[i] = z >> 1 | z << 15;
+#define DIFFERENCES(bytes, type, signed_type, last)                                                          \
+    void subtract##bytes(const type *values, const type *earlier, size_t count, type *out) {                 \
+        for (size_t i = 0; i < count; i++) {                                                                 \
+            signed_type d = values[i] - earlier[i];                                                          \
+            type z = (type)d << 1 ^ d >> last;                                                               \
+            out[i] = z >> 1 | z << last;                                                                     \
+        }                                                                                                    \
+    }                                                                                                        \
+    void add##bytes(const type *difference, const type *earlier, size_t count, type *out) {                  \
+        for (size_t i = 0; i < count; i++) {                                                                 \
+            type z = difference[i] << 1 | difference[i] >> last;                                             \
+            out[i] = earlier[i] + (z >> 1 ^ -(z & 1));                                                       \
+        }                                                                                                    \
     }
-}
 
-void add2(const uint16_t *difference, const uint16_t *earlier, size_t count, uint16_t *out) {
-    for (size_t i = 0; i < count; i++) {
-        uint16_t z = difference[i] << 1 | difference[i] >> 15;
-        out[i] = earlier[i] + (z >> 1 ^ -(z & 1));
-    }
-}
-
-void subtract4(const uint32_t *values, const uint32_t *earlier, size_t count, uint32_t *out) {
-    for (size_t i = 0; i < count; i++) {
-        int32_t d = values[i] - earlier[i];
-        uint32_t z = (uint32_t)d << 1 ^ d >> 31;
-        out[i] = z >> 1 | z << 31;
-    }
-}
-
-void add4(const uint32_t *difference, const uint32_t *earlier, size_t count, uint32_t *out) {
-    for (size_t i = 0; i < count; i++) {
-        uint32_t z = difference[i] << 1 | difference[i] >> 31;
-        out[i] = earlier[i] + (z >> 1 ^ -(z & 1));
-    }
-}
+DIFFERENCES(2, uint16_t, int16_t, 15)
+DIFFERENCES(4, uint32_t, int32_t, 31)

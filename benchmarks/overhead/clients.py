@@ -19,10 +19,10 @@ from typing import Any
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
 from benchmarks.overhead import client
+from benchmarks.overhead.report import TARGET, spread, table_of
 from restart_trace.command_line import CommandParser
 from restart_trace.reading import read_records
 from tools.common.machine import machine
-from tools.common.samples import interquartile_range
 
 RANKS = 2
 # Client -> its program and arguments, and the last argument of each launch: the step up to which it trains, or none.
@@ -46,7 +46,6 @@ _LIBRARIES = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "deepspeed", "transformers.trainer",
     "transformers.models.llama.modeling_llama", "accelerate", "lightning.pytorch",
 )  # fmt: skip
-_TARGET = 0.01  # share, less than
 _LAST_WORDS = 2000  # characters
 _PROGRAMS = ROOT / "tests" / "dist" / "scripts" / "clients"
 _HEAD = [
@@ -207,26 +206,21 @@ def _worked_s(trace: Path) -> float:
 
 def table(samples: dict[str, tuple[list[Sample], list[Sample]]]) -> str:
     """The table in Markdown; `samples`: client -> those of its untraced and of its traced runs."""
-    rows, met = [_HEAD, ["---"] * len(_HEAD)], 0
+    rows, met = [], 0
     for name, (untraced, traced) in samples.items():
         shares = [
             [sample["hooks_s"] / sample["worked_s"] for sample in traced],
             [sample["hooks_s"] / plain["cpu_s"] for plain, sample in zip(untraced, traced, strict=True)],
         ]
-        met += max(map(statistics.median, shares)) < _TARGET
+        met += max(map(statistics.median, shares)) < TARGET
         rows.append([
-            name, *(_spread(of, key, 1, 2) for key in ("wall_s", "cpu_s") for of in (untraced, traced)),
-            _spread(traced, "worked_s", 1, 2), f"{statistics.median(sample['calls'] for sample in traced):g}",
-            _spread(traced, "hooks_s", 1e3, 1), *(f"{100 * statistics.median(of):.2f} %" for of in shares),
+            name, *(spread(of, key, 1, 2) for key in ("wall_s", "cpu_s") for of in (untraced, traced)),
+            spread(traced, "worked_s", 1, 2), f"{statistics.median(sample['calls'] for sample in traced):g}",
+            spread(traced, "hooks_s", 1e3, 1), *(f"{100 * statistics.median(of):.2f} %" for of in shares),
         ])  # fmt: skip
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    target = f"Hooks take less than {_TARGET:.0%} of both: true of {met} of {len(samples)} clients."
-    return "\n".join([*lines, "", target])
-
-
-def _spread(samples: Sequence[Any], key: str, unit: float, digits: int) -> str:
-    values = [unit * sample[key] for sample in samples]
-    return f"{statistics.median(values):.{digits}f} +- {interquartile_range(values):.{digits}f}"
+    return table_of(
+        [_HEAD, *rows], f"Hooks take less than {TARGET:.0%} of both: true of {met} of {len(samples)} clients."
+    )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
 from benchmarks.common.rounds import in_turn
 from benchmarks.overhead.client import call_s
+from benchmarks.overhead.report import TARGET, spread, table_of
 from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
-from tools.common.samples import interquartile_range
 
 _RANKS = 2
 _PROGRAMS = ROOT / "tests" / "dist" / "scripts" / "clients"
 _SITES = [Path(__file__).resolve().parent / "site", ROOT / "restart_trace" / "hooks" / "site"]
 _LAST_WORDS = 2000  # characters
-_TARGET = 0.01  # share, less than
 _VARIANTS = ("untraced", "traced")
 _HEAD = [
     "job", "steps", "untraced processor s", "traced processor s", "untraced s", "traced s", "start ms", "calls ms",
@@ -188,23 +187,18 @@ def _of_the_command_s(environment: dict[str, str], directory: Path) -> float:
 
 def table(samples: dict[str, tuple[int, list[Sample], list[Sample]]]) -> str:
     """The table in Markdown; `samples`: job -> its steps, and the samples of its untraced and of its traced runs."""
-    rows, met = [_HEAD, ["---"] * len(_HEAD)], 0
+    rows, met = [], 0
     for name, (steps, untraced, traced) in samples.items():
         plain_s = statistics.median(sample["cpu_s"] for sample in untraced)
         share = statistics.median((sample["start_s"] + sample["calls_s"]) / plain_s for sample in traced)
-        met += share < _TARGET
+        met += share < TARGET
         rows.append([
-            name, str(steps), *(_spread(of, key, 1, 1) for key in ("cpu_s", "wall_s") for of in (untraced, traced)),
-            *(_spread(traced, key, 1e3, 1) for key in ("start_s", "calls_s")), f"{share:.2%}".replace("%", " %"),
+            name, str(steps), *(spread(of, key, 1, 1) for key in ("cpu_s", "wall_s") for of in (untraced, traced)),
+            *(spread(traced, key, 1e3, 1) for key in ("start_s", "calls_s")), f"{share:.2%}".replace("%", " %"),
         ])  # fmt: skip
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    target = f"Tracing takes less than {_TARGET:.0%} of the processor time of {met} of {len(samples)} jobs."
-    return "\n".join([*lines, "", target])
-
-
-def _spread(samples: Sequence[Sample], key: str, unit: float, digits: int) -> str:
-    values = [unit * sample[key] for sample in samples]
-    return f"{statistics.median(values):.{digits}f} +- {interquartile_range(values):.{digits}f}"
+    return table_of(
+        [_HEAD, *rows], f"Tracing takes less than {TARGET:.0%} of the processor time of {met} of {len(samples)} jobs."
+    )
 
 
 if __name__ == "__main__":

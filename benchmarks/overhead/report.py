@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks.overhead.launch import Measurement
 from benchmarks.overhead.plan import BASELINE, CONTROL, TRACED, VARIANTS
 from tools.common.samples import interquartile_range
 
-_TARGET = 0.01  # overhead, less than
+TARGET = 0.01  # overhead, less than
 _COLD = 0.9  # part of the bytes that must come from storage for a load to be called cold
 
 
@@ -26,8 +27,8 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
         control = ratio_of_medians(seconds[CONTROL], [seconds[BASELINE]])
         comparisons[operation] = {
             "compared": f"{operation}_checkpoint, traced against untraced",
-            "target": _TARGET,
-            "verdict": verdict(ratio, control, _TARGET, len(seconds[TRACED])),
+            "target": TARGET,
+            "verdict": verdict(ratio, control, TARGET, len(seconds[TRACED])),
             "ratio_of_medians": asdict(ratio),
             "median_of_ratios": asdict(median_of_ratios(seconds[TRACED], [seconds[BASELINE], seconds[CONTROL]])),
             "control_ratio": asdict(control),
@@ -128,3 +129,15 @@ _EXPLANATION = [
     "processor time: the same ratio for user + system time, which waiting for the disk does not blur.",
     "noise: the baseline against its own repetition; an overhead within this interval cannot be told from none.",
 ]
+
+
+def spread(samples: Sequence[Any], key: str, unit: float, digits: int) -> str:
+    """The median of a figure of the samples and its interquartile range, in units of 1 / `unit`."""
+    values = [unit * sample[key] for sample in samples]
+    return f"{statistics.median(values):.{digits}f} +- {interquartile_range(values):.{digits}f}"
+
+
+def table_of(rows: Sequence[Sequence[str]], below: str) -> str:
+    """A table in Markdown, whose first row is its head, and a line below it."""
+    lines = [f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
+    return "\n".join([*lines, "", below])

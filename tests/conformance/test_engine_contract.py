@@ -25,6 +25,11 @@ LAYER, MODEL, SHARD = (
     "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
 )
 EXAMPLES = 40
+# Phases that the writer and the loader record around an engine
+OF_THE_RUN = {
+    "wait_previous", "make_directory", "collect", "tag_validation", "replicate", "library_call", "barrier", "commit",
+    "remove", "discover", "redistribute",
+}  # fmt: skip
 
 
 def small_checkpoint() -> dict[str, Any]:
@@ -170,9 +175,7 @@ def test_what_is_recorded_of_a_save(subject: Subject, directory: Path, fsync: bo
     on_disk = saved.on_disk()
     assert (op.bytes, op.num_files, op.durable) == (sum(on_disk.values()), len(on_disk), fsync)
     assert records.problems == []
-    assert {(r["phase"], r.get("detail")) for r in records.spans()} <= {
-        ("device_to_host", None), ("serialize", None), ("flush", "write"), ("flush", "fsync"),
-    }  # fmt: skip
+    assert {r["phase"] for r in records.spans()}.isdisjoint(OF_THE_RUN)
     assert records.bytes("flush", "write") == sum(on_disk.values())
     assert bool(records.spans("flush", "fsync")) is fsync
     assert not any("error" in r for r in records.spans())
@@ -191,9 +194,7 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
     total = sum(saved.on_disk().values())
     assert (trace.op.bytes, trace.op.num_files) == (total, len(saved.files))
     assert trace.records.problems == []
-    assert {(r["phase"], r.get("detail")) for r in trace.records.spans()} <= {
-        ("load", detail) for detail in ("read", "verify", "deserialize", "host_to_device")
-    }
+    assert {r["phase"] for r in trace.records.spans()}.isdisjoint(OF_THE_RUN)
     assert trace.records.bytes("load", "read") == total
     subject.engine().load([LAYER], SavedCheckpoint(directory, saved.manifest), trace.op)
     assert total < (trace.op.bytes or 0) <= 2 * total, "what a second load reads is added"

@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE
+from restart_trace.cycles import LAUNCHER_VARIABLES
 from tests.unit.script_helpers import BENCH, ROOT, TINY, commands_of_nodes, run_script
+from tools.restart_bench import submit
+from tools.restart_bench.errors import SettingsError
+from tools.restart_bench.nodes import hosts_of
+from tools.restart_bench.schedulers import SCHEDULERS, Resources, Scheduler
+from tools.restart_bench.settings import Settings
 
 SECRET = "s3cr;et"
 TOOLS = (
@@ -39,7 +45,7 @@ exit 1
 def job_of(script: str) -> tuple[list[str], dict[str, str], str]:
     """(directives, variables, last line) of a job's script."""
     lines = script.splitlines()
-    directives = [line.partition(" ")[2] for line in lines if re.match("#(SBATCH|PBS) ", line)]
+    directives = [line.partition(" ")[2] for line in lines if re.match("#[A-Z]+ -", line)]
     words = [shlex.split(line)[1] for line in lines if line.startswith("export ")]
     return directives, dict(word.split("=", 1) for word in words), lines[-1]
 
@@ -145,7 +151,7 @@ def test_a_job_of_a_mode_without_gpus_is_of_one_node(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_dry_run_shows_the_job_and_no_secret(scheduler: str, tmp_path: Path) -> None:
     settings = {"DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work"), "HF_TOKEN": SECRET, "DEVICE": "cuda"}
     settings |= {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "https://store", "SAVE_DIR": "s3://bucket/run"}
@@ -195,7 +201,7 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         (("3b_tp4_pp1", "--time", "4h"), {}, "--time 4h: give hours, minutes and seconds"),
         (("3b_tp4_pp1", "--time", "2:00"), {}, "--time 2:00: give hours, minutes and seconds"),
         (("3b_tp4_pp1", "--account=me"), {}, "--account=me: unknown option; options of sbatch or qsub come after --"),
-        (("3b_tp4_pp1",), {}, "neither sbatch nor qsub is on PATH; give --scheduler"),
+        (("3b_tp4_pp1",), {}, "no scheduler's command is on PATH (sbatch or qsub)"),
         (("3b_tp4_pp1", "--scheduler", "lsf"), {}, "--scheduler lsf: use slurm, pbs or none"),
         (("3b_tp4_pp1", "--scheduler", "slurm"), {}, "--scheduler slurm: sbatch is not on PATH"),
         (("3b_tp4_pp1", "--scheduler", "none", "--nodes", "2"), {}, "--nodes 2: --scheduler none has no job"),
@@ -228,8 +234,9 @@ def test_what_cannot_be_a_job_is_named(
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize(("scheduler", "name"), [("slurm", "sbatch"), ("pbs", "qsub")])
-def test_what_the_scheduler_refuses_is_told_in_its_words(scheduler: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_what_the_scheduler_refuses_is_told_in_its_words(scheduler: str, tmp_path: Path) -> None:
+    name = SCHEDULERS[scheduler].command[0]
     path = path_with(tmp_path, name, REFUSES.format(command=name))
     done = run_script("submit.sh", tmp_path, "3b_tp4_pp1", PATH=path, WORK_DIR=str(tmp_path / "work"))
     assert done.returncode == 2 and done.stdout == ""
@@ -246,3 +253,33 @@ def test_a_work_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     done = run_script("submit.sh", tmp_path, "3b_tp4_pp1", PATH=path, WORK_DIR=f"{tmp_path}/file/work")
     assert done.returncode == 2 and f"WORK_DIR={tmp_path}/file/work: cannot be written to" in done.stderr
     assert not (tmp_path / "arguments").exists()
+
+
+def test_restarts_of_each_schedulers_job_are_told_apart() -> None:
+    assert {scheduler.job_id for scheduler in SCHEDULERS.values()} < set(LAUNCHER_VARIABLES)
+
+
+class Other(Scheduler):
+    name, title, command, job_id, host_file = "other", "OTHER", ("osub",), "OTHER_JOB", "OTHER_HOSTS"
+
+    def directives(self, asked: Resources) -> list[str]:
+        return [f"#OTHER -n {asked.nodes * asked.tasks}"]
+
+
+def test_a_scheduler_is_one_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SCHEDULERS, "other", Other())
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1\nn1\nn2\nn2\n")
+    given = {"DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work"), "SKIP_SETUP": "1", "PYTHON": sys.executable}
+    given |= {"OTHER_JOB": "7", "OTHER_HOSTS": str(hosts), "LAUNCHER": "fork", "MAX_RESTARTS": "3", "SPARES": "1"}
+    arguments = ("13b_tp4_pp4", "--scheduler", "other", "--nodes", "3")
+    assert submit.submit(arguments, given, lambda *_: 1) == 0
+    script, _, submitted = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    directives, variables, _ = job_of(script)
+    assert directives == ["-n 24"] and variables["SPARES"] == "1" and "--exit-signal-handler" not in script
+    assert submitted == f"osub {tmp_path}/work/job.other"
+    assert hosts_of(Settings(), given, "fork").slots == (2, 2)
+    with pytest.raises(SettingsError, match="LAUNCHER=srun: is Slurm's, and this is a OTHER job"):
+        submit.submit(arguments, given | {"LAUNCHER": "srun"}, lambda *_: 1)

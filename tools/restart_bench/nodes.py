@@ -16,6 +16,7 @@ from .environment import for_shell_line
 from .errors import SettingsError
 from .launcher_entries import BY_SLURM, FROM_ONE_NODE, IN_PLACE
 from .presets import largest_scripted, start_of
+from .schedulers import Scheduler, listing_hosts
 from .settings import Settings, whole_number
 
 
@@ -94,10 +95,10 @@ def device_of(given: Settings, layout: Layout, runs_on_cpu: bool, model: str, lo
 
 
 def hosts_of(given: Settings, environ: Mapping[str, str], launcher: str) -> Hosts:
-    """The hosts of HOSTFILE: lines `HOST slots=N`, or only host names; within a PBS job those of the job."""
-    in_pbs = environ.get("PBS_JOBID") and environ.get("PBS_NODEFILE")
+    """The hosts of HOSTFILE: lines `HOST slots=N`, or only host names; without it those that a scheduler lists."""
     if not given.hostfile:
-        return _hosts_of_pbs(given, environ) if in_pbs and not given.node_rank and launcher not in BY_SLURM else Hosts()
+        scheduler = None if given.node_rank or launcher in BY_SLURM else listing_hosts(environ)
+        return _hosts_of_job(given, environ, scheduler) if scheduler else Hosts()
     named_by = f"HOSTFILE={given.hostfile}"
     if launcher in BY_SLURM:
         raise SettingsError(f"{named_by}: srun starts the ranks on the hosts of the allocation; leave it out")
@@ -126,11 +127,12 @@ def hosts_of(given: Settings, environ: Mapping[str, str], launcher: str) -> Host
     return Hosts(tuple(found), tuple(found.values()), named_by, given.hostfile)
 
 
-def _hosts_of_pbs(given: Settings, environ: Mapping[str, str]) -> Hosts:
-    """PBS_NODEFILE names a host once for each of its tasks (mpiprocs, ppn); if each once, the slots are unknown."""
-    named_by = f"PBS_NODEFILE={environ['PBS_NODEFILE']}"
+def _hosts_of_job(given: Settings, environ: Mapping[str, str], scheduler: Scheduler) -> Hosts:
+    """The file names a host once for each of its tasks; if each once, the slots are unknown."""
+    listed = environ[scheduler.host_file]
+    named_by = f"{scheduler.host_file}={listed}"
     tasks: dict[str, int] = {}
-    for line in _read(named_by, environ["PBS_NODEFILE"], "; set HOSTFILE to a list of the job's hosts").split("\n"):
+    for line in _read(named_by, listed, "; set HOSTFILE to a list of the job's hosts").split("\n"):
         if line.strip():
             host = line.split()[0]
             tasks[host] = tasks.get(host, 0) + 1
@@ -138,7 +140,7 @@ def _hosts_of_pbs(given: Settings, environ: Mapping[str, str]) -> Hosts:
         raise SettingsError(f"{named_by}: names no host; write lines like: node01 slots=4")
     known = max(tasks.values()) > 1
     slots = tuple(count if known else int(given.gpus_per_node or 8) for count in tasks.values())
-    file = Path(environ.get("TMPDIR") or "/tmp") / f"hosts.{environ['PBS_JOBID']}"
+    file = Path(environ.get("TMPDIR") or "/tmp") / f"hosts.{environ[scheduler.job_id]}"
     return Hosts(tuple(tasks), slots, named_by, str(file))
 
 

@@ -1,9 +1,9 @@
-"""Slurm and PBS: what a job asks of each, and the command that takes it."""
+"""Slurm and PBS: what a job asks of each, the command that takes it, and how its ranks find their hosts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,19 @@ class Resources:
 
 
 class Scheduler(ABC):
-    """`command` takes a job script as its last word, and prints the job's number."""
+    """`command` takes a job script as its last word, and prints the job's number. `job_id`: set within its jobs.
+
+    `host_file`: names the file of a job's hosts, one line for each task, over which a launcher starts the ranks; "":
+    the scheduler starts them itself, by a launcher that is marked `by_slurm`. `signals`: SIGTERM comes
+    SIGNALLED_BEFORE_END_S before the time limit, in which a training saves.
+    """
 
     name: str
+    title: str
     command: Sequence[str]
+    job_id: str
+    host_file: str = ""
+    signals: bool = False
 
     @abstractmethod
     def directives(self, asked: Resources) -> list[str]:
@@ -36,10 +45,11 @@ SHUTDOWN_TIMEOUT_VARIABLE = "MEGATRON_SHUTDOWN_TIMEOUT"  # of megatron.processes
 
 
 class Slurm(Scheduler):
-    """SIGTERM comes SIGNALLED_BEFORE_END_S before the time limit, in which a training saves."""
-
     name = "slurm"
+    title = "Slurm"
     command = ("sbatch", "--parsable")
+    job_id = "SLURM_JOB_ID"
+    signals = True
 
     def directives(self, asked: Resources) -> list[str]:
         options = [
@@ -52,10 +62,11 @@ class Slurm(Scheduler):
 
 
 class Pbs(Scheduler):
-    """With these directives PBS_NODEFILE names a host once for each of its tasks."""
-
     name = "pbs"
+    title = "PBS"
     command = ("qsub",)
+    job_id = "PBS_JOBID"
+    host_file = "PBS_NODEFILE"
 
     def directives(self, asked: Resources) -> list[str]:
         chunk = f"ncpus={asked.tasks}:mpiprocs={asked.tasks}" + (f":ngpus={asked.tasks}" if asked.gpus else "")
@@ -67,3 +78,10 @@ class Pbs(Scheduler):
 
 
 SCHEDULERS = {scheduler.name: scheduler for scheduler in (Slurm(), Pbs())}
+COMMANDS = " or ".join(scheduler.command[0] for scheduler in SCHEDULERS.values())
+
+
+def listing_hosts(environ: Mapping[str, str]) -> Scheduler | None:
+    """The scheduler whose job this is, if it lists the job's hosts in a file."""
+    listing = (each for each in SCHEDULERS.values() if each.host_file)
+    return next((each for each in listing if environ.get(each.job_id) and environ.get(each.host_file)), None)

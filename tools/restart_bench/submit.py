@@ -1,4 +1,4 @@
-"""submit.sh: a preset as a job of Slurm or PBS."""
+"""submit.sh: a preset as a job of a scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .nodes import Hosts
 from .places import ROOT, working_directory
 from .presets import Preset, preset_named, scripted_names, start_of
 from .run import Run, Start, settle
-from .schedulers import SCHEDULERS, SHUTDOWN_TIMEOUT_VARIABLE, SIGNALLED_BEFORE_END_S, Resources, Scheduler
+from .schedulers import COMMANDS, SCHEDULERS, SHUTDOWN_TIMEOUT_VARIABLE, SIGNALLED_BEFORE_END_S, Resources, Scheduler
 from .settings import CARRIED, REFUSED, names, whole_number
 
 _SAVE_AT_END = "--exit-signal-handler"
@@ -36,7 +36,7 @@ _UNKNOWN_HOST = "of_the_job"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`scheduler`: None: run the preset now. `options`: of sbatch or qsub."""
+    """`scheduler`: None: run the preset now. `options`: of its command."""
 
     preset: Preset
     scheduler: Scheduler | None
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
                 raise SettingsError(f"{option}: give its value; see --help")
             given[option] = value if equals else words.pop(0)
         elif word.startswith("-"):
-            raise SettingsError(f"{word}: unknown option; options of sbatch or qsub come after --")
+            raise SettingsError(f"{word}: unknown option; options of {COMMANDS} come after --")
         elif name:
             word, name = word.partition("=")[0], name.partition("=")[0]  # a value may be a secret
             raise SettingsError(f"{word}: a job runs one preset, and {name} is already given")
@@ -138,13 +138,13 @@ def _scheduler(name: str, environ: Mapping[str, str]) -> Scheduler | None:
     there = [each for each in SCHEDULERS.values() if shutil.which(each.command[0], path=path)]
     if not name and not there:
         raise SettingsError(
-            "neither sbatch nor qsub is on PATH; give --scheduler slurm or pbs with DRY_RUN=1 to see the job, or "
-            "--scheduler none to run the preset here"
+            f"no scheduler's command is on PATH ({COMMANDS}); give --scheduler {' or '.join(SCHEDULERS)} with "
+            "DRY_RUN=1 to see the job, or --scheduler none to run the preset here"
         )
     if name == "none":
         return None
     if name not in ("", *SCHEDULERS):
-        raise SettingsError(f"--scheduler {name}: use slurm, pbs or none")
+        raise SettingsError(f"--scheduler {name}: use {', '.join(SCHEDULERS)} or none")
     found = SCHEDULERS[name] if name else there[0]
     if not environ.get("DRY_RUN") and found not in there:
         raise SettingsError(
@@ -155,7 +155,8 @@ def _scheduler(name: str, environ: Mapping[str, str]) -> Scheduler | None:
 
 def job_of(asked: CommandLine, scheduler: Scheduler, environ: Mapping[str, str]) -> Job:
     """The job of a preset. Raises SettingsError for settings that no job can have."""
-    inherited = {name: value for name, value in environ.items() if name not in ("SLURM_JOB_ID", "PBS_JOBID")}
+    of_a_job = {each.job_id for each in SCHEDULERS.values()}
+    inherited = {name: value for name, value in environ.items() if name not in of_a_job}
     start = Start(asked.preset, inherited)
     check_given(environ, start.given, as_job=True)
     given, mode, drills = start.given, start.given.mode, injects_fault(start.given)
@@ -165,18 +166,18 @@ def job_of(asked: CommandLine, scheduler: Scheduler, environ: Mapping[str, str])
         for name in names(job=CARRIED)
         if name in environ or name in defaults
     }
-    signalled = scheduler.name == "slurm" and mode in ("train", "restart") and not drills
+    signalled = scheduler.signals and mode in ("train", "restart") and not drills
     if signalled and _SAVE_AT_END not in given.extra_args.split():
-        # Slurm signals the ranks before the time limit, and without this flag they would end without a save.
+        # The ranks are signalled before the time limit, and without this flag they would end without a save.
         given = replace(given, extra_args=f"{given.extra_args} {_SAVE_AT_END}".strip())
         carried["EXTRA_ARGS"] = given.extra_args
     launcher = _launcher(scheduler, given.launcher, mode)
-    # The address of rank 0, and under PBS the hosts, among which SPARES are, are known only in the job.
+    # The address of rank 0, and hosts that a file lists, among which SPARES are, are known only in the job.
     known = replace(
         given,
         launcher=launcher,
         master_addr=given.master_addr or _UNKNOWN_HOST,
-        spares="" if scheduler.name == "pbs" else given.spares,
+        spares="" if scheduler.host_file else given.spares,
     )
     run = replace(settle(start, known), given=replace(given, launcher=launcher))
     run, count, tasks = _placed(run, asked)
@@ -207,9 +208,9 @@ def _launcher(scheduler: Scheduler, given: str, mode: str) -> str:
         raise SettingsError(f"LAUNCHER={given}: MODE=scaled starts its ranks itself, on one node; leave it out")
     if mode in _ALONE:
         return given
-    if scheduler.name != "slurm":
+    if scheduler.host_file:
         if given in BY_SLURM:
-            raise SettingsError(f"LAUNCHER={given}: is Slurm's, and this is a PBS job; leave it out")
+            raise SettingsError(f"LAUNCHER={given}: is Slurm's, and this is a {scheduler.title} job; leave it out")
         return given
     if given not in ("", *BY_SLURM):
         raise SettingsError(
@@ -253,7 +254,7 @@ def _placed(run: Run, asked: CommandLine) -> tuple[Run, int, int]:
 def _checked(job: Job) -> tuple[Run, Checked, str | None]:
     """What the preset's script will check in the job, as far as that needs no node of it, and what DRY_RUN lacks."""
     run = job.run
-    if job.scheduler.name == "pbs":  # the script will run on the first of the job's hosts
+    if job.scheduler.host_file:  # the script will run on the first of the job's hosts
         names_ = [os.uname().nodename, *(f"host_{node}_of_the_job" for node in range(1, job.nodes))]
         slots = (run.nodes.gpus_per_node,) * job.nodes
         hosts = Hosts(tuple(names_), slots, f"--nodes {job.nodes}")

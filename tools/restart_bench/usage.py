@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .presets import Preset
+from .schedulers import COMMANDS, SCHEDULERS
 from .settings import help_text
 
 _STATUS_OF_A_PRESET = (
@@ -23,11 +24,12 @@ examples:
   HOSTFILE=hosts DP=2 ENGINE=lazy SAVE_DIR=/scratch/70b bash run_70b_tp8_pp8.sh
   ITERS=20 DEVICE=cpu bash run_tiny_tp2_pp2_dp2.sh
 """
-SUBMIT = """\
-Submits a preset as a job of Slurm or PBS: writes the job script to WORK_DIR and passes it to sbatch or qsub. The
+_SCHEDULERS = "|".join(SCHEDULERS)
+SUBMIT = f"""\
+Submits a preset as a job of a scheduler: writes the job script to WORK_DIR and passes it to {COMMANDS}. The
 repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be s3://BUCKET/PREFIX.
 
-  submit.sh PRESET [--config FILE] [--scheduler slurm|pbs|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
+  submit.sh PRESET [--config FILE] [--scheduler {_SCHEDULERS}|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
 
   PRESET        the name in run_PRESET.sh, or MODEL_tpT_ppP for a layout without a script
   --config      file of settings, lines NAME = VALUE; the environment overrides it: docs/cluster.md
@@ -36,7 +38,7 @@ repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share;
                 GPUS_PER_NODE says how many; with LAUNCHER=fork and MAX_RESTARTS (PBS) the others are spares
   --time        when the scheduler ends the job (default: 4:00:00). Slurm sends SIGTERM 120 s earlier, at which a
                 training saves and ends (--exit-signal-handler)
-  --            followed by further options of sbatch or qsub: --account, --partition, -A, -q
+  --            followed by further options of {COMMANDS}: --account, --partition, -A, -q
 
 The job is requeued after a node failure, and then resumes. It gets the settings of the preset's script (run_PRESET.sh
 --help), of the environment and of --config FILE, with their values at submission. Settings, flags and DATA_PATH are

@@ -302,11 +302,17 @@ def test_coordinates_are_told_only_where_they_are_known_of_every_rank() -> None:
     }  # fmt: skip
 
 
-def test_a_trainers_load_is_none_of_the_programs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may read data by torch.load, or a model, long before its trainer resumes, or looks whether it shall."""
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Of one rank, open; its trace is in tmp_path / "trace"."""
     monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
+    opened = Session(tmp_path / "trace", now_ns())
+    opened.open(0, 1)
+    return opened
+
+
+def test_a_trainers_load_is_none_of_the_programs_own(tmp_path: Path, session: Session) -> None:
+    """A program may read data by torch.load, or a model, long before its trainer resumes, or looks whether it shall."""
     with session.file_call("load", "torch.load", "/data.pt"):
         pass
     for directory in (None, "/run/checkpoint-4", None):  # nothing to resume from; a resume in two parts
@@ -321,10 +327,7 @@ def test_a_trainers_load_is_none_of_the_programs_own(tmp_path: Path, monkeypatch
     assert calls and set(calls) == {"checkpoint-4"}
 
 
-def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
+def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, session: Session) -> None:
     session.record_runtime({"engine_used": "First", "parameters": 3})
     for directory in ("/proc/a/checkpoint-1", "/proc/a/checkpoint-1", "/proc/a/checkpoint-2", "/proc/b/checkpoint-3"):
         session.record_directory("save", directory, "First")
@@ -334,13 +337,8 @@ def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, mon
     assert {r["parameters"] for r in found} == {3} and "type proc" in found[-1]["save_mount"]
 
 
-def test_a_file_that_one_rank_saves_besides_names_no_other_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_one_rank_saves_besides_names_no_other_engine(tmp_path: Path, session: Session) -> None:
     """Neither do weights alone. Otherwise the ranks would seem to disagree on the engine."""
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
 
     class Accelerator:
         def save_model(self, save_directory: str) -> None: ...
@@ -364,13 +362,7 @@ def test_a_file_that_one_rank_saves_besides_names_no_other_engine(
     assert [record.get("weights_only", False) for record in begun] == [True, False, True, False]
 
 
-def test_torchtitans_saves_in_the_background_are_left_to_dcps_hooks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
-
+def test_torchtitans_saves_in_the_background_are_left_to_dcps_hooks(tmp_path: Path, session: Session) -> None:
     class CheckpointManager:
         def dcp_save(self, checkpoint_id: str, async_mode: Any) -> None: ...
 
@@ -388,13 +380,8 @@ def test_torchtitans_saves_in_the_background_are_left_to_dcps_hooks(
     assert labels == [("save", "step-4"), ("load", "step-4")] and len(begun) == 2
 
 
-def test_a_decoupled_save_that_is_committed_within_another_operation_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoupled_save_that_is_committed_within_another_operation_ends(tmp_path: Path, session: Session) -> None:
     """As where a trainer's own save, which is traced, makes the step that commits the save before."""
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
     hooks = DeepSpeedHooks(session)
 
     class Engine:
@@ -423,11 +410,8 @@ def test_a_decoupled_save_that_is_committed_within_another_operation_ends(
 
 @pytest.mark.parametrize(("name", "opaque"), [("TorchCheckpointEngine", False), ("FastCheckpointEngine", True)])
 def test_only_what_a_commit_of_torchs_engine_does_is_known(
-    name: str, opaque: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, opaque: bool, tmp_path: Path, session: Session
 ) -> None:
-    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
-    session = Session(tmp_path / "trace", now_ns())
-    session.open(0, 1)
     seen: list[bool] = []
 
     def commit(*_: Any) -> None:

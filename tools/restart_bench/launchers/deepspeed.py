@@ -60,7 +60,7 @@ class DeepSpeed(Launcher):
 
 
 def _write_hosts(run: Run) -> None:
-    """The file of a PBS job's hosts, which there is not yet."""
+    """The file of a job's hosts, which there is not yet."""
     hosts = run.nodes.hosts
     if run.given.hostfile:
         return

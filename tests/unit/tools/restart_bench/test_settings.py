@@ -30,9 +30,9 @@ from tools.restart_bench.settings import (
 )
 
 PACKAGE = ROOT / "tools" / "restart_bench"
-# What the scripts read of the environment that is not theirs, but of Slurm, PBS, a shell or a library.
+# What the scripts read of the environment that is not theirs, but of Slurm, a shell or a library.
 OTHERS = re.compile(
-    r"(SLURM|PBS)_\w+|PATH|PWD|PYTHONPATH|HOME|TMPDIR|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|DS_ENV_FILE|"
+    r"SLURM_\w+|PATH|PWD|PYTHONPATH|HOME|TMPDIR|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|DS_ENV_FILE|"
     r"RESTART_TRACE_LAUNCH_ID"
 )
 OF_KILL_RESUME = {"OUT_DIR"}
