@@ -121,10 +121,11 @@ def test_without_a_spare_the_job_shrinks(cluster: Cluster, job: Job) -> None:
     The ranks wait for the fault after two saves and one iteration more, which is trained again.
     """
     kept, lost = cluster.compute_nodes[:2]
-    held = held_environment(cycles=1, after=2 * SAVE_INTERVAL + 1) | {"EXPORT": "MY_SETTING HELD_CYCLES HELD_AFTER"}
+    last = 2 * SAVE_INTERVAL + 1
+    held = held_environment(cycles=1, after=last) | {"EXPORT": "MY_SETTING HELD_CYCLES HELD_AFTER"}
     out, _ = drilled(
-        cluster, job, "shrinks", (kept, lost), "--supervisor", "launch", "--fault", "node-loss", "--at", "mid-step",
-        "--no-reference", "--until-caught-up", ALLOW_SHRINK="1", **held,
+        cluster, job, "shrinks", (kept, lost), "--supervisor", "launch", "--fault", "node-loss", "--at",
+        f"iteration:{last}", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1", **held,
     )  # fmt: skip
     (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"

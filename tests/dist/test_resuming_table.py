@@ -266,8 +266,10 @@ def saved(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     tmp = tmp_path_factory.mktemp("table")
     named = dict(zip(dataset[::2], dataset[1::2], strict=True))
     launcher = Launcher(zygote, (), tmp)
+    corpus = Path(named["--data-path"])  # beside which other tests leave indexes of other lengths
+    own = shutil.copytree(corpus.parent, tmp / "data", ignore=shutil.ignore_patterns("index-cache"))
     given: dict[str, object] = {
-        "data": named["--data-path"], "tokenizer": named["--tokenizer-model"], "tmp": tmp,
+        "data": own / corpus.name, "tokenizer": named["--tokenizer-model"], "tmp": tmp,
         "vocab": tmp / "vocab.json", "merges": tmp / "merges.txt", "domains": tmp / "domains",
         "deepspeed": tmp / "ds.json", "index": tmp / "index",
     }  # fmt: skip
@@ -281,7 +283,7 @@ def saved(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
         shutil.rmtree(save / "restart_trace")
         (save / "latest").write_text("global_step2")
         (save / "latest_checkpointed_iteration.txt").write_text("2")
-    _write_given(given, Path(named["--data-path"]))
+    _write_given(given, own)
     return Saved(launcher, given, load, losses)
 
 
@@ -294,7 +296,7 @@ def _write_given(given: Mapping[str, object], data: Path) -> None:
     (tmp / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
     (tmp / "merges.txt").write_text("#version: 0.2\na b\n")
     for kind in ("doc_idx", "sample_idx", "shuffle_idx"):
-        (found, *_) = sorted(data.parent.rglob(f"*{kind}*.npy"))
+        (found, *_) = sorted(data.rglob(f"*{kind}*.npy"))
         shutil.copy(found, f"{tmp}/index_{kind}.npy")
 
 
