@@ -21,7 +21,7 @@ from tests.unit.script_helpers import BENCH, ROOT, TINY, commands_of_nodes, run_
 from tools.restart_bench import submit
 from tools.restart_bench.errors import SettingsError
 from tools.restart_bench.nodes import hosts_of
-from tools.restart_bench.schedulers import SCHEDULERS, Resources, Scheduler
+from tools.restart_bench.schedulers import COMMANDS, SCHEDULERS, Resources, Scheduler
 from tools.restart_bench.settings import Settings
 
 SECRET = "s3cr;et"
@@ -195,14 +195,14 @@ def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:
         ((), {}, "PRESET is missing; give one of 13b_tp4_pp4 "),
         (("9b",), {}, "PRESET 9b: there is no such preset; give one of 13b_tp4_pp4 "),
         (("3b_tp4_pp1", "7b_tp4_pp2"), {}, "7b_tp4_pp2: a job runs one preset, and 3b_tp4_pp1 is already given"),
-        (("3b_tp4_pp1", "--account", "me"), {}, "--account: unknown option; options of sbatch or qsub come after --"),
+        (("3b_tp4_pp1", "--account", "me"), {}, f"--account: unknown option; options of {COMMANDS} come after --"),
         (("3b_tp4_pp1", "--nodes"), {}, "--nodes: give its value"),
         (("3b_tp4_pp1", "--nodes", "0"), {}, "--nodes 0: give a whole number, at least 1"),
         (("3b_tp4_pp1", "--time", "4h"), {}, "--time 4h: give hours, minutes and seconds"),
         (("3b_tp4_pp1", "--time", "2:00"), {}, "--time 2:00: give hours, minutes and seconds"),
-        (("3b_tp4_pp1", "--account=me"), {}, "--account=me: unknown option; options of sbatch or qsub come after --"),
-        (("3b_tp4_pp1",), {}, "no scheduler's command is on PATH (sbatch or qsub)"),
-        (("3b_tp4_pp1", "--scheduler", "lsf"), {}, "--scheduler lsf: use slurm, pbs or none"),
+        (("3b_tp4_pp1", "--account=me"), {}, f"--account=me: unknown option; options of {COMMANDS} come after --"),
+        (("3b_tp4_pp1",), {}, f"no scheduler's command is on PATH ({COMMANDS})"),
+        (("3b_tp4_pp1", "--scheduler", "at"), {}, "--scheduler at: use slurm, pbs"),
         (("3b_tp4_pp1", "--scheduler", "slurm"), {}, "--scheduler slurm: sbatch is not on PATH"),
         (("3b_tp4_pp1", "--scheduler", "none", "--nodes", "2"), {}, "--nodes 2: --scheduler none has no job"),
         (("3b_tp4_pp1", "--scheduler", "none", "--", "-q", "x"), {}, "-q x: --scheduler none submits nothing"),
