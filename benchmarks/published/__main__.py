@@ -27,7 +27,7 @@ examples:
   %(prog)s --write docs/results/published.md
       replace the table between the markers of this document
 
-exit status: 0 no figure is off by more than its row's limit, 1 one is, 2 could not run
+exit status: 0 every figure is within the limit set for it, 1 one is not, 2 could not run
 """
 
 
@@ -102,11 +102,8 @@ def _summary(figures: Sequence[Figure]) -> str:
 def _row(number: int, figure: Figure, sources: Sequence[object]) -> tuple[str, ...]:
     place = f"S{sources.index(figure.source) + 1}, {figure.where}"
     deviation = "-" if figure.deviation is None else f"{100 * figure.deviation:+.1f} %"
-    verdict = figure.verdict
-    if figure.limit:
-        verdict += f" (limit {100 * figure.limit:+.3g} %)"
     published = f"{figure.published:.{max(0, figure.digits)}f} {figure.unit}".strip() + _CHOSEN * figure.unit_chosen
-    return str(number), figure.what, place, published, _predicted(figure), deviation, verdict
+    return str(number), figure.what, place, published, _predicted(figure), deviation, figure.verdict
 
 
 def _predicted(figure: Figure) -> str:
