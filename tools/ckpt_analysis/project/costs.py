@@ -54,7 +54,8 @@ GROWS_WITH: dict[str, tuple[str, ...]] = {
     "barrier": (START, ROUNDS, BYTES, FILES),
     "commit": (START, NAMES),  # by rank 0 alone, while the others wait: the manifest names every file
     "engine_init": (START, RANKS_PER_CORE, BYTES),
-    # A layer's collectives go round a ring of the ranks that hold its parts, one layer after another.
+    # A layer's collectives go round a ring of the ranks that hold its parts, one layer after another: each piece is
+    # passed on tp - 1 times (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
     "first_step": (START, RANKS_PER_CORE, HOPS, BYTES),
 }
 _USUAL = (START, RANKS_PER_CORE)

@@ -56,12 +56,16 @@ class Outcome:
 
 
 def young_work_s(costs: Costs, mtbf_s: float) -> float:
-    """Work between saves by Young 1974: sqrt(2 C M), in seconds."""
+    """Work between saves by Young, "A first order approximation to the optimum checkpoint interval", Communications of
+    the ACM 17(9), 1974: sqrt(2 C M), in seconds.
+    """
     return math.sqrt(2 * costs.blocked_s * mtbf_s)
 
 
 def daly_work_s(costs: Costs, mtbf_s: float) -> float:
-    """Work between saves by the closed form of Daly 2006; M where C is 2 M or more. In seconds."""
+    """Work between saves by the closed form of Daly, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps", Future Generation Computer Systems 22(3), 2006; M where C is 2 M or more. In seconds.
+    """
     if costs.blocked_s >= 2 * mtbf_s:
         return mtbf_s
     x = costs.blocked_s / (2 * mtbf_s)

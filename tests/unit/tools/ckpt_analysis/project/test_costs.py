@@ -15,7 +15,7 @@ EXCEPT = "every part except "
 
 def test_the_documentation_has_the_parts_of_each_term() -> None:
     lines = PAGE.read_text().splitlines()
-    first = lines.index("| term | value | parts | reason |") + 2
+    first = lines.index("| term | value | parts |") + 2
     rows = [re.split(r" *\| *", line) for line in lines[first : lines.index("", first)]]
     documented = {term: parts for _, term, _, parts, *_ in rows}
     assert documented[START] == "every part"
