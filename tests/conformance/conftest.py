@@ -9,6 +9,7 @@ import pytest
 
 from tests.conformance.subjects import Subject, engines_under_test
 from tests.dist import forked_writers
+from tests.dist.harness import Zygote
 
 # What libraries say of being used as they are meant to be: by one rank alone, through torch.jit.
 _KNOWN_WARNINGS = (
@@ -32,12 +33,13 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 @pytest.fixture(autouse=True)
-def writers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Those of engine fastpersist-decoupled, for what such a process must import takes longer than most tests."""
-    if "fastpersist-decoupled" not in request.node.name:
+def helpers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of engines that begin processes, for what such a process must import takes longer than most tests."""
+    if not any(engine in request.node.name for engine in ("fastpersist-decoupled", "dcp-process")):
         yield
         return
-    with forked_writers.installed():
+    zygote: Zygote = request.getfixturevalue("zygote")
+    with forked_writers.installed(zygote.forks):
         yield
 
 

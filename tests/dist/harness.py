@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from typing import Any
 import psutil
 
 from restart_trace.reading import read_records
+from tests.dist.forked_writers import ForkServer, fork_connection
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_S = 300.0  # what has not come by then never will; no test passes or fails by how soon a thing comes
@@ -57,22 +60,34 @@ class Zygote:
     """Handle of tests/dist/zygote.py; one per test session."""
 
     process: subprocess.Popen[str]
+    _connection: socket.socket
     _runs: int = field(default=0)
 
     @staticmethod
     def start(wrapper: Sequence[str] = (), imports: Sequence[str] = ()) -> Zygote:
         """Start it, under the command `wrapper` (a tracer, say) if one is given; it imports `imports` besides."""
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
-        process = subprocess.Popen(
-            [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py")), *imports],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        return Zygote(process)
+        ours, theirs = fork_connection()
+        with theirs:
+            process = subprocess.Popen(
+                [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno()), *imports],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        return Zygote(process, ours)
+
+    @functools.cached_property
+    def forks(self) -> ForkServer:
+        """Forks helper processes for this one, from a process that has torch and DeepSpeed imported and no threads."""
+        self._ask({"forks": True})
+        self._answer(HANGS_S)
+        return ForkServer(self._connection)
 
     def close(self) -> None:
+        self._connection.close()
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=HANGS_S)
@@ -105,9 +120,7 @@ class Zygote:
             "script": script,
             "launcher": launcher,
         }
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self._ask(request)
         pids: list[int] = self._answer(HANGS_S)["pids"]
         if during is not None:
             try:
@@ -125,6 +138,11 @@ class Zygote:
                 f"ranks still ran after {timeout} s; their output:\n{Run(codes, directory, pids).output}"
             ) from None
         return Run(codes, directory, pids)
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
 
     def _answer(self, timeout: float) -> dict[str, Any]:
         assert self.process.stdout is not None

@@ -3,8 +3,9 @@
 Each rank is a process of its own with its own gloo connections, as under a launcher; only the seconds of import
 are paid once per test session. Run as a program: reads one JSON request per line from stdin
 ({"argv", "env", "nproc", "log_dir", "script", "launcher"}), answers {"pids": [...]} when the ranks run and
-{"exit_codes": [...]} when all have ended. Negative exit codes are signals, as in subprocess. Its arguments are further
-modules to import before it forks.
+{"exit_codes": [...]} when all have ended. Negative exit codes are signals, as in subprocess. After {"forks": true} a
+process that it forks serves a ForkServer (forked_writers.py) on the descriptor that is its first argument, and {} is
+the answer. Further arguments are modules to import before it forks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     if not request.get("launcher"):  # which would kill the others before rank 0 has told its error
         megatron.config.arguments.OTHER_RANKS_WAIT_S = 0.2
     if forked_writers.FORKED_WRITERS in os.environ:
-        forked_writers.install()
+        # Its helper forms a process group, and a rank has one by the time that it begins it.
+        forked_writers.install(forked_writers.ForkServer.begin() if "dcp-process" in sys.argv else None)
     try:
         runpy.run_path(request.get("script") or str(ROOT / "pretrain_gpt.py"), run_name="__main__")
     except SystemExit as exit_:
@@ -95,15 +97,19 @@ def serve() -> None:
     import_for_forks()
     gc.disable()
     import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
-    import tests.dist.forked_writers  # noqa: F401
+    from tests.dist.forked_writers import serve_forks_beside
 
-    for name in sys.argv[1:]:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()  # a collection in a rank would look at all that, and copy its memory
     gc.enable()
 
     for line in sys.stdin:
         request = json.loads(line)
+        if request.get("forks"):
+            serve_forks_beside(int(sys.argv[1]))
+            print(json.dumps({}), flush=True)
+            continue
         store = RendezvousStore("127.0.0.1", 0)
         nproc = request["nproc"]
         hold_slots(nproc)  # as a launcher does, for one launch

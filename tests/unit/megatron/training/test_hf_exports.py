@@ -22,7 +22,8 @@ from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_exports
 from megatron.training.hf_exports import NOTICE, HFExports
 from restart_trace.recorder import Recorder
-from tests.dist.harness import HANGS_S, wait_for
+from tests.dist import forked_writers
+from tests.dist.harness import HANGS_S, Zygote, wait_for
 from tests.dist.test_hf_exports import Held
 from tests.unit.megatron.checkpointing.store.test_removal import ListSink
 from tests.unit.megatron.hf.models import LLAMA, drawn, save
@@ -54,10 +55,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def processes() -> list[psutil.Process]:
-    """Those that export for this process, which may have others."""
-    found = [one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid()]
-    return [one for one in found if "megatron.hf.export_process" in " ".join(one.info["cmdline"] or [])]
+@pytest.fixture
+def forked(zygote: Zygote) -> Iterator[None]:
+    """For a test that asks for it: its exports are forked, and import nothing. Those of others begin as users' do."""
+    with forked_writers.installed(zygote.forks):
+        yield
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
 
 
 class Exports(HFExports):
@@ -65,6 +71,7 @@ class Exports(HFExports):
 
     def __init__(self, saved: Path, directory: Path, wait_s: float = HANGS_S, **more: Any) -> None:
         self.directory, self.in_use = directory, set[Path]()
+        self._others = children()
         self.sink = ListSink()
         options = CheckpointConfig(
             save=str(saved),
@@ -77,6 +84,11 @@ class Exports(HFExports):
         super().__init__(options, more.get("run_id", RUN), GENERATION, self.in_use, Recorder(self.sink, {}))
 
     @property
+    def processes(self) -> list[psutil.Process]:
+        """Those that export."""
+        return [*children() - self._others]
+
+    @property
     def notices(self) -> dict[int, str]:
         return {r["step"]: r["detail"] for r in self.sink.records if r.get("phase") == NOTICE}
 
@@ -86,7 +98,7 @@ def exports(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> Iter
     made = Exports(saved, tmp_path / "models", getattr(request, "param", HANGS_S))
     yield made
     made.finish(lambda: True)
-    assert not processes()
+    assert not made.processes
 
 
 @pytest.fixture
@@ -121,9 +133,10 @@ def test_an_export_is_that_of_the_command(exports: Exports, saved: Path, tmp_pat
     assert {path.name for path in exports.directory.iterdir()} == {"iteration_5", *others} and not exports.in_use
     assert exports.notices[5].startswith("exported in ")
     exports.resumed(5)
-    assert not processes()
+    assert not exports.processes
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_is_there_already_is_replaced_if_it_is_of_this_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +164,7 @@ def test_what_is_there_already_is_replaced_if_it_is_of_this_run(
     assert sorted(path.name for path in out.parent.iterdir()) == ["iteration_5", "iteration_5_2", "iteration_5_3"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_earlier_starts_owe_comes_after_the_newest_and_stays(exports: Exports, saved: Path) -> None:
     """Of the checkpoints up to the step from which the run goes on, those without an export of that very checkpoint."""
     shutil.copytree(saved / "global_step5", exports.directory / "iteration_5")  # something else
@@ -183,6 +197,7 @@ def test_a_training_without_descriptors_goes_on(
     assert "iteration 5 was not exported: [Errno 24] Too many open files" in caplog.text
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_export_may_say_more_than_a_pipe_takes(
     exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +209,7 @@ def test_an_export_may_say_more_than_a_pipe_takes(
     assert exports.notices[5].startswith("exported in ")
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_runs_the_newest_waits_and_a_stop_waits_for_none(
     exports: Exports, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,9 +225,9 @@ def test_one_runs_the_newest_waits_and_a_stop_waits_for_none(
     assert exports.in_use == {saved / "global_step5", saved / "global_step15"}
     assert list(exports.notices) == [10]
     exports.poll()
-    assert len(processes()) == 1
+    assert len(exports.processes) == 1
     exports.finish(lambda: True)
-    assert not processes() and not list(exports.directory.glob("*"))
+    assert not exports.processes and not list(exports.directory.glob("*"))
     assert exports.in_use == {saved / "global_step5", saved / "global_step15"}, "the next start exports them"
     assert list(exports.notices) == [10, 5, 15]
     command = shlex.split(caplog.messages[-1].split("to export it: ")[1])
@@ -219,6 +235,7 @@ def test_one_runs_the_newest_waits_and_a_stop_waits_for_none(
     assert (exports.directory / "iteration_15" / "config.json").is_file()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("exports", [0], indirect=True)
 def test_an_export_that_takes_too_long_leaves_nothing(
     exports: Exports, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,11 +247,12 @@ def test_an_export_that_takes_too_long_leaves_nothing(
     exports.committed(5)
     held.wait(5)
     exports.finish(lambda: False)
-    assert not processes() and not list(exports.directory.iterdir())
+    assert not exports.processes and not list(exports.directory.iterdir())
     assert exports.notices == {5: "not exported: --export-hf-wait 0 s were over"}
     assert exports.in_use == {saved / "global_step5"}, "the next start exports it"
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_export_that_cannot_be_made_says_why(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
@@ -246,6 +264,7 @@ def test_an_export_that_cannot_be_made_says_why(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_checkpoint_whose_export_storage_has_failed_stays_for_the_next_start(exports: Exports, saved: Path) -> None:
     """Only the last: where every export fails, checkpoints would fill --save."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,6 +285,7 @@ def test_a_checkpoint_whose_export_storage_has_failed_stays_for_the_next_start(e
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_no_start_that_resumes_is_refused_for_what_is_among_its_exports(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, by_hand: bool
@@ -300,6 +320,7 @@ def test_no_start_that_resumes_is_refused_for_what_is_among_its_exports(
         start(tmp_path / "new")
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_export_that_was_killed_is_tried_again_after_one_that_succeeds(
     exports: Exports, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,7 +331,7 @@ def test_an_export_that_was_killed_is_tried_again_after_one_that_succeeds(
 
     def kill(step: int) -> None:
         held.wait(step)
-        (process,) = processes()
+        (process,) = exports.processes
         process.kill()
         wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE, "the end of the export")
         exports.poll()
@@ -320,7 +341,7 @@ def test_an_export_that_was_killed_is_tried_again_after_one_that_succeeds(
     kill(5)
     assert "exit status -9" in exports.notices[5] and "it is tried again after the next export" in exports.notices[5]
     exports.poll()
-    assert not processes() and exports.in_use == {saved / "global_step5"}
+    assert not exports.processes and exports.in_use == {saved / "global_step5"}
     held.release()
     exports.saving(10)
     exports.committed(10)
@@ -329,7 +350,7 @@ def test_an_export_that_was_killed_is_tried_again_after_one_that_succeeds(
     assert sorted(path.name for path in exports.directory.iterdir()) == ["iteration_10", "iteration_5"]
 
 
-@pytest.mark.usefixtures("small_files")
+@pytest.mark.usefixtures("forked", "small_files")
 def test_a_checkpoint_that_is_given_up_is_named(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After three tries, or when a later one failed, too; --keep-last removes it then."""
     for order in ((5, 5, 5), (5, 10)):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,8 @@ from megatron.checkpointing.engines.dcp.engine import DcpProcessEngine
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import untraced_operation
-from tests.dist.harness import HANGS_S, ROOT, wait_for
+from tests.dist import forked_writers
+from tests.dist.harness import HANGS_S, ROOT, Zygote, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,15 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.fixture
+def forked(zygote: Zygote) -> Iterator[None]:
+    """For a test that asks for it: its processes are forked, and import nothing. Those of other tests, and of the ranks
+    that are killed here, begin as users begin them."""
+    with forked_writers.installed(zygote.forks):
+        yield
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("tensors", [1, 3000], ids=["it waits for an answer", "it sends"])
 def test_a_process_that_dies_fails_its_save_whoever_holds_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
@@ -84,6 +94,7 @@ def test_a_process_that_dies_fails_its_save_whoever_holds_the_connection(
         engine.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_or_hangs_fails_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op = untraced_operation()
     engine = dcp_process()
@@ -142,6 +153,7 @@ def test_a_save_without_room_for_its_copies_leaves_none(tmp_path: Path) -> None:
         pending.wait()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_storage_takes_one_open_file(tmp_path: Path) -> None:
     """Also in the process, and while it gets a state again, but for torch before 2.13, which copies each state anew."""
     engine, states = dcp_process(), [FileState("a.pt", [torch.ones(10) for _ in range(200)])]
@@ -184,6 +196,7 @@ def test_a_closed_engine_starts_no_process(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_engine_closes_while_another_saves(tmp_path: Path) -> None:
     saving, closing, op = dcp_process(), dcp_process(), untraced_operation()
     directories = [tmp_path / name for name in ("first", "closing", "second")]
@@ -223,71 +236,66 @@ def test_the_process_ends_without_a_word_when_its_connection_ends(when: str) -> 
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "connection held open"])
-def test_no_process_outlives_a_killed_rank(tmp_path: Path, held: bool) -> None:
+def test_no_process_outlives_a_killed_rank(zygote: Zygote, tmp_path: Path, held: bool) -> None:
     """Also one whose end of the connection a child of the rank still holds open: that does not tell of its end."""
-    with killed_rank(tmp_path, f"""
+    said = kill_rank(zygote, tmp_path, f"""
         engine.save(STATES, DIRECTORY, untraced_operation())
         if {held} and os.fork() == 0:
             os.setsid()
             time.sleep(600)
-    """, 1 + held) as left:  # fmt: skip
-        wait_for(lambda: is_gone(left), "its end")
-    assert (tmp_path / "stderr").read_text() == ""
+    """, 1 + held)  # fmt: skip
+    assert said == ""
 
 
-def test_no_process_outlives_a_rank_that_was_killed_while_it_came_up(tmp_path: Path) -> None:
+def test_no_process_outlives_a_rank_that_was_killed_while_it_came_up(zygote: Zygote, tmp_path: Path) -> None:
     """The process is held before its first line until the rank is gone."""
     interpreter, released = tmp_path / "held", tmp_path / "released"
     interpreter.write_text(f'#!/bin/sh\nread line < {released}\nexec {sys.executable} -X importtime "$@"\n')
     interpreter.chmod(0o700)
     os.mkfifo(released)
-    with killed_rank(tmp_path, f"""
+    imported = kill_rank(zygote, tmp_path, f"""
         sys.executable = {str(interpreter)!r}
         pending = engine.begin_save(STATES, DIRECTORY, untraced_operation())
         while engine.process.pid is None:
             time.sleep(0.01)
-    """, 1) as left:  # fmt: skip
-        released.write_text("\n")
-        wait_for(lambda: is_gone(left), "its end")
-    imported = (tmp_path / "stderr").read_text()
+    """, 1, lambda: released.write_text("\n"))  # fmt: skip
     assert "parent_process" in imported and "torch" not in imported
 
 
-@contextlib.contextmanager
-def killed_rank(directory: Path, body: str, processes: int) -> Iterator[psutil.Process]:
-    """Run `body` with an engine in a process, and kill that when it has so many: the checkpoint process."""
+def kill_rank(
+    zygote: Zygote, directory: Path, body: str, processes: int, after: Callable[[], object] = lambda: None
+) -> str:
+    """Run `body` with an engine in a rank, and kill that when it has so many processes. What was printed meanwhile, and
+    until the checkpoint process has ended."""
     code = f"""
-        import os, sys, time, torch
+        import os, sys, time, torch, warnings
         from pathlib import Path
-        sys.path.insert(0, {str(ROOT)!r})
         from megatron.checkpointing.engines.base import EngineOptions, FileState
         from megatron.checkpointing.engines.registry import create_engine
         from restart_trace.recorder import untraced_operation
 
+        warnings.simplefilter("ignore")
         DIRECTORY = Path({str(directory)!r})
         STATES = [FileState("a.pt", {{"a": torch.ones(10)}})]
         engine = create_engine("dcp-process", EngineOptions(fsync=False))
     """
-    script = directory / "rank.py"
-    script.write_text(
-        textwrap.dedent(code) + textwrap.dedent(body) + "print(engine.process.pid, flush=True)\ntime.sleep(600)\n"
-    )
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script)]
-    left: list[psutil.Process] = []
-    with (
-        (directory / "stderr").open("wb") as stderr,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True) as rank,
-    ):
+    script, saved = directory / "rank.py", directory / "saved"
+    told = f"Path({str(saved)!r}).write_text(str(engine.process.pid))\ntime.sleep(600)\n"
+    script.write_text(textwrap.dedent(code) + textwrap.dedent(body) + told)
+
+    def kill(ranks: list[int]) -> None:
+        rank, left = psutil.Process(ranks[0]), list[psutil.Process]()
         try:
-            assert rank.stdout is not None
-            pid = int(rank.stdout.readline())
-            left = psutil.Process(rank.pid).children(recursive=True)
+            wait_for(lambda: is_gone(rank) or (saved.is_file() and saved.read_text() != ""), "the save")
+            left += rank.children(recursive=True)
             assert len(left) == processes
             rank.kill()
-            rank.wait()
-            yield next(it for it in left if it.pid == pid)
+            wait_for(lambda: is_gone(rank), "the end of the rank")
+            after()
+            (process,) = (it for it in left if it.pid == int(saved.read_text()))
+            wait_for(lambda: is_gone(process), "its end")
         finally:
-            rank.kill()
-            for process in (it for it in left if it.is_running()):
-                process.kill()
+            for each in (it for it in left if it.is_running()):
+                each.kill()
+
+    return zygote.run([], 1, directory / "logs", script=str(script), during=kill).output

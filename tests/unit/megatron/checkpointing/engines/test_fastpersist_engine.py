@@ -45,10 +45,14 @@ def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _writers_are_forked() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _writers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """But those of programs that tests here start, and of test_fastpersist_process.py, begin as users begin them."""
-    with forked_writers.installed():
+    if request.node.get_closest_marker("slow") is None:  # it has no process that writes
+        yield
+        return
+    zygote: Zygote = request.getfixturevalue("zygote")
+    with forked_writers.installed(zygote.forks):
         yield
 
 

@@ -24,6 +24,7 @@ from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.descriptors import open_descriptors
 from tests.dist import forked_writers
+from tests.dist.harness import Zygote
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
     NAME,
     load,
@@ -43,10 +44,10 @@ def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def forked() -> Iterator[None]:
+def forked(zygote: Zygote) -> Iterator[None]:
     """For a test that asks for it, or for `decoupled`: its writers are forked, and import nothing. Other tests, and the
     programs that are started here, begin theirs as users begin it."""
-    with forked_writers.installed():
+    with forked_writers.installed(zygote.forks):
         yield
 
 
