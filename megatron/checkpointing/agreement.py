@@ -11,6 +11,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, Checkp
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.lost_peers import comes_from_another_rank, text_of
 from restart_trace.recorder import Operation
+from restart_trace.under_way import RANKS, UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ def exchanging(control: ControlPlane, what: str) -> Iterator[None]:
     that is this rank's own, and has told the ranks that wait for it in an agreement.
     """
     try:
-        yield
+        with UnderWay(RANKS, what):
+            yield
     except Exception as exc:
         if comes_from_another_rank(exc):
             raise

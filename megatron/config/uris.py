@@ -1,4 +1,4 @@
-"""--save and --load as URIs, which name checkpoints in a bucket of an object store: s3://BUCKET/PREFIX."""
+"""--save and --load as URIs, which name checkpoints in a bucket of an object store: SCHEME://BUCKET/PREFIX."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megatron.config.errors import refuse
+from megatron.fileio.objects.stores import STORES, URI_FORM, ObjectStore
 
-SCHEMES = ("s3",)  # megatron/fileio/objects/bucket.py has the client of each
-URI_FORM = "s3://BUCKET/PREFIX"  # in texts for users
+__all__ = [
+    "URI_FORM", "Location", "ObjectStore", "ObjectUri", "below", "is_uri", "location_of", "parse_uri",
+]  # fmt: skip
+
 _BUCKET = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,62}")
 # A key may be of any characters; these need no quoting in a URL, in a log, or on a command line.
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,-]+(/[A-Za-z0-9!_.*'()=+@,-]+)*")
@@ -24,10 +27,14 @@ class ObjectUri:
 
     bucket: str
     prefix: str
-    scheme: str = SCHEMES[0]
+    scheme: str = next(iter(STORES))
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
+
+    @property
+    def store(self) -> ObjectStore:
+        return STORES[self.scheme]
 
     def key(self, name: str) -> str:
         """The key of what is called `name` below the prefix."""
@@ -60,7 +67,7 @@ def is_uri(text: str | None) -> bool:
 def parse_uri(flag: str, text: str) -> ObjectUri:
     """Raises ConfigError naming `flag` for a URI that names no prefix of a bucket."""
     scheme, _, rest = text.partition("://")
-    if scheme not in SCHEMES:
+    if scheme not in STORES:
         refuse(flag, text, f"{scheme}:// is not supported; {_FIX}, or a directory")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")

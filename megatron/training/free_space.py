@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpointing.engines.errors import SaveDirectorySupersededError
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.disk_space import (
     checkpoint_bytes,
@@ -64,7 +63,7 @@ def check_free_space(
             return none, lack_of_space(config, one, _present(directory), left, free, exports)
 
         error, found = problems()
-        if (error is not None or found is not None) and _remove_unfinished(directory, ownership):
+        if (error or found) and isinstance(ownership, Ownership) and remove_unfinished(directory, ownership):
             error, found = problems()
         if error is None and found is not None:
             logger.warning("%s", found)
@@ -72,20 +71,6 @@ def check_free_space(
         error = control.broadcast(error)
     if error is not None:
         raise ConfigError(error)
-
-
-def _remove_unfinished(save: Path, ownership: Ownership | ObjectOwnership | None) -> bool:
-    """Whether something was removed. What cannot be removed stays: the space is as it is."""
-    if not isinstance(ownership, Ownership):
-        return False
-    try:
-        removed = remove_unfinished(save, ownership)
-    except (OSError, SaveDirectorySupersededError) as exc:
-        logger.warning("unfinished saves were not removed: %s", exc)
-        return False
-    for name in removed:
-        logger.info("removed %s/%s, which takes the space of saves to come", save, name)
-    return bool(removed)
 
 
 def _check_exports(config: Config, parameters: int, iteration: int) -> int:

@@ -40,8 +40,7 @@ _TEXT_LENGTH = 300
 
 
 def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
-    """One line about what failed because of another rank or this host, or in an exchange with other ranks; None if
-    `error` is of another kind.
+    """One line about an error that another rank or this host caused, or that other ranks waited for; None for others.
 
     The caller prints it and ends the process. It names the rank that this rank waited for, if `watch` can find it.
     """

@@ -123,17 +123,31 @@ def test_a_rank_that_cannot_apply_its_part_ends_all_with_one_error(lazy: Job, fl
     assert "rank 1: of rank 1 alone" in run.log(0) and "Parts of one are in the model already" in run.log(0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_rank_in_the_exchange_ends_the_others_waits(lazy: Job, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "function", "what"),
+    [
+        (0, "exchange_layers", "exchange of weights"),
+        (1, "exchange_layers", "exchange of weights"),
+        (1, "restore_tied_weights", "sharing of tied weights"),
+    ],
+)
+def test_an_error_of_one_rank_in_the_exchange_ends_the_others_waits(
+    lazy: Job, rank: int, function: str, what: str
+) -> None:
     """The limit of these waits is longer than the test may take."""
     env = {
-        "FAILS_AT": "megatron.checkpointing.load.newest:exchange_layers",
+        "FAILS_AT": f"megatron.checkpointing.load.newest:{function}",
         "FAILS_ON": str(rank), "FAILS_WITH": "RuntimeError",
     }  # fmt: skip
     flags = ["--distributed-timeout-minutes", "60"]
-    run = lazy.resume(f"failing-{rank}", *flags, script="failing_rank.py", env=env)
-    assert run.exit_codes == [1] * LAYOUT.world_size, run.output[-6000:]
-    cause = f"rank {rank}: the exchange of weights failed: RuntimeError: of rank {rank} alone"
+    run = lazy.resume(f"failing-{rank}-{function}", *flags, script="failing_rank.py", env=env)
+    assert_one_rank_failed(run, LAYOUT.world_size, rank, what)
+
+
+def assert_one_rank_failed(run: Run, ranks: int, rank: int, what: str) -> None:
+    """In the exchange `what`: its error is told once, and the others end by it, not by the limit of their waits."""
+    assert run.exit_codes == [1] * ranks, run.output[-6000:]
+    cause = f"rank {rank}: the {what} failed: RuntimeError: of rank {rank} alone"
     told = [line for line in run.output.splitlines() if line.startswith(f"error on rank {rank}, ")]
     assert len(told) == 1 and told[0].endswith(cause), run.output[-6000:]
     assert "waited longer than" not in run.output

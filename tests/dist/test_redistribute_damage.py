@@ -20,6 +20,7 @@ from restart_trace.recorder import untraced_operation
 from tests.dist.harness import Run, Zygote, losses, records
 from tests.dist.redistribute_runs import Model
 from tests.dist.test_damaged_checkpoints import flip_bit
+from tests.dist.test_parallel_load import assert_one_rank_failed
 from tests.dist.tiny_runs import Launcher
 
 OLD, NEW = Layout(2, 2, 1), Layout(1, 4, 1)
@@ -145,3 +146,26 @@ def test_an_error_of_one_rank_while_planning_ends_all(trained: tuple[Model, Path
     run = model.launcher.run(NEW, *argv, script=str(SCRIPT), env=env)
     assert mismatch_of(run) == message
     assert ("Traceback" in run.log(2)) == (kind == "KeyError")
+
+
+@pytest.mark.parametrize("trained", ["lazy"], indirect=True)
+@pytest.mark.parametrize(
+    ("function", "what", "flags"),
+    [
+        ("update_weights", "exchange of weights", []),
+        ("broadcast_within_replicas", "exchange of weights", ["--no-load-optim"]),
+        ("restore_tied_weights", "sharing of tied weights", ["--no-load-optim"]),
+    ],
+)
+def test_an_error_of_one_rank_in_an_exchange_ends_all(
+    trained: tuple[Model, Path], function: str, what: str, flags: list[str]
+) -> None:
+    """The limit of the others' waits is longer than the test may take."""
+    model, save = trained
+    layout = Layout(1, 2, 2)
+    env = {
+        "FAILS_AT": f"megatron.checkpointing.reshard.direct:{function}", "FAILS_WITH": "RuntimeError", "FAILS_ON": "2",
+    }  # fmt: skip
+    argv = [*model.flags, "--load", str(save), "--train-iters", "5", "--distributed-timeout-minutes", "60", *flags]
+    run = model.launcher.run(layout, *argv, script=str(SCRIPT), env=env)
+    assert_one_rank_failed(run, layout.world_size, 2, what)

@@ -98,7 +98,10 @@ def test_the_picture_shows_the_imports() -> None:
 
 @pytest.mark.parametrize(
     ("added", "told_apart_by"),
-    [("a launcher", r"\bBY_SLURM\b"), ("an object store", r"\bobjects\.s3 import|s3://BUCKET|Amazon S3")],
+    [
+        ("a launcher", r"\bBY_SLURM\b"),
+        ("an object store", r"\bobjects\.s3 import|s3://BUCKET|Amazon S3|\bAWS_ENDPOINT"),
+    ],
 )
 def test_an_addition_names_the_files_that_a_search_would_find(added: str, told_apart_by: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()

@@ -24,6 +24,7 @@ NASTY = {
     "HF_HOME": "$(touch broken)",
     "MEGATRON_TLS_CERT_FILE": "/certificates/this host's.pem",
     "AWS_ENDPOINT_URL": "https://store:9000",
+    "MEGATRON_OBJECT_STORE": "google",
     "MY_SETTING": "{a,b} [c]\\",
 }
 LINES = {"TORCH_LOGS": "one\n  two'\n", "OMP_PLACES": " {0},\t{1} "}

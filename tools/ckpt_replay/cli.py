@@ -28,7 +28,7 @@ from ..common.machine import filesystem_of, machine
 from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, worker_group
-from .locations import check_writable, remove, store_in_words
+from .locations import check_writable, remove
 from .options import ALL, parse_arguments, request_from
 from .plan import ReplayError, Request, location_of
 from .replay import Replay
@@ -90,7 +90,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
         if workers.leads:
             _make(location, request)
-        kind = filesystem_of(location) if isinstance(location, Path) else store_in_words()
+        kind = filesystem_of(location) if isinstance(location, Path) else location.store.in_words
         before = machine() | {"filesystem": kind}
         samples = Replay(request, workers, location, f"{key}/{name}", _report if workers.leads else _ignore).run()
     if not workers.leads:

@@ -15,6 +15,7 @@ import torch
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri
+from megatron.fileio.objects.stores import STORES
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Recorder
 
@@ -91,7 +92,7 @@ def _settings() -> tuple[str, Any]:
     from s3torchconnector._s3client import S3Client
 
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = STORES["s3"].endpoint
     config = S3ClientConfig(force_path_style=endpoint is not None)
     return region, S3Client(region, endpoint=endpoint, s3client_config=config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,9 +49,3 @@ def remove(location: Location) -> None:
             bucket.abort_upload(key, upload)
     except ObjectStoreError:
         return
-
-
-def store_in_words() -> str:
-    """The name of the object storage, reported in place of a file system."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return f"object storage at {endpoint}" if endpoint else "Amazon S3"

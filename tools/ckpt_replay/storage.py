@@ -30,8 +30,8 @@ _MEMORY = max(max(threads) * max(blocks) for threads, blocks in STORAGE_KINDS.va
 def measure(ctx: RankContext) -> dict[str, Any]:
     """Seconds of each kind, by threads and block; {} for a kind that this storage does not support.
 
-    Every write is to a new file, truncated to its final size beforehand, direct ones into reserved space, and ends with
-    fsync; files are removed outside the timed regions. Buffered reads are of files that are not in the page cache.
+    Each write goes to a new file of its final size, a direct one into reserved space, and ends with fsync. The times
+    exclude the removal of files. Buffered reads find nothing in the page cache.
     """
     raw = _RawFile(ctx, Path(ctx.task.directory) / f"storage_{ctx.process:05d}")
     found: dict[str, dict[str, float]] = {kind: {} for kind in STORAGE_KINDS}

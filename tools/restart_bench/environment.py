@@ -12,14 +12,15 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from megatron.fileio.objects.stores import STORES
+
 from .errors import SettingsError
 from .settings import DECLARATIONS
 
 _FAMILIES = re.compile(
-    r"(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS|MEGATRON_TLS)_|(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$"
+    r"(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|MEGATRON_TLS)_|(LD_LIBRARY_PATH|PYTHONPATH|MEGATRON_LAUNCH_SECRET)$"
 )
-# Settings of setup_env.sh, which runs on this node only; variables that describe one container or machine of a cloud.
-_NOT_CARRIED = re.compile(r"TORCH_(VARIANT|INDEX_URL)$|AWS_(CONTAINER_|EXECUTION_ENV$|LAMBDA_)")
+_OF_SET_UP = ("TORCH_VARIANT", "TORCH_INDEX_URL")  # settings of setup_env.sh, which runs on this node only
 _SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 _ADDRESS_WITH_PASSWORD = re.compile("://[^/@]*:[^/@]*@")
 _HIDDEN = "***"
@@ -39,11 +40,12 @@ def variables_of_user(environ: Mapping[str, str], export: str) -> list[str]:
             )
         if name not in environ:
             raise SettingsError(f"EXPORT: {name} is not set; set it, or leave it out")
-    return [
-        f"{name}={value}"
-        for name, value in sorted(environ.items())
-        if (_FAMILIES.match(name) and not _NOT_CARRIED.match(name)) or name in further
-    ]
+    return [f"{name}={value}" for name, value in sorted(environ.items()) if name in further or _is_passed_on(name)]
+
+
+def _is_passed_on(name: str) -> bool:
+    of_store = any(store.is_passed_on(name) for store in STORES.values())
+    return of_store or (_FAMILIES.match(name) is not None and name not in _OF_SET_UP)
 
 
 def is_secret(variable: str) -> bool:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.checkpointing.engines.entries import ENGINES
+from megatron.fileio.objects.stores import URI_FORM
 
 from . import data, effects, environment, nodes
 from .data import Data
@@ -212,8 +213,7 @@ def _check_together(given: Settings, device: str) -> None:
 def _check_uri(save_dir: str) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/([^/]|$)", save_dir):
         raise SettingsError(
-            f"SAVE_DIR={save_dir}: a URI has two slashes: give s3://BUCKET/PREFIX, or ./{save_dir} for a directory of "
-            "that name"
+            f"SAVE_DIR={save_dir}: a URI has two slashes: give {URI_FORM}, or ./{save_dir} for a directory of that name"
         )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.fileio.objects.stores import STORES
+
 from .errors import SettingsError
 from .launcher_entries import LAUNCHERS, ON_EACH_NODE
 
@@ -21,6 +23,7 @@ Check = Callable[[str], str | None]  # value -> None, or what to give instead
 RUN, TRAINING, LAUNCH, COORDINATOR, FAULT, REPLAY, DRY_RUN, SET_UP = range(8)
 # What submit.sh does with a setting: writes it into the job; refuses it, since the job decides it; or decides by itself
 CARRIED, REFUSED, SETTLED = range(3)
+_OF_STORES = ", ".join(f"`{name}*`" for store in STORES.values() for name in store.variables)
 
 
 @dataclass(frozen=True)
@@ -248,9 +251,9 @@ class Settings:
     )
     export: str = setting(
         "names of further variables for the ranks on all nodes of `HOSTFILE`. Always exported: `NCCL_*`, `GLOO_*`, "
-        "`FI_*`, `UCX_*`, `OMP_*`, `CUDA_*`, `TORCH_*`, `HF_*`, `MEGATRON_TLS_*` ([TLS](security.md#tls)), `AWS_*` "
-        "(except those that a cloud sets for one container or function), `LD_LIBRARY_PATH`, `PYTHONPATH`; with "
-        "`LAUNCHER=deepspeed` also the content of `~/.deepspeed_env` and `./.deepspeed_env`"
+        "`FI_*`, `UCX_*`, `OMP_*`, `CUDA_*`, `TORCH_*`, `HF_*`, `MEGATRON_TLS_*` ([TLS](security.md#tls)), "
+        f"{_OF_STORES} (except those that a cloud sets for one container or function), `LD_LIBRARY_PATH`, "
+        "`PYTHONPATH`; with `LAUNCHER=deepspeed` also the content of `~/.deepspeed_env` and `./.deepspeed_env`"
     )
     nnodes: str = setting(
         "number of nodes, each with `GPUS_PER_NODE` ranks",

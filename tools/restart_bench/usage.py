@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.fileio.objects.stores import URI_FORM
+
 from .presets import Preset
 from .schedulers import COMMANDS, SCHEDULERS
 from .settings import help_text
@@ -27,7 +29,7 @@ examples:
 _SCHEDULERS = "|".join(SCHEDULERS)
 SUBMIT = f"""\
 Submits a preset as a job of a scheduler: writes the job script to WORK_DIR and passes it to {COMMANDS}. The
-repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be s3://BUCKET/PREFIX.
+repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be {URI_FORM}.
 
   submit.sh PRESET [--config FILE] [--scheduler {_SCHEDULERS}|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
 

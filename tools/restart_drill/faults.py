@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron.config.uris import URI_FORM, Location, ObjectStore, ObjectUri
 from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 
 from .injection_points import InjectionPoint
@@ -28,7 +29,6 @@ DISK_FULL = "disk-full"
 DAMAGE = ("truncate", "bitflip")  # of the newest checkpoint, once all ranks have been killed
 STOPPED = "rank-stopped"
 ON_NODES = (*NODE_FAULTS, STOPPED)
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
 _STORAGE = "storage-fault:"  # followed by the fault of storage_proxy.FAULTS that each request to the store then gets
 STORAGE_FAULTS = tuple(
     _STORAGE + fault for fault in ("drop", "delay", "500", "503", "truncate", "etag", "first-byte", "rate-limit")
@@ -40,7 +40,7 @@ HOST, NODES = "host", "nodes"
 class Fault:
     """`send`: injects a fault that is a signal. `soaks`: those that inject it, on one HOST or on several NODES.
 
-    `not_in_soaks`: why none does.
+    `not_in_soaks`: why none does. `place`: class of the place that the checkpoints must be at; None: any.
     `soaks_not_at`: injection points at which no soak injects it. `matrix_at`: those at which the matrix does, of faults
     for which the injection point matters little; empty: all.
     """
@@ -50,6 +50,7 @@ class Fault:
     not_in_soaks: str = ""
     soaks_not_at: tuple[str, ...] = ()
     matrix_at: tuple[str, ...] = ()
+    place: type[Path] | type[ObjectUri] | None = None
 
 
 # A damaged pickle may make the unpickler raise any error, so a load treats an error as damage and continues with the
@@ -76,7 +77,7 @@ FAULTS = {
     "device-error": Fault(
         _last_rank(DEVICE_ERROR_SIGNAL), (HOST,), soaks_not_at=_TAKEN_FOR_DAMAGE, matrix_at=("mid-step", *_OF_FILES)
     ),
-    DISK_FULL: Fault(soaks=(HOST,), matrix_at=("mid-step", "mid-save-write")),
+    DISK_FULL: Fault(soaks=(HOST,), matrix_at=("mid-step", "mid-save-write"), place=Path),
     # Files are damaged after all ranks have ended, and at most points one kind of damage suffices.
     **dict.fromkeys(DAMAGE, Fault(_kill_all, (HOST,))),
     "truncate": Fault(_kill_all, (HOST,), matrix_at=("mid-save-write", "after-commit")),
@@ -85,6 +86,7 @@ FAULTS = {
         Fault(
             not_in_soaks="may leave objects in a bucket, which tests/object_storage_kills.py checks",
             matrix_at=_OF_FILES,
+            place=ObjectUri,
         ),
     ),
     **dict.fromkeys(ON_NODES, Fault(soaks=(NODES,))),
@@ -107,15 +109,14 @@ def proxy_fault(fault: str) -> str | None:
     return fault.removeprefix(_STORAGE) if fault in STORAGE_FAULTS else None
 
 
-def store_endpoint() -> str:
+def store_endpoint(store: ObjectStore) -> str:
     """The URL of the server that the proxy forwards to. Raises DrillError if the environment names none."""
-    for name in ENDPOINT_VARIABLES:
-        if os.environ.get(name):
-            return os.environ[name]
-    raise DrillError(
-        f"{ENDPOINT_VARIABLES[1]}: is not set, and for {_STORAGE}... the drill puts a proxy between the job and the "
-        "server at that URL; set it"
-    )
+    if store.endpoint is None:
+        raise DrillError(
+            f"{store.endpoints[-1]}: is not set, and for {_STORAGE}... the drill puts a proxy between the job and the "
+            "server at that URL; set it"
+        )
+    return store.endpoint
 
 
 def inject(fault: str, launch: Launch) -> int:
@@ -146,6 +147,16 @@ def refusal(fault: str, point: InjectionPoint, supervisor: str, *, on_nodes: boo
     if fault == DISK_FULL and point.during_restart:
         return f"--fault disk-full --at {point.text}: nothing is saved then; choose an injection point within training"
     return None
+
+
+def place_refusal(fault: str, checkpoints: Location | None) -> str | None:
+    """Why the fault cannot be injected where the checkpoints are; None if it can."""
+    place = FAULTS[fault].place
+    if place is None or isinstance(checkpoints, place):
+        return None
+    if place is ObjectUri:
+        return f"--fault {fault}: a fault of object storage; give --checkpoints {URI_FORM}"
+    return f"--fault {fault} --checkpoints {checkpoints}: object storage has no disk to fill; give a directory"
 
 
 def commits_needed(fault: str, first: bool, saves_each: int = 1) -> int:

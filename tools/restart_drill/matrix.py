@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.uris import Location, ObjectUri, below
+from megatron.config.uris import Location, below
 
 from ..common.escaping import markdown as escaped
 from ..common.formatting import count, number, plural
@@ -21,7 +21,7 @@ from ..common.tables import markdown_table
 from . import command as commands
 from .checkpoints import checkpoints_at
 from .drill import in_turn, run_drill
-from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal
+from .faults import DAMAGE, FAULTS, place_refusal, refusal
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
 from .nodes import TAKES_A_SPARE
@@ -65,9 +65,8 @@ def cells(
 ) -> list[Cell]:
     """All valid combinations of these; `on_nodes`: as for `refusal`.
 
-    Left out besides what `refusal` names: disk-full without a file system for it; faults of a store without a store;
-    and damage during a restart, which is the same as damage after any kill, except that there may be no second
-    checkpoint.
+    Left out besides what `refusal` and `place_refusal` name: damage during a restart, which is the same as damage after
+    any kill, except that there may be no second checkpoint.
     """
     found = []
     for supervisor in supervisors:
@@ -76,8 +75,7 @@ def cells(
                 for point in map(parse_injection_point, points):
                     left_out = point.text not in (FAULTS[fault].matrix_at or INJECTION_POINTS)
                     left_out |= fault in DAMAGE and point.during_restart
-                    left_out |= fault == DISK_FULL and not isinstance(checkpoints, Path)
-                    left_out |= fault in STORAGE_FAULTS and not isinstance(checkpoints, ObjectUri)
+                    left_out |= place_refusal(fault, checkpoints) is not None
                     if not left_out and refusal(fault, point, supervisor, on_nodes=on_nodes) is None:
                         found.append(Cell(supervisor, engine, fault, point.text))
     return found
@@ -109,8 +107,8 @@ def run_sequence(base: Plan, number: int, sequence: list[Cell], reference: Refer
     """Inject the faults of all cells of `sequence`. After an error the results end with the cell that failed."""
     out = base.out / f"sequence_{number:03d}"
     injections = injections_of(sequence)
-    fills_disk = any(cell.fault == DISK_FULL for cell in sequence)
-    at_given_place = fills_disk or not isinstance(base.checkpoints, Path)
+    at_given_place = any(FAULTS[cell.fault].place is not None for cell in sequence)
+    at_given_place |= not isinstance(base.checkpoints, Path)
     checkpoints = below(base.checkpoints, out.name) if at_given_place else out / "checkpoints"
     plan = replace(
         base, faults=tuple(planned.fault for planned in injections), restarts=len(injections),

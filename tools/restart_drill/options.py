@@ -12,7 +12,7 @@ from megatron.config import ConfigError
 from megatron.config.uris import URI_FORM, Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser
 
-from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, refusal, store_endpoint
+from .faults import DAMAGE, FAULTS, STORAGE_FAULTS, place_refusal, refusal, store_endpoint
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
 from .matrix import INJECTION_POINTS
@@ -321,14 +321,10 @@ def _refusal_of_one(args: argparse.Namespace) -> str | None:
 
 def _refusal_of_place(args: argparse.Namespace) -> str | None:
     in_bucket = isinstance(args.checkpoints, ObjectUri)
-    if args.fault in STORAGE_FAULTS and not in_bucket:
-        return f"--fault {args.fault}: a fault of object storage; give --checkpoints {URI_FORM}"
-    if (unset := _endpoint_refusal(args, (args.fault,))) is not None:
-        return unset
-    if in_bucket and args.fault == DISK_FULL:
-        return (
-            f"--fault disk-full --checkpoints {args.checkpoints}: object storage has no disk to fill; give a directory"
-        )
+    # By default they are in a directory.
+    refused = place_refusal(args.fault, args.checkpoints or args.out) or _endpoint_refusal(args, (args.fault,))
+    if refused is not None:
+        return refused
     if in_bucket and args.cold_cache:
         return (
             f"--cold-cache --checkpoints {args.checkpoints}: a load fetches from the store, whose caches cannot be "
@@ -342,7 +338,7 @@ def _endpoint_refusal(args: argparse.Namespace, faults: Sequence[str]) -> str | 
     if not isinstance(args.checkpoints, ObjectUri) or not set(faults) & set(STORAGE_FAULTS):
         return None
     try:
-        store_endpoint()
+        store_endpoint(args.checkpoints.store)
     except DrillError as error:
         return str(error)
     return None

@@ -17,11 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.uris import ObjectStore, ObjectUri
 from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from restart_trace.supervisor import open_supervisor_trace
 
-from .faults import DAMAGE, ENDPOINT_VARIABLES, MAY_END_WELL, proxy_fault, store_endpoint
+from .faults import DAMAGE, MAY_END_WELL, proxy_fault, store_endpoint
 from .injection_points import Tail, TraceTail
 from .launch import GRACE_S, DrillError, Launch, cleaned_up, launched
 from .memory_saves import LauncherMemorySaves, MemorySaves
@@ -51,17 +52,22 @@ class Supervisor(ABC):
 
     def __enter__(self) -> Supervisor:
         if any(map(proxy_fault, self.plan.faults)):
-            self.proxy = self._stack.enter_context(FaultProxy(store_endpoint()).running())
+            self.proxy = self._stack.enter_context(FaultProxy(store_endpoint(self._store)).running())
         self.trace = self._stack.enter_context(open_supervisor_trace(self.plan.trace_dir))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    @property
+    def _store(self) -> ObjectStore:
+        assert isinstance(self.plan.checkpoints, ObjectUri)
+        return self.plan.checkpoints.store
+
     def _launch(self, number: int) -> Launch:
         command, log = self.plan.command_of(number), self.plan.log_of(number)
         if self.proxy is not None:
-            command = ["env", f"{ENDPOINT_VARIABLES[0]}={self.proxy.url}", *command]
+            command = ["env", f"{self._store.endpoints[0]}={self.proxy.url}", *command]
         launch = self._stack.enter_context(launched(command, log, self.plan.echo))
         if self.plan.saves.in_memory:
             self._memory_saves = LauncherMemorySaves(launch.pid)

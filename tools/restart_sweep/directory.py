@@ -23,7 +23,6 @@ from restart_trace.process import versions
 from restart_trace.schema import SCHEMA_VERSION
 from restart_trace.version import __version__
 
-from ..ckpt_replay.locations import store_in_words
 from ..common.machine import filesystem_of, machine
 from ..common.sweep_files import ASIDE, CELLS, FAILED, FORMAT, PLANS, REQUEST, RESULT, SESSIONS, SWEEP, Cell, write_json
 from .sweep_file import Sweep
@@ -195,7 +194,7 @@ def environment_facts(storage: Location) -> dict[str, Any]:
         "began_unix_s": round(time.time(), 3),
         "program": f"megatron-restart {__version__}",
         "machine": machine() | {"memory_bytes": memory, "usable_processors": len(os.sched_getaffinity(0))},
-        "filesystem": filesystem_of(storage) if isinstance(storage, Path) else store_in_words(),
+        "filesystem": filesystem_of(storage) if isinstance(storage, Path) else storage.store.in_words,
         "storage_free_bytes": shutil.disk_usage(storage).free if isinstance(storage, Path) else None,
         "versions": versions(),
         "executable_version": sys.version,

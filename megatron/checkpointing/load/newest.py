@@ -46,7 +46,7 @@ from megatron.config.uris import is_uri
 from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
-from restart_trace.under_way import RANKS, READING, UnderWay
+from restart_trace.under_way import READING, UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +318,7 @@ class _CandidateLoad:
         mine = set(layers_read_by(layer_modules(self.engine), ctx.place, divided=True))
         self._read_on_all_ranks(states, mine)
         self._apply_on_all_ranks(states, lambda _: restore_layers(self.engine, ctx.place, states, mine))
-        what = "exchange of weights"
-        with op.span("redistribute", "broadcast"), UnderWay(RANKS, what), exchanging(ctx.control, what):
+        with op.span("redistribute", "broadcast"), exchanging(ctx.control, "exchange of weights"):
             exchange_layers(self.engine, ctx.place)
         if not self.reader.options.verify_checksums:
             return True
@@ -382,7 +381,7 @@ class _CandidateLoad:
 
         progress = self._apply_on_all_ranks(states, apply)
         shared = "all_gather" if self._with_optimizer else "broadcast"
-        with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
+        with op.span("redistribute", shared), exchanging(ctx.control, "sharing of tied weights"):
             restore_tied_weights(self.engine, self._with_optimizer)
         return progress
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpointing.agreement import CheckpointRejectedError, run_and_scatter, run_on_all_ranks
+from megatron.checkpointing.agreement import CheckpointRejectedError, exchanging, run_and_scatter, run_on_all_ranks
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
@@ -288,7 +288,7 @@ class DirectLoad:
         if place.layout.dp == 1:
             return
         weights = zip((target.tensor for target in self._weights), self._readers(), strict=True)
-        with self._op.span("redistribute", "broadcast"):
+        with self._op.span("redistribute", "broadcast"), exchanging(self._ctx.control, "exchange of weights"):
             broadcast_within_replicas(self._engine, place, weights)
 
     def _apply(self) -> Progress:
@@ -304,9 +304,10 @@ class DirectLoad:
             progress = restore_progress(engine, self._common, self._ctx.config)
             warn_of_changes(self._common["args"], self._ctx.config)
         if self._from_masters:
-            update_weights(engine.optimizer, self._op)
+            with exchanging(self._ctx.control, "exchange of weights"):
+                update_weights(engine.optimizer, self._op)
         else:
-            with self._op.span("redistribute", "broadcast"):
+            with self._op.span("redistribute", "broadcast"), exchanging(self._ctx.control, "sharing of tied weights"):
                 restore_tied_weights(engine, False)
         return progress
 

@@ -26,7 +26,7 @@ from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.files import check_sizes, describe_damage, shares, wrong_in
 from megatron.checkpointing.store.manifest import Manifest, StoredObject
 from megatron.checkpointing.store.ownership import Ownership
-from megatron.checkpointing.store.removal import Pruned, Removal, Removals, prune
+from megatron.checkpointing.store.removal import Pruned, Removal, Removals, prune, remove_unfinished
 from megatron.checkpointing.store.search import Candidate, Known
 from megatron.fileio.files import sync_file
 from megatron.fileio.no_links import make_directory
@@ -156,6 +156,8 @@ class SaveDirectory:
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None:
         commit.discard(temporary)
+        if self.ownership is not None:  # a save that was killed may have the space that this one lacked
+            remove_unfinished(self.path, self.ownership)
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
         pruned = prune(self.path, self.keep_last, step, self.ownership, known, fsync)

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.checkpointing.engines.errors import SaveDirectorySupersededError
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import changing, set_aside, why_not_own, why_of_others
 from megatron.checkpointing.store.manifest import Manifest
@@ -115,16 +116,23 @@ def prune(
     return Pruned(set_aside=list(aside), removed=removed, problem=problem, left_alone=_not_told(others, known))
 
 
-def remove_unfinished(save_dir: Path, owner: Ownership) -> list[str]:
-    """Remove what `prune` always removes, above all saves that earlier launches did not finish. Returns their names.
+def remove_unfinished(save_dir: Path, owner: Ownership) -> bool:
+    """Remove what `prune` always removes, above all saves that earlier launches did not finish. Whether there were any.
 
-    On rank 0, before it saves: a killed save may hold the space of a whole checkpoint. Raises as `prune`.
+    On rank 0, while no rank saves: a killed save may hold the space of a whole checkpoint. Warns of what cannot be
+    removed.
     """
-    pruned = prune(save_dir, None, 0, owner)
+    try:
+        pruned = prune(save_dir, None, 0, owner)
+    except (OSError, SaveDirectorySupersededError) as exc:
+        logger.warning("unfinished saves were not removed: %s", exc)
+        return False
     removals = Removals(rank=0)
     removals.begin(Removal(pruned.set_aside, (), (), {}, untraced_operation()))
     removals.close()
-    return pruned.removed
+    for name in pruned.removed:
+        logger.info("removed %s/%s, which takes the space of saves to come", save_dir, name)
+    return bool(pruned.removed)
 
 
 def _not_told(others: Mapping[Path, str], known: Known) -> list[str]:

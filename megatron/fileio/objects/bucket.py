@@ -8,7 +8,7 @@ from megatron.fileio.objects.s3 import Bucket, ObjectInfo, SentPart, Traffic, Up
 
 __all__ = ["CLIENTS", "Bucket", "ObjectInfo", "SentPart", "Traffic", "Uploaded", "open_bucket"]
 
-CLIENTS = {"s3": Bucket}  # scheme -> client; megatron/config/uris.py has the same schemes
+CLIENTS = {"s3": Bucket}  # scheme -> client; stores.py has the same schemes
 
 
 @functools.cache

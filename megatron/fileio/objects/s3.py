@@ -30,8 +30,10 @@ from megatron.fileio.objects.errors import ObjectChangedError, ObjectMissingErro
 from megatron.fileio.objects.hedging import Destination, Hedging
 from megatron.fileio.objects.parts import LISTED, MIB, PART_BYTES, parts
 from megatron.fileio.objects.s3_google import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
+from megatron.fileio.objects.stores import STORES
 from restart_trace.under_way import STORAGE, UnderWay
 
+_STORE = STORES["s3"]
 INSTALL = "pip install botocore"
 _CHECK_S = 15.0
 _CONNECTIONS = 64  # that are kept; there are as many as requests at once
@@ -122,7 +124,7 @@ class Bucket:
         self._lock = threading.Lock()
         self._attempt_s = deadline_s / 4
         self._exceptions, self._client, _ = _client(name, self._attempt_s, threads)
-        self._google = speaks_google(_endpoint())
+        self._google = speaks_google(_STORE.endpoint)
         # A version that no object has.
         self.no_version = NO_GENERATION if self._google else '"00000000000000000000000000000000"'
         self._last_client: Any = None  # one that is less patient, made when a deadline is near
@@ -601,7 +603,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any, 
     for name in ("botocore", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # A bucket as part of a host name needs a name server that knows it, which other stores than AWS seldom have.
-    own = _endpoint() is not None
+    own = _STORE.endpoint is not None
     # The CRC-32 of a body is among the headers that are signed; a SHA-256 of it takes longer than sending it.
     settings: dict[str, Any] = {"payload_signing_enabled": False} | ({"addressing_style": "path"} if own else {})
     config = botocore.config.Config(
@@ -620,7 +622,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any, 
         session = botocore.session.get_session()
         credentials = functools.partial(_complete_credentials, session)
         session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
-        if not speaks_google(_endpoint()):
+        if not speaks_google(_STORE.endpoint):
             client = session.create_client("s3", region_name=region, config=config)
             client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
             return botocore.exceptions, client, credentials
@@ -663,11 +665,6 @@ def _add_md5(params: dict[str, Any], **_: Any) -> None:
     """Add the MD5 of a request to remove objects: other stores ask for it instead of the CRC-32 that AWS takes."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
-
-
-def _endpoint() -> str | None:
-    """The URL of a store that is not found by its region."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 _REFUSALS = {

@@ -32,10 +32,9 @@ def in_order(faults: Collection[str], seed: int, first: int) -> Iterator[str]:
 def random_injection_point(fault: str, rng: random.Random, *, on_nodes: bool, in_training: bool) -> InjectionPoint:
     """A valid injection point for the fault. `in_training`: not one during a restart."""
     supervisor = RELAUNCH if fault in ENDS_THE_LAUNCH else LAUNCH
-    disk = Path() if fault == DISK_FULL else None
     valid = [
         parse_injection_point(cell.injection_point)
-        for cell in cells((supervisor,), ("",), disk, (fault,), on_nodes=on_nodes)
+        for cell in cells((supervisor,), ("",), Path(), (fault,), on_nodes=on_nodes)
         if cell.injection_point not in FAULTS[fault].soaks_not_at
     ]
     point = rng.choice([one for one in valid if not (in_training and one.during_restart)])

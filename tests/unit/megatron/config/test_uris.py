@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.uris import SCHEMES, ObjectUri, is_uri, location_of, parse_uri
+from megatron.config.uris import ObjectUri, is_uri, location_of, parse_uri
 from megatron.fileio.objects.bucket import CLIENTS
+from megatron.fileio.objects.stores import STORES
 
 
 def test_a_uri_is_a_bucket_and_a_prefix() -> None:
@@ -71,7 +72,7 @@ def test_what_object_storage_does_not_have_is_refused(given: dict[str, Any], why
 
 
 def test_each_scheme_has_its_client() -> None:
-    assert CLIENTS.keys() == set(SCHEMES)
+    assert CLIENTS.keys() == STORES.keys()
 
 
 @pytest.mark.parametrize("flag", [{"storage_cache": "/tmp"}, {"storage_deadline": 5.0}])

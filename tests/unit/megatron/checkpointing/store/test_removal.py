@@ -272,6 +272,26 @@ def saves(save: Path, keep_last: int | None, *steps: int) -> None:
         owner.release()
 
 
+def test_a_save_that_fails_removes_those_that_were_killed(tmp_path: Path) -> None:
+    """A quota, which no start can see, may leave no space beside them: else no save would ever succeed."""
+    claim(tmp_path).release()
+    killed = _made(tmp_path / temporary_directory("global_step5", "g1_1"))
+    (killed / "a.pt").write_bytes(b"half of it")
+    names = iter(["folder/folder/a.pt", "a.pt"])  # the first is in a folder that the engine does not make
+    owner = claim(tmp_path)
+    writer = CheckpointWriter(
+        BytesEngine(EngineOptions(fsync=False)), ControlPlane(0, 1), untraced_recorder(),
+        CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {}), "g2",
+    )  # fmt: skip
+    directory = SaveDirectory(tmp_path, owner)
+    with pytest.raises(CheckpointSaveError):
+        writer.save(directory, 6, lambda: [FileState(next(names), b"a")])
+    assert directories(tmp_path) == [".generations"]
+    writer.save(directory, 7, lambda: [FileState(next(names), b"a")])
+    assert directories(tmp_path) == [".generations", "global_step7"]
+    owner.release()
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """All files below a directory."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
