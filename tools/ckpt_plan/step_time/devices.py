@@ -38,6 +38,9 @@ class DeviceFacts:
     kernel_us: float  # the same for a pass over memory
     collective_us: float
     launch_us: float  # processor time per kernel, Python and autograd included
+    # The largest of the measured steps that the prediction with these facts was compared with; None: with none.
+    compared_ranks: int | None = None
+    compared_parameters: int | None = None
 
 
 _H100 = DeviceFacts(
@@ -68,12 +71,16 @@ _H100 = DeviceFacts(
     kernel_us=2,
     collective_us=20,
     launch_us=8,
+    # The larger of the two published runs: MPT-7B on 8 devices.
+    compared_ranks=8,
+    compared_parameters=6_658_859_008,
 )
+_NOT_COMPARED = {"compared_ranks": None, "compared_parameters": None}  # of facts that differ from those compared
 _DEVICES = {
     facts.name: facts
     for facts in (
         _H100,
-        replace(_H100, name="h200", memory_bytes=141_000_000_000, memory_GBps=4800),
+        replace(_H100, name="h200", memory_bytes=141_000_000_000, memory_GBps=4800, **_NOT_COMPARED),
         replace(
             _H100,
             name="a100",
@@ -85,6 +92,7 @@ _DEVICES = {
             attention_forward_share=0.55,  # arXiv:2307.08691, figure 5
             attention_backward_share=0.50,
             link_share=0.70,  # 208 of 300 GB/s: github.com/NVIDIA/nccl-tests/issues/178
+            **_NOT_COMPARED,
         ),
     )
 }
@@ -128,11 +136,11 @@ def _from_file(name: str, given: dict[str, Any], where: str) -> DeviceFacts:
     unknown = [key for key in given if key not in _ALL]
     if unknown:
         raise ConfigError(f"{where}: {unknown[0]!r} is no fact of a device; there are: {', '.join(_ALL)}")
-    missing = [key for key in _ALL if key not in given]
+    missing = [key for key in _ALL if key not in given and key not in _NOT_COMPARED]
     if missing and like is None:
         raise ConfigError(f'{where}: {missing[0]} is missing; give it, or "{_LIKE}": a device that has it')
     _check_numbers(given, where)
-    return replace(_DEVICES[like or "h100"], name=name, **given)
+    return replace(_DEVICES[like or "h100"], name=name, **_NOT_COMPARED | given)
 
 
 def _check_numbers(given: Mapping[str, Any], where: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Sequence
 
+from ...common.extrapolation import headline
 from ...common.formatting import size
-from ...common.tables import text_table
+from ...common.tables import text_table, text_width
 from .step import StepTime, TimedPasses
 
 _SHOWN = 16  # passes
@@ -30,6 +32,7 @@ def to_json(step: StepTime, settings: Sequence[StepTime]) -> str:
         "tokens_per_s": step.tokens_per_second,
         "tflops": step.tflops,
         "mfu": step.mfu,
+        "extrapolated": None if step.extrapolated is None else list(map(dataclasses.asdict, step.extrapolated)),
         "by_part_s": step.parts,
         "device_bytes_estimate": step.device_bytes,
         "fits": step.fits,
@@ -71,6 +74,7 @@ def render(step: StepTime, settings: Sequence[StepTime]) -> str:
     """Text for a terminal: the step, its parts, the longest passes, and what other settings would change."""
     device, many = step.device, "" if step.micro_batches == 1 else "es"
     lines = [
+        *_reach(step),
         f"{step.layout}, {step.micro_batches} micro batch{many} a step, recomputation {step.recomputation}, "
         f"{_compiled(step)}, on {device.name} ({device.peak_tflops:g} TFLOP/s, {device.memory_GBps:g} GB/s)",
         f"a step takes {step.seconds * 1e3:.1f} ms: MFU {step.mfu:.1%}, {step.tflops:.0f} TFLOP/s and "
@@ -85,6 +89,14 @@ def render(step: StepTime, settings: Sequence[StepTime]) -> str:
         *(f"note: {note}" for note in NOTES),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reach(step: StepTime) -> list[str]:
+    """How far the prediction goes beyond measured steps: the headline."""
+    if step.extrapolated is None:
+        return [f"Prediction, compared with no measured step on {step.device.name}"]
+    within = f"for no more ranks and parameters than the measured steps on {step.device.name} had"
+    return textwrap.wrap(f"Prediction, {headline(step.extrapolated) or within}", text_width())
 
 
 def _compiled(step: StepTime) -> str:

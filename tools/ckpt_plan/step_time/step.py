@@ -16,6 +16,7 @@ from megatron.config.deepspeed_config import immediate_grad_update
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.topology import Layout
 
+from ...common.extrapolation import Extrapolation, extrapolation
 from ..presets import Planned
 from ..recomputation import MODES, USABLE, fullest_device_bytes, mode_of, with_mode
 from ..tensors import plan_tensors, stage_bounds
@@ -56,6 +57,7 @@ class StepTime:
     recomputation: str
     compiled: bool
     layout: Layout
+    parameters: int  # of the model
     micro_batches: int
     tokens: int
     flops: float
@@ -81,6 +83,21 @@ class StepTime:
     def tokens_per_second(self) -> float:
         """Of one device."""
         return self.tokens / self.seconds / self.layout.world_size
+
+    @property
+    def extrapolated(self) -> list[Extrapolation] | None:
+        """Beyond the measured steps that the device's facts were compared with; None if these are none."""
+        device = self.device
+        amounts = (
+            ("ranks", device.compared_ranks, self.layout.world_size, 1.0),
+            ("billion parameters", device.compared_parameters, self.parameters, 1e9),
+        )
+        known = [
+            extrapolation(unit, _rounded(ran / scale), _rounded(asked / scale))
+            for unit, ran, asked, scale in amounts
+            if ran is not None
+        ]
+        return [reach for reach in known if reach is not None] if known else None
 
     @property
     def fits(self) -> bool:
@@ -124,7 +141,8 @@ def step_time(
     parts["pipeline_bubble"] = sum(times) - times[slowest]
     parts |= _after_the_backward_pass(planned, device, ranks_per_host)
     return StepTime(
-        device, mode, compiled, layout, micro_batches, training.global_batch_size * config.model.seq_length,
+        device, mode, compiled, layout, _parameters_of_model(planned), micro_batches,
+        training.global_batch_size * config.model.seq_length,
         flops_of_batch(config, padded, training.global_batch_size), parts, stages[slowest][1],
         fullest_device_bytes(planned),
     )  # fmt: skip
@@ -188,6 +206,15 @@ def _add_passes(
 
 def _parameters(planned: Planned, stage: int) -> int:
     return next(rank.parameters for rank in plan_tensors(planned).ranks if rank.at.pp == stage)
+
+
+def _parameters_of_model(planned: Planned) -> int:
+    """Those that tensor-parallel ranks all hold count once for each."""
+    return sum(rank.parameters for rank in plan_tensors(planned).ranks if rank.at.dp == 0)
+
+
+def _rounded(amount: float) -> float:
+    return float(f"{amount:.3g}") if amount < 1000 else amount
 
 
 def _over_memory(num_bytes: float, device: DeviceFacts) -> float:

@@ -377,6 +377,40 @@ def test_predictions_hold_together() -> None:
     assert 0.1 < step.mfu < step.device.product_share
 
 
+@pytest.mark.parametrize(
+    ("facts", "headline", "too_far"),
+    [
+        ({}, "Prediction, compared with no measured step on mine", None),
+        ({"compared_ranks": 4}, "Prediction, for no more ranks and parameters than the measured steps on mine had", []),
+        (
+            {"compared_ranks": 2, "compared_parameters": 1e5},
+            "Prediction, extrapolated from 2 to 4 ranks, from 0.0001 to 0.000156 billion parameters",
+            [False, False],
+        ),
+        (
+            {"compared_ranks": 4, "compared_parameters": 100},
+            "Prediction, extrapolated from 1e-07 to 0.000156 billion parameters; beyond 20 times what ran",
+            [True],
+        ),
+    ],
+)
+def test_the_headline_says_how_far_a_prediction_goes_beyond_measured_steps(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    facts: dict[str, float],
+    headline: str,
+    too_far: list[bool] | None,
+) -> None:
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps({"mine": {"like": "h100", **facts}}))
+    command = ["--step-time", "mine", "--device-facts", str(path), "--dp", "4"]
+    flags = ["--", *FLAGS.split(), "--global-batch-size", str(4 * BATCH)]
+    _, out, err = answer(capsys, *command, *flags)
+    assert out.startswith(headline), err
+    reaches = json.loads(answer(capsys, *command, "--format", "json", *flags)[1])["extrapolated"]
+    assert (None if reaches is None else [reach["too_far"] for reach in reaches]) == too_far
+
+
 @pytest.mark.parametrize(("part", "micro_batches"), [("step-time", 1), ("step-time-4", 4)])
 def test_the_gpu_tier_compares_with_this_prediction(part: str, micro_batches: int) -> None:
     size = 4  # MICRO_BATCH of the tier
