@@ -48,6 +48,10 @@ _ORBAX = Source(
     "reliability-in-orbax-and-maxtext/",
     "an article of theaicatchup.com on it, to which the link leads",
 )
+_RESTARTS_FAIL = (
+    "in the projection failures hit restarts, too, which then begin again; in the source, as in the next row, all "
+    "stalls fit between failures"
+)
 _RSC1, _RSC2 = 6.50, 2.34  # failures per 1,000 node-days
 
 
@@ -167,10 +171,7 @@ def _useful_time() -> Iterator[Figure]:
     )
     for what, stall, share, limit in (("synchronous", 10, 44, 0.31), ("FT-HSDP", 3, 80, 0.06)):
         inputs = f"a failure every 18 min, each stalls training for {stall} min; no work is lost besides"
-        why = (
-            "in the projection failures hit restarts, too, which then begin again; in the source, as in the next row, "
-        )
-        why += "all stalls fit between failures"
+        why = _RESTARTS_FAIL if stall == 10 else "as for synchronous training"
         found = _row(1, 18 / 60, restart_s=stall * _MINUTE_S, step_s=1e-3).goodput
         yield Figure(
             f"effective training time, {what}", _HSDP, "abstract", share, "%", inputs, 100 * found, limit=limit, why=why
