@@ -107,7 +107,7 @@ def _came_last(frames: Frames, finished: pl.DataFrame) -> pl.DataFrame:
     That is the lowest rank without this occurrence that did something else for at least as long, from its begin, as any
     other took to come; else the one that waited least, of equals the one that came last by its own clock.
     """
-    spans = frames.spans.filter(pl.col("op").is_in(finished["op"].implode()), _PHASE.is_in(SYNCHRONISING))
+    spans = frames.spans.filter(pl.col("op").is_in(finished["op"].implode()), pl.col("phase").is_in(SYNCHRONISING))
     windows = windows_of(frames.placed(spans, "group", "rank"), "group")
     begun = finished.select("group", "rank", pl.col("start_ns").alias("begun_ns"))
     came_ns = pl.col("start_ns") - pl.col("begun_ns")
@@ -137,7 +137,7 @@ def _came_last(frames: Frames, finished: pl.DataFrame) -> pl.DataFrame:
 
 def _lanes(frames: Frames, operations: pl.DataFrame) -> dict[int, dict[int, _Lane]]:
     """group -> rank -> lane, of some rows of `Frames.operations` with their `op`."""
-    spans = frames.spans.filter(pl.col("op").is_in(operations["op"].implode()), ~_PHASE.is_in(AFTERWARDS))
+    spans = frames.spans.filter(pl.col("op").is_in(operations["op"].implode()), ~pl.col("phase").is_in(AFTERWARDS))
     windows = windows_of(frames.placed(spans, "group", "rank"), "group").sort("group", "rank", "start_ns", "end_ns")
     lanes: dict[int, dict[int, _Lane]] = {}
     for group, rank, start_ns, end_ns in operations.select("group", "rank", "start_ns", "end_ns").iter_rows():

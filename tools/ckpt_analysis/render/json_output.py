@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from ..metrics.budget import Budget
@@ -95,7 +98,14 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _fields(value: object, names: str) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in names.split()}
+    keys, get = _getter(names)
+    return dict(zip(keys, get(value), strict=True))
+
+
+@functools.cache  # a large report calls it for each rank and phase of each operation
+def _getter(names: str) -> tuple[list[str], Callable[[object], tuple[Any, ...]]]:
+    keys = names.split()
+    return keys, operator.attrgetter(*keys)
 
 
 def _operation(stats: OperationStats) -> dict[str, Any]:
