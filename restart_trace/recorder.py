@@ -74,8 +74,9 @@ class Operation:
         contiguous: bool = False,
         inferred: bool = False,
         weights_only: bool = False,
+        ranks: int | None = None,
     ) -> None:
-        """`contiguous`, `inferred`, `weights_only`: as in Recorder.begin."""
+        """`contiguous`, `inferred`, `weights_only`, `ranks`: as in Recorder.begin."""
         self._recorder = recorder
         self._contiguous_on = threading.get_ident() if contiguous else None
         self._open = 0  # number of open spans of that thread
@@ -95,7 +96,8 @@ class Operation:
         self._lock = threading.RLock()  # protects _read_ahead; reentrant for the reason given in Recorder
         # An untraced operation may never be ended.
         self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
-        said = given(self._labels | {"inferred": inferred or None, "weights_only": weights_only or None})
+        what = {"inferred": inferred or None, "weights_only": weights_only or None, "ranks": ranks}
+        said = given(self._labels | what)
         recorder.write("operation_begin", operation=name, op=op_id, **said, start_ns=start_ns)
 
     def label(
@@ -339,12 +341,15 @@ class Recorder:
         contiguous: bool = False,
         inferred: bool = False,
         weights_only: bool = False,
+        ranks: int | None = None,
     ) -> Operation:
         """Open an operation; the caller must end it. Prefer `operation`, which cannot be left open.
 
         `inferred`: it is made of single calls, which no library said to be one save or load.
 
         `weights_only`: it saves weights alone, on some ranks or all: no checkpoint that a training resumes.
+
+        `ranks`: how many take part in it, if that is known.
 
         `contiguous`: each span of the calling thread begins where the one before it ended, and the first where the
         operation began; for a thread whose work between two spans always belongs to the second.
@@ -353,7 +358,7 @@ class Recorder:
         sample = self.sample()  # taken before the start, written after it
         labels = {"tag": tag, "step": step, "engine": engine}
         start_ns = now_ns() if start_ns is None else start_ns
-        what = {"contiguous": contiguous, "inferred": inferred, "weights_only": weights_only}
+        what: Any = {"contiguous": contiguous, "inferred": inferred, "weights_only": weights_only, "ranks": ranks}
         operation = Operation(self, name, op_id, start_ns, labels, **what)
         self.probe(op_id, "start", sample)
         return operation

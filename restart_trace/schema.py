@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -158,6 +158,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "engine": _ENGINE,
         "inferred": Field("bool", False, "true: single calls, as torch.save, that no library said to be one operation"),
         "weights_only": Field("bool", False, "true: a save of weights, which is no checkpoint that a training resumes"),
+        "ranks": Field("int", False, "number of ranks that take part in it, where the library says so"),
         "start_ns": Field("int", True, "monotonic, ns"),
     },
     # What becomes known of an operation while it runs.

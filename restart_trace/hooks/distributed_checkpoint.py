@@ -41,10 +41,8 @@ class CheckpointHooks:
         self._hook_storage(arguments["storage_writer"])
         running = None if self._session.is_training_thread() else self._take_over()
         if running is not None:
-            running.unfinished = True  # unless it fails, which ends it
             with self._session.until_end(running), running.phase("collect"):
                 yield
-            running.operation.end()
             return
         with self._operation("save", arguments, "collect"):
             yield
@@ -54,7 +52,7 @@ class CheckpointHooks:
         """Around async_save: the save lasts until its future is done. Training waits for the copy alone."""
         arguments = call.arguments()
         self._hook_storage(arguments["storage_writer"])
-        running = self._session.begin("save")
+        running = self._session.begin("save", ranks=_ranks(arguments))
         if running is None:
             yield
             return
@@ -66,6 +64,9 @@ class CheckpointHooks:
             yield
         copied_ns = now_ns()
         future = getattr(call.result, "upload_completion", call.result)
+        with self._lock:
+            if running.operation in self._handed_over:
+                self._session.background.given_to(running.operation, future)
         future.add_done_callback(lambda done: self._done(running.operation, copied_ns, done))
 
     @contextmanager
@@ -124,7 +125,7 @@ class CheckpointHooks:
 
     @contextmanager
     def _operation(self, kind: str, arguments: dict[str, Any], phase: str) -> Iterator[None]:
-        begun = self._session.begin(kind)
+        begun = self._session.begin(kind, ranks=_ranks(arguments))
         if begun is None:  # a part of another save or load, or nothing is traced
             running = self._session.running()
             if running is None:
@@ -165,6 +166,7 @@ class CheckpointHooks:
             self._handed_over.remove(operation)
         error = done.exception()
         operation.add("library_call", None, copied_ns, now_ns(), blocking=False)
+        self._session.background.ends(operation)
         operation.end(None if error is None else f"{type(error).__name__}: {error}")
 
     def _hook_storage(self, storage: Any) -> None:
@@ -173,6 +175,15 @@ class CheckpointHooks:
             wrap(one, "write_data", self.write_data)
             wrap(one, "read_data", self.read_data)
             wrap(one, "finish", self.phase("save", "commit", "publish"))
+
+
+def _ranks(arguments: dict[str, Any]) -> int | None:
+    """How many ranks make the save or load together, as DCP decides it; None of a group that this rank is not in."""
+    import torch.distributed
+
+    alone = arguments["no_dist"] or not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    size = 1 if alone else torch.distributed.get_world_size(arguments["process_group"])
+    return size if size > 0 else None
 
 
 def hook(session: Session, module: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """Hooks of torch.save and torch.load, which separate serialization from storage, and of what else storage is asked.
 
-A call with a file, as a path or open, outside of any other save or load is one itself (Session.file_call).
+A call with a file, as a path or open, outside of any other save or load is one itself (Session.file_call). Of one with
+memory nothing says what the program does with the bytes: a notice tells that there are such.
 
 In a save, `write` is the time in torch's calls that add a record to the archive, and `serialize` the rest. In torch's
 zip format the call that writes a record also computes its checksum (CRC32), so that counts as `write`. In a load,
@@ -18,11 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from restart_trace.clock import now_ns
+from restart_trace.hooks import waits
 from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
 
 _ZIP = b"PK\x03\x04"  # first bytes of torch's current format
+_OF_MEMORY = (
+    "outside of any save or load, as into an io.BytesIO or a file without a name: what the program does with these "
+    "bytes is not observed; --save-function and --load-function name its functions that do it"
+)
+_TO_MEMORY = f"torch.save writes to memory {_OF_MEMORY}"
+_FROM_MEMORY = f"torch.load reads from memory {_OF_MEMORY}"
 
 
 class _Watch:
@@ -125,6 +133,8 @@ class Serialization:
         path = path_of(target)
         with self._session.file_call("save", "torch.save", path) as running:
             if running is None or running.opaque:
+                if running is None and path is None:
+                    self._session.notice("save", "saved_to_memory", _TO_MEMORY)
                 yield
             elif not arguments["_use_new_zipfile_serialization"]:  # the format before torch 1.6, written by one call
                 with running.library_call(path):
@@ -138,20 +148,24 @@ class Serialization:
         """Around torch.save, which writes its archive to `target`; `path`: None if that is in memory."""
         begin = _position(target)
         watch = self._of_thread.writing = _Watch()
+        error: str | None = None
         with running.apart() as start:
             try:
                 yield
+            except BaseException as exc:
+                error = f"{type(exc).__name__}: {exc}"
+                raise
             finally:
                 self._of_thread.writing = None
-            end = now_ns()
-            if path is None:
-                running.add("serialize", None, start, end)
-                return
-            file, size = running.name_of(path), _written(target, begin)
-            running.add("serialize", None, start, end, duration_ns=end - start - watch.total_ns, file=file)
-            running.add("flush", "write", start, end, duration_ns=watch.total_ns, file=file, num_bytes=size)
-            if size is not None:
-                running.count(size, path)
+                end = now_ns()
+                file = None if path is None else running.name_of(path)
+                of_storage = {} if path is None else {"duration_ns": end - start - watch.total_ns, "file": file}
+                running.add("serialize", None, start, end, error=error, **of_storage)
+                if path is not None:
+                    size = None if error else _written(target, begin)
+                    running.add("flush", "write", start, end, duration_ns=watch.total_ns, file=file, num_bytes=size)
+                    if size is not None:
+                        running.count(size, path)
 
     @contextmanager
     def open_writer(self, call: Call) -> Iterator[None]:
@@ -169,6 +183,8 @@ class Serialization:
         path = path_of(source)
         with self._session.file_call("load", "torch.load", path) as running:
             if running is None or running.opaque or path is None:
+                if running is None and path is None:
+                    self._session.notice("load", "loaded_from_memory", _FROM_MEMORY)
                 yield
             elif _is_path(source) and (_is_mapped(arguments["mmap"]) or not _is_archive(path)):
                 with running.library_call(path):
@@ -191,12 +207,18 @@ class Serialization:
                 call.kwargs = given | {"f": file}
             else:
                 call.args = (file, *call.args[1:])
-            yield
-            end = now_ns()
-            name = running.name_of(path)
-            running.add("load", "read", start, end, duration_ns=watch.total_ns, file=name, num_bytes=watch.bytes)
-            running.add("load", "deserialize", start, end, duration_ns=end - start - watch.total_ns, file=name)
-            running.count(watch.bytes, path)
+            error: str | None = None
+            try:
+                yield
+            except BaseException as exc:
+                error = f"{type(exc).__name__}: {exc}"
+                raise
+            finally:
+                end, name, read_ns = now_ns(), running.name_of(path), watch.total_ns
+                running.add("load", "read", start, end, duration_ns=read_ns, file=name, num_bytes=watch.bytes)
+                rest_ns = end - start - read_ns
+                running.add("load", "deserialize", start, end, duration_ns=rest_ns, file=name, error=error)
+                running.count(watch.bytes, path)
 
     @contextmanager
     def fsync(self, call: Call) -> Iterator[None]:
@@ -278,3 +300,4 @@ def hook(session: Session, torch: Any) -> None:
     wrap(os, "fsync", serialization.fsync)
     wrap(os, "makedirs", serialization.make_directory)
     wrap(Path, "mkdir", serialization.make_directory)
+    waits.hook(session)

@@ -20,6 +20,7 @@ from typing import Any
 
 from restart_trace import cycles
 from restart_trace.clock import now_ns
+from restart_trace.hooks.background import Background
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.timeline import Timeline
 from restart_trace.hooks.variables import RANK_PID_VARIABLE
@@ -62,6 +63,7 @@ class Session:
         self.startup: Startup | None = None
         self._starting: Timeline | None = None  # timeline of the start-up
         self._of_thread = _thread_state()  # `running`: the save or load in progress
+        self.background = Background()
         self._idle: tuple[Running, int] | None = None  # one that may go on, and since when it waits (ns)
         self._step: int | None = None  # newest step of the run
         self._installed_ns = installed_ns
@@ -71,6 +73,7 @@ class Session:
         self._is_compiling = False
         self._backward_passes = 0  # which the training thread is in
         self._exit_status: object = None
+        self._notices: set[str] = set()  # that were given
         self._has_ended = False
         self._rank = 0  # of the recorder
         self._refused = False  # the trace of this rank could not be opened
@@ -240,19 +243,23 @@ class Session:
         running = self.running()
         return nullcontext() if running is None else running.phase(phase, detail)
 
-    def begin(self, kind: str, *, inferred: bool = False, weights_only: bool = False) -> Running | None:
+    def begin(
+        self, kind: str, *, inferred: bool = False, weights_only: bool = False, ranks: int | None = None
+    ) -> Running | None:
         """Begin a save or load on this thread; None if nothing is traced, or it is a part of one in progress.
 
-        `inferred`, `weights_only`: as in Recorder.begin.
+        `inferred`, `weights_only`, `ranks`: as in Recorder.begin.
         """
         if self.recorder is None or self.running() is not None:
             return None
         if self._is_mine():
             self.end_idle()
         step = self._step if kind == "save" else None
-        operation = self.recorder.begin(kind, step=step, inferred=inferred, weights_only=weights_only)
+        operation = self.recorder.begin(kind, step=step, inferred=inferred, weights_only=weights_only, ranks=ranks)
         running = Running(operation, kind, blocking=self._is_mine(), inferred=inferred)
         self._of_thread.running = running
+        if not running.blocking:
+            self.background.began(operation)
         return running
 
     def resume(self, running: Running) -> bool:
@@ -261,6 +268,8 @@ class Session:
             return False
         self._of_thread.running = running
         running.blocking = self._is_mine()
+        if not running.blocking:
+            self.background.began(running.operation)
         running.skip()
         return True
 
@@ -327,6 +336,12 @@ class Session:
             yield running
         if running.unfinished:
             self._idle = running, running.operation.until_ns()
+
+    def notice(self, kind: str, phase: str, text: str) -> None:
+        """Record once that something of a save or load is not observed; not of what belongs to another traced call."""
+        if self.recorder is not None and phase not in self._notices and not hasattr(self._of_thread, "untraced"):
+            self._notices.add(phase)
+            self.recorder.event(kind, phase, text)
 
     @contextmanager
     def not_traced(self) -> Iterator[None]:
@@ -396,6 +411,7 @@ class Session:
         finally:
             self._of_thread.running = None
             if error or not running.unfinished:
+                self.background.ends(running.operation)
                 running.operation.end(error)
 
     def iteration(self, step: int, source: str, first_ns: int, start_ns: int, end_ns: int) -> None:
@@ -433,9 +449,9 @@ class Session:
         if self.recorder is not None or "RANK" in os.environ:
             os.environ.setdefault(RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._idle = self._step = None
-        self._of_thread = _thread_state()
+        self._of_thread, self.background = _thread_state(), Background()
         self._imports, self._recorded = [], {}
-        self._exit_status, self._has_ended = None, False
+        self._exit_status, self._has_ended, self._notices = None, False, set()
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 
 

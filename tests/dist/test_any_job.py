@@ -40,6 +40,7 @@ JOBS: dict[str, tuple[list[str], tuple[int, ...]]] = {
 }
 SPAWNING = "spawn_checkpoint.py"
 EXPORT = "model_export.py"
+UNUSUAL = "unusual_saves.py"
 MEGATRON_CORE, TORCHTITAN = "megatron_core.py", "titan_checkpoint.py"  # run by test_other_environments.py
 # Kinds of jobs, to which the guide refers, and the program of each, here and in test_hooks.py
 KINDS = {
@@ -255,15 +256,16 @@ def test_a_save_on_another_thread_does_not_block(job: Job) -> None:
         assert all(save["blocked_s"] > 0 for save in (*job.report["saves"], *job.report["weights"]))
         return
     (save,) = job.report["saves"]
-    if job.name == "thread":
-        assert save["blocked_s"] == 0
-        assert {phase["blocking"] for phase in save["phases"].values()} == {"none"}
-        return
-    blocked = [span for operation in job.operations("save", 0) for span in operation if span.get("blocking") is True]
-    assert {span["phase"] for span in blocked} == {"device_to_host"}
-    (returned,) = job.clock("returned", 0)
-    assert all(span["end_ns"] <= returned[1] for span in blocked)
     (operation,) = job.operations("save", 0)
+    blocked = [span for span in operation if span.get("blocking") is True]
+    waited = [span for span in blocked if span["phase"] == "wait_previous"]
+    if job.name == "thread":  # which training waits for until its end
+        assert waited == blocked
+        assert {phase["blocking"] for name, phase in save["phases"].items() if name != "wait_previous"} == {"none"}
+        return
+    assert {span["phase"] for span in blocked} <= {"device_to_host", "wait_previous"}
+    (returned,) = job.clock("returned", 0)
+    assert all((span["end_ns"] <= returned[1]) is (span not in waited) for span in blocked)
     written = [r for r in operation if r.get("phase") == "library_call"]
     assert written and all(span["thread"] != "MainThread" and span["bytes"] for span in written)
     until_written_ns = max(span["end_ns"] for span in written) - operation[0]["start_ns"]
@@ -307,6 +309,59 @@ exec {sys.executable} {SCRIPTS / SPAWNING}
     assert (save["outcome"], save["ranks"], save["bytes"]) == ("ok", 1, size)
     assert (load["outcome"], load["ranks"]) == ("ok", RANKS) and load["bytes"] >= RANKS * size
     assert start["finished_ranks"] == RANKS and report["budget"]["training_s"] > 0
+
+
+@pytest.fixture(scope="module")
+def unusual(ranks: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path, dict[str, Any]]:
+    """A job that saves in unusual ways: its launch, its directory, the report."""
+    directory = tmp_path_factory.mktemp("unusual")
+    (directory / "traced").mkdir()
+    words = [str(directory / "traced"), str(directory / "trace"), str(SCRIPTS / UNUSUAL)]
+    env = {"LOCAL_SIZE": str(RANKS)}
+    run = ranks.run(words, RANKS, directory / "logs", env=env, script=str(SCRIPTS / "hooked.py"))
+    assert run.ok and "switched off" not in run.output, run.output[-3000:]
+    return run, directory, to_dict(analyse(load_trace(directory / "trace")).report)
+
+
+def test_a_save_of_one_rank_beside_those_of_all_lacks_none(unusual: tuple[Run, Path, dict[str, Any]]) -> None:
+    _, directory, report = unusual
+    saves = {save["tag"]: save for save in report["saves"]}
+    for tag, number in (("all", RANKS), ("best", 1)):
+        on_disk = sizes(directory / "traced" / tag)
+        assert (saves[tag]["ranks"], saves[tag]["bytes"], saves[tag]["num_files"]) == (
+            number,
+            sum(on_disk),
+            len(on_disk),
+        )
+    assert "ranks_without_operation" not in {problem["kind"] for problem in report["problems"]}
+
+
+def test_training_waits_for_saves_of_a_pool(unusual: tuple[Run, Path, dict[str, Any]]) -> None:
+    """By the result of one, and by the end of the pool: what it waits then is blocked by these saves."""
+    run, directory, report = unusual
+    for rank in range(RANKS):
+        (since, until) = re.findall(r"^waited (\d+) (\d+)$", run.log(rank), re.MULTILINE)[0]
+        waits = [r for r in records(directory / "trace", rank=rank) if r.get("phase") == "wait_previous"]
+        assert [span["tag"] for span in waits] == [f"a_{rank}.pt", f"b_{rank}.pt"]
+        assert int(since) <= waits[0]["start_ns"] < waits[0]["end_ns"] <= int(until) <= waits[1]["start_ns"]
+        assert all(save["blocked_s"] > 0 for save in report["saves"] if save["tag"] in (f"a_{rank}.pt", f"b_{rank}.pt"))
+
+
+def test_a_save_that_fails_has_its_time(unusual: tuple[Run, Path, dict[str, Any]]) -> None:
+    _, directory, report = unusual
+    saves = {save["tag"]: save for save in report["saves"]}
+    broken, whole = saves["broken.pt"], saves["snapshot.pt"]
+    assert (broken["outcome"], broken["bytes"], broken["error"]) == ("failed", None, "RuntimeError: cannot be pickled")
+    assert broken["blocked_s"] > 0 and {"serialize", "flush"} <= broken["phases"].keys()
+    assert (whole["outcome"], whole["bytes"]) == ("ok", (directory / "traced" / "snapshot.pt").stat().st_size)
+
+
+def test_bytes_in_memory_are_said_not_to_be_observed(unusual: tuple[Run, Path, dict[str, Any]]) -> None:
+    *_, report = unusual
+    notices = [problem["data"] for problem in report["problems"] if problem["kind"] == "notice"]
+    assert [(notice["phase"], notice["ranks"]) for notice in notices] == [
+        ("saved_to_memory", [0, 1]), ("loaded_from_memory", [0, 1]),
+    ]  # fmt: skip
 
 
 def test_the_guide_refers_to_the_jobs_of_these_tests() -> None:

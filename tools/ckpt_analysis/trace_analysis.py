@@ -190,6 +190,7 @@ class TraceAnalysis:
             iteration, engine class
         inferred Boolean: true: single calls, such as `torch.save`, that no library said to be one save or load
         weights_only Boolean: true: a save of weights, which is no checkpoint that a training resumes
+        said_ranks Int64: how many ranks take part, where the library says so
         tier String: where a load read from in the end: `local_memory`, `peer`, `storage`
         start_ns Int64, end_ns Int64: begin; end; null: unfinished
         outcome String: `ok`, `failed`, `unfinished`

@@ -56,13 +56,17 @@ def test_operation_with_spans(trace: tuple[Recorder, Path]) -> None:
     assert (end["bytes"], end["num_files"], end["durable"], end["engine"]) == (7, 1, True, "E")
 
 
-def test_an_operation_is_inferred_or_of_weights_only_where_that_is_said(trace: tuple[Recorder, Path]) -> None:
+def test_an_operation_says_what_it_is_where_that_is_known(trace: tuple[Recorder, Path]) -> None:
     recorder, path = trace
     recorder.begin("save").end()
     recorder.begin("save", inferred=True).end()
     recorder.begin("save", weights_only=True).end()
+    recorder.begin("save", ranks=1).end()
     begun = [record for record in read(path) if record["type"] == "operation_begin"]
-    assert [(r.get("inferred"), r.get("weights_only")) for r in begun] == [(None, None), (True, None), (None, True)]
+    names = ("inferred", "weights_only", "ranks")
+    assert [{name: r[name] for name in names if name in r} for r in begun] == [
+        {}, {"inferred": True}, {"weights_only": True}, {"ranks": 1},
+    ]  # fmt: skip
 
 
 def test_spans_of_a_contiguous_operation_follow_one_another(trace: tuple[Recorder, Path]) -> None:

@@ -10,10 +10,13 @@ from ..common.names import FILE, OPERATION
 def with_group(operations: pl.DataFrame) -> pl.DataFrame:
     """Operations of one run, in their order, with `group`: numbered by cycle and by start of the first rank.
 
-    The n-th save of a tag on each rank is one save of the run, and so for the n-th load.
+    The n-th save of a tag on each rank is one save of the run, and so for the n-th load; those that say of how many
+    ranks they are apart from others.
     """
     # All attempts of a load belong together, whatever tag each rank ended with.
-    key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").cast(pl.Categorical).alias("key")
+    tag = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("")
+    said = pl.format("{}/{}", tag, "said_ranks")  # null where nothing is said
+    key = pl.coalesce(said, tag).cast(pl.Categorical).alias("key")
     # Each file belongs to one rank in one cycle. Nearly every save has a tag of its own, and so many groups of one row
     # are slow: ranks of one number for all three tell the n-th of equal ones by their order.
     parts = pl.col(FILE).cast(pl.UInt64) * (1 << 32) + pl.col("key").to_physical()

@@ -33,7 +33,8 @@ class Records:
     """Valid records; times on the clocks of their hosts.
 
     operations  one row per operation and rank: file_index, cycle, rank, op_id, operation, tag, step, engine, inferred,
-                weights_only, tier, start_ns, end_ns (null: no end), outcome, bytes, num_files, durable, error
+                weights_only, said_ranks, tier, start_ns, end_ns (null: no end), outcome, bytes, num_files, durable,
+                error
     spans       op (row of `operations`), phase, detail, file, bytes, start_ns, end_ns, duration_ns, thread,
                 blocking, error; sorted by op and start_ns
     iterations  file_index, cycle, rank, step, start_ns, end_ns, loss
@@ -230,8 +231,9 @@ def _operations(begins: pl.DataFrame, labels: pl.DataFrame, ends: pl.DataFrame) 
     if (operations["end_ns"] < operations["start_ns"]).any():
         return None
     return operations.select(
-        *key, LINE, "operation", "tag", "step", "engine", pl.col("inferred", "weights_only").fill_null(False), "tier",
-        "start_ns", "end_ns", "outcome", "bytes", "num_files", "durable", "error",
+        *key, LINE, "operation", "tag", "step", "engine", pl.col("inferred", "weights_only").fill_null(False),
+        pl.col("ranks").alias("said_ranks"), "tier", "start_ns", "end_ns", "outcome", "bytes", "num_files", "durable",
+        "error",
     )  # fmt: skip
 
 

@@ -44,7 +44,9 @@ def check_operations(frames: Frames, blind: Collection[int]) -> list[Problem]:
             problems.append(_unfinished(frames, unfinished, name, rows.height))
         absent = sorted(present[cycle] - set(rows["rank"]))
         free = (rows["inferred"] | rows["weights_only"]).all()  # a job may well make these calls on one rank alone
-        if absent and not free:
+        said = rows["said_ranks"].max()
+        complete = said is not None and rows["rank"].n_unique() >= int(str(said))
+        if absent and not free and not complete:
             message = f"{name} has no record from {_ranks(absent, len(present[cycle]))}"
             problems.append(Problem("ranks_without_operation", message, labels | {"ranks": absent}))
         tags = sorted(rows["tag"].drop_nulls().unique())

@@ -115,21 +115,29 @@ def measure(
 def groups_lacking_ranks(operations: pl.DataFrame, cycles: Iterable[CycleInfo], *, ours: bool) -> set[int]:
     """Groups of saves and loads that some rank has no record of, though it took part as far as can be told.
 
-    A rank without a trace did. In this project's trainer (`ours`) every rank takes part. In other jobs those do that a
-    member of the group saves or loads with at another time; inferred operations and those of weights are made by any
-    ranks.
+    Where records say how many ranks take part, that counts. Otherwise a rank without a trace did. In this project's
+    trainer (`ours`) every rank takes part. In other jobs those do that a member of the group saves or loads with at
+    another time; inferred operations and those of weights are made by any ranks.
     """
     infos = {info.cycle: info for info in cycles}
     free = (pl.col("inferred") | pl.col("weights_only")).all()
     moving = operations.filter(pl.col("operation").is_in(MEASURED)).group_by("group")
-    each = moving.agg(pl.col("operation", "cycle").first(), pl.col("rank").unique().sort(), free.alias("free"))
-    alike = each.group_by("operation", "cycle", "rank", "free").agg("group").rows()  # far fewer than there are groups
+    each = moving.agg(
+        pl.col("operation", "cycle").first(), pl.col("rank").unique().sort(), free.alias("free"),
+        pl.col("said_ranks").max(),
+    )  # fmt: skip
+    # Far fewer than there are groups
+    alike = each.group_by("operation", "cycle", "rank", "free", "said_ranks").agg("group").rows()
     together: dict[tuple[str, int], set[int]] = {}  # kind, rank -> those that take part with it
-    for kind, _, ranks, is_free, _ in alike:
+    for kind, _, ranks, is_free, _, _ in alike:
         for rank in () if is_free else ranks:
             together.setdefault((kind, rank), set()).update(ranks)
     lacking: set[int] = set()
-    for kind, cycle, ranks, is_free, groups in alike:
+    for kind, cycle, ranks, is_free, said, groups in alike:
+        if said is not None:
+            if len(ranks) < said:
+                lacking.update(groups)
+            continue
         expected = set(range(infos[cycle].expected)).difference(infos[cycle].missing)
         if is_free:
             expected = set()

@@ -21,9 +21,9 @@ _FROM_OPERATION = ["group", "operation", "cycle", "rank", "op_id"]
 class Frames:
     """Tidy frames of one run; times are Unix ns.
 
-    operations  group, operation, cycle, rank, op_id, tag, step, engine, inferred, weights_only, tier, start_ns,
-                end_ns, outcome, bytes, num_files, durable, error; end_ns is null and outcome "unfinished" without a
-                closing record
+    operations  group, operation, cycle, rank, op_id, tag, step, engine, inferred, weights_only, said_ranks, tier,
+                start_ns, end_ns, outcome, bytes, num_files, durable, error; end_ns is null and outcome "unfinished"
+                without a closing record
     spans       op, phase, detail, file, bytes, start_ns, end_ns, duration_ns, thread, blocking, error; op is the
                 row in `operations`, and the spans are sorted by it and by start_ns. Those of a large run take more
                 memory than all else: what they share with their operation is added by `spans_of` and `placed`

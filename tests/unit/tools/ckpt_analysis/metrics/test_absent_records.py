@@ -216,6 +216,27 @@ def test_saves_that_each_rank_makes_by_itself_lack_no_rank(tmp_path: Path) -> No
     assert len(saves) == 2 * RANKS and all(save["bytes"] for save in saves)
 
 
+@pytest.mark.parametrize(("said", "lacks"), [(1, False), (RANKS, True)])
+def test_a_save_lacks_no_rank_if_it_has_as_many_as_its_records_say(tmp_path: Path, said: int, lacks: bool) -> None:
+    """As of DCP with no_dist on rank 0 alone, to where all saved before; RANKS: records of the others are lost."""
+    write_trace(tmp_path, Options(instrument="hooks"))
+    newest = result(tmp_path)["saves"][-1]["tag"]
+
+    def saved_again(name: str, records: list[Record]) -> list[Record]:
+        if not name.startswith("rank_00000"):
+            return records
+        begun = [r["op"] for r in _of("save", records, "operation_begin") if r.get("tag") == newest]
+        again = [r | {"op": 99} for r in records if r.get("op") in begun]
+        return [*records, *(r | {"ranks": said} if r.get("type") == "operation_begin" else r for r in again)]
+
+    rewrite(tmp_path, "rank_*", saved_again)
+    report = result(tmp_path)
+    *by_all, alone = report["saves"]
+    assert all(save["bytes"] and save["ranks"] == RANKS for save in by_all)
+    assert (alone["tag"], alone["ranks"], alone["bytes"] is None) == (newest, 1, lacks)
+    assert ("ranks_without_operation" in kinds(report)) is lacks
+
+
 def test_counted_steps_of_two_cycles_are_not_compared(tmp_path: Path) -> None:
     """As of SGD, whose state has no number: step 1 of a restart need not be the run's first."""
     write_trace(tmp_path, Options(instrument="hooks"))

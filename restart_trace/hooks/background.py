@@ -1,0 +1,54 @@
+"""Saves and loads beside training, and the time in which training waits for one after all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+from restart_trace.schema import MAIN_THREAD
+
+
+class Background:
+    """The operations in progress that the training thread does not make itself."""
+
+    def __init__(self) -> None:
+        self._workers: dict[Operation, tuple[object, ...]] = {}  # with its thread and its future
+        self._of_thread = threading.local()  # `future`: that which the thread works for
+        self._awaited: tuple[object, int] | None = None  # thread or future that training waits for, and since when (ns)
+
+    def works_for(self, future: object) -> None:
+        """From here on this thread works for the result of `future`."""
+        self._of_thread.future = future
+
+    def began(self, operation: Operation) -> None:
+        """This thread, which is not the training thread, makes the operation."""
+        self._workers[operation] = threading.current_thread(), getattr(self._of_thread, "future", None)
+
+    def given_to(self, operation: Operation, future: object) -> None:
+        """Another process makes the operation, and `future` will tell its end."""
+        self._workers[operation] = (future,)
+
+    def ends(self, operation: Operation) -> None:
+        """The operation is about to end, if it is one of these."""
+        self._note_wait(operation, self._workers.pop(operation, ()))
+
+    @contextmanager
+    def awaited(self, what: object) -> Iterator[None]:
+        """In the body the training thread waits for `what`, a thread or a future."""
+        outer, self._awaited = self._awaited, (what, now_ns())
+        try:
+            yield
+        finally:
+            for operation, workers in [*self._workers.items()]:
+                self._note_wait(operation, workers)
+            self._awaited = outer
+
+    def _note_wait(self, operation: Operation, workers: tuple[object, ...]) -> None:
+        """Record that training has waited for the operation until now, if it waits for one of its workers."""
+        awaited = self._awaited
+        if awaited is not None and any(worker is awaited[0] for worker in workers):
+            start_ns = max(awaited[1], operation.start_ns)
+            operation.add("wait_previous", None, start_ns, now_ns(), thread=MAIN_THREAD)
