@@ -28,7 +28,8 @@ _MLPERF = Source(
     "https://github.com/mlcommons/storage/blob/main/Rules.md",
 )
 _MODELS = {  # flags of the models that are no presets: the sources' shapes, classic GPT blocks with biases
-    "bloom": "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --use-rotary-position-embeddings --bf16",
+    "bloom": "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --position-embedding-type alibi "
+    "--embed-layernorm --bf16",
     "neox": "--num-layers 44 --hidden-size 6144 --num-attention-heads 64 --use-rotary-position-embeddings "
     "--untie-embeddings-and-output-weights --fp16",
     "megatron": "--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --fp16",
@@ -52,9 +53,7 @@ def _bytes(model: str, vocabulary: int, tp: int, pp: int, dp: int) -> dict[str, 
 
 def _bloom() -> Iterator[Figure]:
     kinds = _bytes("bloom", 250680, 4, 12, 8)
-    inputs = (
-        "70 layers, 14336 wide, 112 heads, vocabulary 250880, TP4 PP12 DP8, tied, bf16; no norm after the embedding"
-    )
+    inputs = "70 layers, 14336 wide, 112 heads, vocabulary 250880, TP4 PP12 DP8, ALiBi, --embed-layernorm, tied, bf16"
     yield Figure(
         "BLOOM-176B, bf16 weights",
         _BLOOM,

@@ -8,6 +8,12 @@ from megatron.config.errors import ConfigError, require_one_of
 from megatron.config.flags import REQUIRED, FlagGroup, flag
 
 PARAMS_DTYPES = ("bf16", "fp16", "fp32")
+ABSOLUTE, ROTARY, ALIBI, NO_POSITIONS = POSITION_EMBEDDING_TYPES = ("absolute", "rotary", "alibi", "none")
+
+
+def position_embedding_type(rotary: bool, table: bool) -> str:
+    """What a model has that says only --use-rotary-position-embeddings, and whether not --no-position-embedding."""
+    return ROTARY if rotary else ABSOLUTE if table else NO_POSITIONS
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
@@ -38,14 +44,21 @@ class ModelConfig(FlagGroup):
     kv_channels: int = flag(None, "size of one attention head (default: hidden size / attention heads)", least=1)
     seq_length: int = flag(REQUIRED, "tokens per sample", least=1)
     max_position_embeddings: int = flag(None, "rows of the position table (default: --seq-length)")
+    position_embedding_type: str = flag(
+        None,
+        "absolute: a learned table, the default; rotary: as --use-rotary-position-embeddings; alibi: attention scores "
+        "are lowered in proportion to the distance (arXiv:2108.12409); none: as --no-position-embedding",
+        choices=POSITION_EMBEDDING_TYPES,
+    )
     use_rotary_position_embeddings: bool = flag(False, "rotary instead of learned position embeddings")
     rotary_percent: float = flag(1.0, "part of each head that is rotated, in (0, 1]")
     rope_theta: int = flag(
         10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), least=1
     )
     add_position_embedding: bool = flag(
-        True, "no learned position embeddings; implied by rotary ones", names=("--no-position-embedding",)
+        True, "no learned position embeddings; implied by rotary and alibi", names=("--no-position-embedding",)
     )
+    embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
     normalization: str = flag("layernorm", "kind of normalization", choices=("layernorm", "rmsnorm"))
     layernorm_epsilon: float = flag(1e-5, "epsilon of the normalization, of either kind", above=0)
     swiglu: bool = flag(False, "gated SiLU in the MLP instead of GELU")
@@ -96,6 +109,11 @@ class ModelConfig(FlagGroup):
         if self.checkpoint_num_layers > 1 and not self.checkpoint_activations:
             self.refuse("checkpoint_num_layers", "add --checkpoint-activations")
         self._check_positions()
+        if self.embed_layernorm and self.normalization != "layernorm":
+            raise ConfigError(
+                f"--embed-layernorm is a LayerNorm, and --normalization {self.normalization} says otherwise: drop one "
+                "of them"
+            )
         require_one_of("params_dtype", self.params_dtype, PARAMS_DTYPES)
 
     @property
@@ -117,6 +135,11 @@ class ModelConfig(FlagGroup):
         return "tanh" if self.bias_gelu_fusion else "none"
 
     @property
+    def uses_alibi(self) -> bool:
+        """--position-embedding-type alibi."""
+        return self.position_embedding_type == ALIBI
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of each head that are rotated; 0 without rotary embeddings."""
         return int(self.kv_channels * self.rotary_percent) if self.use_rotary_position_embeddings else 0
@@ -135,10 +158,24 @@ class ModelConfig(FlagGroup):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if self.use_rotary_position_embeddings:
-            object.__setattr__(self, "add_position_embedding", False)
+        self._resolve_positions()
         if self.swiglu or not self.add_bias_linear:
             object.__setattr__(self, "bias_gelu_fusion", False)
+
+    def _resolve_positions(self) -> None:
+        """Make the three settings of position embeddings say the same, and refuse them where they do not."""
+        rotary, table = self.use_rotary_position_embeddings, self.add_position_embedding
+        kind = self.position_embedding_type or position_embedding_type(rotary, table)
+        wrong = "--use-rotary-position-embeddings" if rotary and kind != ROTARY else None
+        if wrong or (kind == ABSOLUTE and not table):
+            self.refuse("position_embedding_type", f"{wrong or '--no-position-embedding'} says otherwise; drop one")
+        resolved = {
+            "position_embedding_type": kind,
+            "use_rotary_position_embeddings": kind == ROTARY,
+            "add_position_embedding": kind == ABSOLUTE,
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
 
     def _resolve_recomputation(self) -> None:
         """Turn the --recompute flags into checkpoint_activations and checkpoint_num_layers."""

@@ -29,11 +29,13 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 # Arguments that decide what the model computes, or that config.json has. All others belong to the run.
 SETTINGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
-    "seq_length", "max_position_embeddings", "use_rotary_position_embeddings", "rotary_percent", "rope_theta",
-    "add_position_embedding", "normalization", "layernorm_epsilon", "swiglu", "bias_gelu_fusion",
-    "untie_embeddings_and_output_weights", "add_bias_linear", "attention_dropout", "hidden_dropout", "init_method_std",
-    "params_dtype",
+    "seq_length", "max_position_embeddings", "position_embedding_type", "use_rotary_position_embeddings",
+    "rotary_percent", "rope_theta", "add_position_embedding", "embed_layernorm", "normalization", "layernorm_epsilon",
+    "swiglu", "bias_gelu_fusion", "untie_embeddings_and_output_weights", "add_bias_linear", "attention_dropout",
+    "hidden_dropout", "init_method_std", "params_dtype",
 )  # fmt: skip
+# Of checkpoints of earlier versions, which did not have these settings: the others say it.
+_OF_EARLIER_VERSIONS = {"position_embedding_type": None, "embed_layernorm": False}
 
 
 def newest_checkpoint(load: Path, tag: str | None) -> Candidate:
@@ -80,7 +82,7 @@ class SavedModel:
             raise CheckpointDamagedError(f"{path}: {self.vocab_size} tokens of {self.padded_vocab_size} rows")
 
     def _model_of(self, path: Path) -> ModelConfig:
-        known = vars(self.arguments) | self.manifest.model
+        known = _OF_EARLIER_VERSIONS | vars(self.arguments) | self.manifest.model
         try:
             return ModelConfig(**{name: known[name] for name in SETTINGS})
         except KeyError as exc:

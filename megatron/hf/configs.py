@@ -47,7 +47,9 @@ def architecture_of(model: ModelConfig) -> str:
     else:
         name = GPT2
         wrong = {
-            "--no-position-embedding": not model.add_position_embedding,
+            "--position-embedding-type alibi": model.uses_alibi,
+            "--no-position-embedding": not (model.add_position_embedding or model.uses_alibi),
+            "--embed-layernorm": model.embed_layernorm,
             f"--normalization {model.normalization}": model.normalization != "layernorm",
             "--swiglu": model.swiglu,
             "--disable-bias-linear": not model.add_bias_linear,

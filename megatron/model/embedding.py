@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.model.norms import LayerNorm
 from megatron.parallel.layers import ColumnParallelLinear, DrawnLayer, VocabParallelEmbedding, column_parallel_linear
 from megatron.parallel.placement import Placement
 from megatron.parallel.random import residual_dropout
@@ -31,22 +32,26 @@ class PositionEmbedding(DrawnLayer):
 class TiedHead(nn.Module):
     """The last stage's copy of the word embedding, where embedding and head are tied but stages apart."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, padded_vocab_size: int, place: Placement, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size, config.hidden_size, init_std=config.init_method_std, place=place
+            padded_vocab_size, config.hidden_size, init_std=config.init_method_std, place=place, norm=norm
         )
 
 
 class EmbeddingPipe(TiedHead):
-    """Word embedding, plus learned positions in the GPT-2-style model.
+    """Word embedding, with --embed-layernorm normalized, plus learned positions in the GPT-2-style model.
 
     Input ids [b, s], with learned positions (ids, position_ids), each [b, s]; output [b, s, hidden], or with
     --sequence-parallel [b, s / TP, hidden].
     """
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
-        super().__init__(config, padded_vocab_size, place)
+        # As BLOOM's program has it, a part of the embedding: word_embeddings.norm. A tied head has none.
+        norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, place) if config.embed_layernorm else None
+        super().__init__(config, padded_vocab_size, place, norm)
         self.hidden_dropout = config.hidden_dropout
         self.position_embeddings = PositionEmbedding(config, place) if config.add_position_embedding else None
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.model.alibi import alibi_bias
 from megatron.model.norms import build_norm
 from megatron.model.recomputation import Layer, feed_recomputed
 from megatron.model.rotary import rotary_cos_sin, split_and_rotate
@@ -36,6 +37,7 @@ class ParallelAttention(nn.Module):
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // place.tp.size
         self.num_kv_heads = config.num_key_value_heads // place.tp.size
+        self.heads = range(place.tp.rank * self.num_heads, (place.tp.rank + 1) * self.num_heads)
         query_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
@@ -65,16 +67,20 @@ class ParallelAttention(nn.Module):
         dropout = self.config.attention_dropout
         if dropout and not self.training:  # in this order: compiled code without dropout is one for both
             dropout = 0.0
+        config, bias = self.config, None
+        if config.uses_alibi:
+            seq = query.shape[2]
+            bias = alibi_bias(config.num_attention_heads, self.heads, seq, query.dtype, query.device)
         grouped = self.num_kv_heads != self.num_heads
-        if grouped and query.dtype == torch.float32 and query.device.type != "cpu":
-            # In fp32 CUDA's kernels without a matrix of scores take no grouped heads.
+        if grouped and (bias is not None or query.dtype == torch.float32) and query.device.type != "cpu":
+            # In fp32, and with a bias, CUDA's kernels without a matrix of scores take no grouped heads.
             each = self.num_heads // self.num_kv_heads
             key, value = key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
             grouped = False
         # Heads are split, so each TP rank draws its own mask.
         with model_parallel_rng() if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+                query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=grouped
             )
 
 

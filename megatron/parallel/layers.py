@@ -106,16 +106,29 @@ class VocabParallelEmbedding(DrawnLayer):
     """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
 
     Input ids [b, s]; output [b, s, hidden], replicated, or with --sequence-parallel a part of the sequence,
-    [b, s / TP, hidden].
+    [b, s / TP, hidden]. `norm`: applied to the output.
     """
 
-    def __init__(self, padded_vocab_size: int, hidden_size: int, *, init_std: float, place: Placement) -> None:
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float,
+        place: Placement,
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__(init_std)
         self.tp = place.tp
         self.weight = place.parameter(padded_vocab_size, hidden_size, dim=0, vocabulary=True)
         self.first_id = place.tp.rank * self.weight.shape[0]
+        self.norm = norm
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = self._embed(ids)
+        return embedded if self.norm is None else self.norm(embedded)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first_id

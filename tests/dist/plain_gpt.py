@@ -19,7 +19,10 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """Sizes and style; `llama`: RoPE, RMSNorm, SwiGLU, untied, no biases; else GPT-2's counterparts."""
+    """Sizes and style; `llama`: RoPE, RMSNorm, SwiGLU, untied, no biases; else GPT-2's counterparts.
+
+    `bloom`: GPT-2's counterparts, but ALiBi instead of learned positions, and a LayerNorm of the word embeddings.
+    """
 
     llama: bool
     num_layers: int
@@ -27,6 +30,7 @@ class PlainConfig:
     num_heads: int
     num_kv_heads: int
     epsilon: float = 1e-5
+    bloom: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -52,7 +56,9 @@ class PlainTraining:
 def logits_of(weights: Weights, config: PlainConfig, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s] token ids to [b, s, vocabulary]. `weights` are named LAYER.NAME as in a checkpoint's layer files."""
     x = weights["1.word_embeddings.weight"][tokens]
-    if not config.llama:
+    if config.bloom:
+        x = _norm(weights, "1.word_embeddings.norm", config, x)
+    elif not config.llama:
         x = x + weights["1.position_embeddings.weight"][: tokens.shape[1]]
     for layer in range(2, config.num_layers + 2):
         normed = _norm(weights, f"{layer}.input_layernorm", config, x)
@@ -91,6 +97,8 @@ def _attention(weights: Weights, name: str, config: PlainConfig, x: torch.Tensor
     for head in range(config.num_heads):  # consecutive query heads share one key/value head
         kv_head = head // (config.num_heads // config.num_kv_heads)
         scores = query[:, :, head] @ key[:, :, kv_head].transpose(1, 2) / math.sqrt(config.head_dim)
+        if config.bloom:  # arXiv:2108.12409, of a number of heads that is a power of two
+            scores = scores + 2.0 ** (-8 * (head + 1) / config.num_heads) * torch.arange(seq)
         future = torch.ones(seq, seq).triu(1).bool()
         heads.append(functional.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ value[:, :, kv_head])
     return _linear(weights, f"{name}.dense", torch.cat(heads, dim=-1))

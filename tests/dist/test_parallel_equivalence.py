@@ -23,7 +23,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.parallel.topology import Layout
 from megatron.tokenizer import tokenizer_info
-from tests.dist.harness import LLAMA_STYLE, Zygote
+from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Zygote
 from tests.dist.plain_gpt import PlainConfig, PlainTraining, train_plainly
 from tests.dist.tiny_runs import NO_DROPOUT, SINGLE, Launcher, buffered_saving, load_file, losses_of_ranks
 
@@ -31,17 +31,17 @@ TOLERANCE = 5e-6
 NORM_TOLERANCE = 6e-4  # the log rounds gradient norms to three decimals
 
 ITERATIONS = 6
-CLIP = "2.2"
+CLIP = {"llama": "2.2", "classic": "2.2", "bloom": "0.9"}  # among the norms of the iterations
 STD = "0.1"  # large enough for attention to be far from uniform and activations from linear
 MODEL = [
     "--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "8",
     "--seq-length", "64", *NO_DROPOUT,
 ]  # fmt: skip
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "4"]
-STYLES = {"llama": LLAMA, "classic": MODEL}
+STYLES = {"llama": LLAMA, "classic": MODEL, "bloom": [*MODEL, *BLOOM_STYLE]}
 TRAINING = [
     "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--lr-warmup-iters", "2",
-    "--lr-decay-style", "cosine", "--weight-decay", "0.1", "--clip-grad", CLIP, "--log-interval", "1",
+    "--lr-decay-style", "cosine", "--weight-decay", "0.1", "--log-interval", "1",
     "--eod-mask-loss", "--init-method-std", STD,
 ]  # fmt: skip
 RATES = {"adam": ("2e-3", "2e-4"), "sgd": ("0.5", "0.05")}  # --lr and --min-lr
@@ -49,7 +49,7 @@ ALL_THREE, FOUR_OF_TP = Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=1)
 # All three at once and each as far as it goes; over replicas alone gradients are summed by other calls.
 CASES = [
     ("llama", ALL_THREE), ("classic", ALL_THREE), ("llama", FOUR_OF_TP), ("classic", Layout(tp=1, pp=4, dp=1)),
-    ("llama", Layout(tp=1, pp=1, dp=2)),
+    ("llama", Layout(tp=1, pp=1, dp=2)), ("bloom", ALL_THREE),
 ]  # fmt: skip
 WITH_CHECKPOINT = (SINGLE, ALL_THREE, FOUR_OF_TP)
 
@@ -91,6 +91,7 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
         save = directory / "_".join([style, optimizer, shown(layout), *more]).replace("/", "_")
         lr, min_lr = RATES[optimizer]
         flags = [*STYLES[style], *TRAINING, "--optimizer", optimizer, "--lr", lr, "--min-lr", min_lr, *more]
+        flags += ["--clip-grad", CLIP[style]]
         flags += ["--restart-trace-dir", str(save / "restart_trace")]
         if layout in WITH_CHECKPOINT:
             flags += [*buffered_saving(save, 1), "--keep-last", "10"]
@@ -126,7 +127,9 @@ def test_curve_under_sgd_is_that_of_one_process(trained: Trainer, style: str) ->
     assert_same_curve(trained(style, "sgd", ALL_THREE).curve, trained(style, "sgd", SINGLE).curve)
 
 
-@pytest.mark.parametrize(("style", "layout"), [("llama", FOUR_OF_TP), ("classic", ALL_THREE)], ids=shown)
+@pytest.mark.parametrize(
+    ("style", "layout"), [("llama", FOUR_OF_TP), ("classic", ALL_THREE), ("bloom", ALL_THREE)], ids=shown
+)
 def test_sequence_parallelism_changes_neither_curve_nor_files(trained: Trainer, style: str, layout: Layout) -> None:
     found = trained(style, "sgd", layout, "--sequence-parallel")
     assert_same_curve(found.curve, trained(style, "sgd", SINGLE).curve)
@@ -158,9 +161,9 @@ def test_curve_is_that_of_plain_torch(trained: Trainer, dataset: list[str], styl
     lr, min_lr = map(float, RATES[optimizer])
     training = PlainTraining(
         iterations=ITERATIONS, micro_batch_size=2, num_micro_batches=4, lr=lr, min_lr=min_lr, warmup=2,
-        weight_decay=0.1, clip_grad=float(CLIP), optimizer=optimizer, ignored_token=eod_of(dataset),
+        weight_decay=0.1, clip_grad=float(CLIP[style]), optimizer=optimizer, ignored_token=eod_of(dataset),
     )  # fmt: skip
-    config = PlainConfig(style == "llama", 4, 64, 8, 4 if style == "llama" else 8)
+    config = PlainConfig(style == "llama", 4, 64, 8, 4 if style == "llama" else 8, bloom=style == "bloom")
     sample = samples_of(dataset)
     expected = train_plainly(initial_weights(found.initial), config, training, sample)
     assert_same_curve(found.curve, expected)

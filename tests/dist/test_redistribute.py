@@ -61,6 +61,11 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
     walk_over(half_precision, [Layout(2, 1, 2), Layout(1, 4, 1), Layout(1, 1, 1)])
 
 
+@pytest.mark.parametrize("model", ["bloom"], indirect=True)
+def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None:
+    walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
+
+
 @pytest.mark.parametrize(
     ("model", "old", "new"),
     [("llama", Layout(1, 2, 2), Layout(4, 1, 1)), ("classic", Layout(2, 2, 1), Layout(1, 1, 4))],
@@ -103,7 +108,11 @@ def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("model", "old", "new"),
-    [("llama", Layout(2, 2, 1), Layout(1, 4, 1)), ("classic", Layout(1, 2, 1), Layout(2, 1, 2))],
+    [
+        ("llama", Layout(2, 2, 1), Layout(1, 4, 1)),
+        ("classic", Layout(1, 2, 1), Layout(2, 1, 2)),
+        ("bloom", Layout(2, 2, 1), Layout(4, 1, 2)),
+    ],
     indirect=["model"],
     ids=str,
 )

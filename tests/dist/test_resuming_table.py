@@ -97,7 +97,8 @@ ROTARY = (
 
 REFUSED_OF_LEARNED = [
     "--num-layers 4", "--hidden-size 128", "--ffn-hidden-size 128", "--num-attention-heads 8",
-    "--num-key-value-heads 2", "--kv-channels 8", "--use-rotary-position-embeddings", "--no-position-embedding",
+    "--num-key-value-heads 2", "--kv-channels 8", "--position-embedding-type alibi", "--use-rotary-position-embeddings",
+    "--no-position-embedding", "--embed-layernorm",
     "--normalization rmsnorm", "--swiglu", "--untie-embeddings-and-output-weights", "--disable-bias-linear",
     "--max-position-embeddings 64", "--make-vocab-size-divisible-by 1000", "!--bf16", "!--bf16 --fp16",
     "--optimizer sgd", "--lr 2e-3", "--min-lr 2e-4", "--lr-decay-style linear", "--lr-decay-iters 5",

@@ -5,7 +5,8 @@ The method is that of Korthikanti et al., "Reducing Activation Recomputation in 
 matrix (equation 1), sbh (10 + 24/t) over t tensor-parallel ranks (equation 2), and 34 sbh / t with sequence parallelism
 (equation 4). The formulas here are for the layer of megatron/model/transformer.py: attention by a kernel that stores no
 matrix, SwiGLU or GELU, grouped key/value heads. For the layer of the paper they give the same result, plus the
-statistics of the normalisations. On CUDA before torch 2.9 RMSNorm is composed of operations that keep more.
+statistics of the normalisations. On CUDA before torch 2.9 RMSNorm is composed of operations that keep more. All
+layers share the matrix of ALiBi's biases.
 
 All are bytes per token; s tokens per sample, b samples in a micro batch.
 """
@@ -41,6 +42,13 @@ def norm_bytes(model: ModelConfig) -> int:
     """Bytes of a normalisation, per token: its input, and one statistic in fp32 of rmsnorm, two of layernorm."""
     statistics = 1 if model.normalization == "rmsnorm" else 2
     return ELEMENT_SIZE[model.params_dtype] * model.hidden_size + statistics * _FP32
+
+
+def attention_bias_bytes(model: ModelConfig, tp: int) -> int:
+    """Bytes of the table of ALiBi, which all layers of a rank share (megatron/model/alibi.py)."""
+    if not model.uses_alibi:
+        return 0
+    return ELEMENT_SIZE[model.params_dtype] * model.num_attention_heads // tp * model.seq_length**2
 
 
 def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool = False) -> int:
@@ -83,9 +91,12 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
         saved = boundary // tp if parallel.partition_activations else boundary
         kept = 0 if parallel.checkpoint_in_cpu else -(-layers // max(chunk, 1)) * saved
         once = chunk * of_layer
+    if model.embed_layernorm and stage == 0:
+        kept += norm_bytes(model) // (tp if split else 1)
     kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's receive and send buffers
     of_loss = 0
     if stage == stages - 1:
         once += head_bytes(model, padded_vocab_size, tp, split)
         of_loss = loss_chunk_bytes(tokens, padded_vocab_size, tp)
-    return tokens * (in_flight(config, stage) * kept + once) + of_loss
+    of_bias = attention_bias_bytes(model, tp) if layers else 0
+    return tokens * (in_flight(config, stage) * kept + once) + of_loss + of_bias

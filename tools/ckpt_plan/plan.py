@@ -23,7 +23,7 @@ from .kinds import KINDS, METADATA, file_tensor_bytes, tensor_bytes_by_kind
 from .presets import Planned
 from .rank_state import first_save, planned_files
 from .stage import stage_on_meta
-from .upstream import upstream_sizes
+from .upstream import check_model, upstream_sizes
 
 UPSTREAM = "upstream"
 
@@ -98,6 +98,8 @@ def make_plan(
         # An engine that cannot be planned is refused before any work.
         engine_plan(engine)
         check_engine_name(engine, in_object_storage=config.checkpoint.in_object_storage)
+    else:
+        check_model(config.model)
     if config.checkpoint.verify_restored_state:
         raise ConfigError(
             "--verify-restored-state: the files of hashes that it adds are not planned; leave it out, and add "

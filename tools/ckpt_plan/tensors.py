@@ -126,9 +126,10 @@ def _layers(model: ModelConfig, padded_vocab_size: int, tp: int) -> list[_Layer]
     biases = sum(shape[0] // tp if dim == 0 else shape[0] for shape, dim, _ in matrices) if bias else 0
     embedding = _word_embedding(model, padded_vocab_size, tp)
     positions = model.max_position_embeddings * hidden if model.add_position_embedding else 0
+    of_words = 2 * hidden if model.embed_layernorm else 0
     head = embedding if model.untie_embeddings_and_output_weights else _Layer()
     blocks = [_Layer(weights, biases + 2 * norm)] * model.num_layers
-    return [_Layer(), _Layer(embedding.decayed + positions), *blocks, _Layer(0, norm), head]
+    return [_Layer(), _Layer(embedding.decayed + positions, of_words), *blocks, _Layer(0, norm), head]
 
 
 def _word_embedding(model: ModelConfig, padded_vocab_size: int, tp: int) -> _Layer:

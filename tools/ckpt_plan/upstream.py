@@ -19,11 +19,19 @@ from collections.abc import Sequence
 import torch
 
 from megatron.checkpointing.engines.base import FileState, SavedFile
-from megatron.config import Config, ModelConfig
+from megatron.config import Config, ConfigError, ModelConfig
 
 from .engines import torch_named_file_size, without_data
 
 _SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises ConfigError naming a flag of a model that upstream does not have."""
+    flags = {"--position-embedding-type alibi": model.uses_alibi, "--embed-layernorm": model.embed_layernorm}
+    for flag, given in flags.items():
+        if given:
+            raise ConfigError(f"{flag}: upstream Megatron-DeepSpeed has no such model; drop it or --upstream")
 
 
 def upstream_sizes(files: Sequence[FileState], config: Config) -> list[SavedFile]:

@@ -32,6 +32,7 @@ from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint,
 from megatron.config import Config, ConfigError, ModelConfig, padded_vocab_size
 from megatron.config.arguments import namespace_from_config
 from megatron.config.flags import flag_name
+from megatron.config.model import position_embedding_type
 from megatron.config.schedule import check_same_schedule, schedule_settings
 from megatron.config.uris import is_uri
 from megatron.fileio.files import is_directory, is_there
@@ -52,6 +53,15 @@ def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]
     if model.add_position_embedding:
         identity["max_position_embeddings"] = model.max_position_embeddings
     return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": model.params_dtype}
+
+
+def _identity_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """model_identity as a checkpoint has it, with what earlier versions and upstream could not have otherwise."""
+    lacking: dict[str, Any] = {"embed_layernorm": False}
+    rotary, table = (checkpoint.get(name) for name in ("use_rotary_position_embeddings", "add_position_embedding"))
+    if rotary is not None and table is not None:
+        lacking["position_embedding_type"] = position_embedding_type(rotary, table)
+    return lacking | dict(checkpoint)
 
 
 def training_identity(config: Config) -> dict[str, Any]:
@@ -80,11 +90,11 @@ def check_candidate(
     """
     mine = model_identity(config.model, padded_vocab_size)
     if candidate.manifest is not None:
-        theirs = candidate.manifest.model
+        theirs = _identity_in(candidate.manifest.model)
         their_layout = Layout(**candidate.manifest.layout)
     else:
         foreign = foreign or _described(candidate, config)
-        theirs, their_layout = foreign.model, foreign.layout
+        theirs, their_layout = _identity_in(foreign.model), foreign.layout
     universal = config.checkpoint.universal_checkpoint
     other_layout = universal or their_layout != layout or (foreign is not None and foreign.needs_rearranging)
     if other_layout:

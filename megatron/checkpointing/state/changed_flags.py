@@ -69,9 +69,9 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
     Kind.REFUSED: {
         "the tensors of the checkpoint would not fit":
             "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads kv_channels normalization "
-            "swiglu use_rotary_position_embeddings untie_embeddings_and_output_weights add_bias_linear "
-            "add_position_embedding",
-        "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table":
+            "swiglu position_embedding_type use_rotary_position_embeddings add_position_embedding embed_layernorm "
+            "untie_embeddings_and_output_weights add_bias_linear",
+        "the tensors of the checkpoint would not fit; allowed with position embeddings that have no table":
             "max_position_embeddings",
         "if the padded vocabulary has another size; else allowed": "make_vocab_size_divisible_by",
         "the files have other names and dtypes": "params_dtype",
@@ -178,8 +178,12 @@ DECISIONS: dict[str, Decision] = {
 }
 """Setting of megatron.config -> what becomes of another value of it."""
 
-# Refused settings whose values may differ and fit: preflight/compatibility.py compares what they lead to.
-_COMPARED_BY_EFFECT = ("max_position_embeddings", "make_vocab_size_divisible_by", "params_dtype")
+# Refused settings that preflight/compatibility.py compares by what they lead to: two values may fit, or two settings
+# say what position_embedding_type says.
+_COMPARED_BY_EFFECT = (
+    "max_position_embeddings", "make_vocab_size_divisible_by", "params_dtype", "use_rotary_position_embeddings",
+    "add_position_embedding",
+)  # fmt: skip
 _REFUSED = [name for name, decision in DECISIONS.items() if decision.kind is Kind.REFUSED]
 _OF_MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 REFUSED_OF_MODEL = tuple(name for name in _REFUSED if name in _OF_MODEL and name not in _COMPARED_BY_EFFECT)

@@ -149,6 +149,8 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
         replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
     if model.add_position_embedding:
         replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
+    if model.embed_layernorm:
+        replicated += [rf"(tied_modules.embed|\d+).word_embeddings.norm.{part}" for part in ("weight", "bias")]
     linear_parts = ["weight", "bias"] if model.add_bias_linear else ["weight"]
     query, kv = (model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads))
     fused = {rf"\d+.self_attention.query_key_value.{part}": (query, kv, kv) for part in linear_parts}

@@ -37,6 +37,8 @@ _WITHOUT = {
 # An argument that came with the commit (676a482c, December 2024) by which the rows of upstream's fused QKV became the
 # blocks [Q; K; V]. Before, they lay head by head: of each key/value head its query heads, the key, the value.
 _SINCE_BLOCKS = "ds_sequence_parallel_fpdt"
+# Arguments of BigScience's Megatron-DeepSpeed, which trained BLOOM: its pipeline has further layers around the blocks.
+_OF_BIGSCIENCE = ("position_embedding_type", "embed_layernorm")
 # What an upstream has that does not know the option yet.
 _BEFORE = {
     "normalization": "layernorm", "swiglu": False, "use_rotary_position_embeddings": False, "add_bias_linear": True,
@@ -112,6 +114,8 @@ def describe(directory: Path, state: Any, *, universal: bool = False) -> Foreign
     for name, size in {**known, **state}.items():
         if name in _SIZES and not (type(size) is int and size > 0):
             raise CheckpointDamagedError(f"{path}: {name} is {size!r}, and must be a number from 1 on")
+    if not own:
+        _refuse_bigscience(path, known)
     _refuse_what_is_not_here(path, state, known)
     model = _BEFORE | {"num_key_value_heads": known["num_attention_heads"]}
     model |= {name: value for name, value in known.items() if isinstance(value, (int, float, str)) or value is None}
@@ -137,6 +141,15 @@ def check_vocabulary(directory: Path, found: ForeignCheckpoint, vocab_size: int)
         raise CheckpointMismatchError(
             f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "
             "tokenizer, or the --vocab-size, of the run that saved it"
+        )
+
+
+def _refuse_bigscience(path: Path, args: Mapping[str, Any]) -> None:
+    found = [name for name in _OF_BIGSCIENCE if name in args]
+    if found:
+        raise CheckpointMismatchError(
+            f"{path}: has args.{found[0]}, so BigScience's Megatron-DeepSpeed saved it, which numbers the pipeline's "
+            "layers otherwise and cannot be read here; give another --load"
         )
 
 

@@ -124,6 +124,11 @@ def step_time(
     config, layout, (_, padded) = planned
     if not config.model.bf16:
         raise ConfigError("--step-time: predicts bf16 only, since the peaks of devices are those of bf16; add --bf16")
+    if config.model.uses_alibi:
+        raise ConfigError(
+            "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases; give another "
+            "type, or drop --step-time"
+        )
     if recomputation is not None:
         config = with_mode(config, recomputation)
         planned = (config, layout, planned[2])

@@ -24,6 +24,7 @@ from megatron.config.arguments import (
 )
 from megatron.config.data import parse_split
 from megatron.config.flags import spec_of
+from megatron.config.model import POSITION_EMBEDDING_TYPES
 from megatron.config.unsupported_flags import UNSUPPORTED
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -98,6 +99,23 @@ def test_defaults_are_upstreams() -> None:
     assert config.trace.restart_trace_dir is None
     assert small("--swiglu").model.ffn_hidden_size == int((4 * 64 * 2 / 3) / 64) * 64
     assert (model.gelu_approximate, small("--no-bias-gelu-fusion").model.gelu_approximate) == ("tanh", "none")
+
+
+def test_all_ways_to_say_which_position_embeddings_agree() -> None:
+    kinds = {
+        "": "absolute", "--use-rotary-position-embeddings": "rotary", "--no-position-embedding": "none",
+        "--use-rotary-position-embeddings --no-position-embedding": "rotary",
+        "--position-embedding-type alibi --no-position-embedding": "alibi",
+        **{f"--position-embedding-type {kind}": kind for kind in POSITION_EMBEDDING_TYPES},
+    }  # fmt: skip
+    for flags, kind in kinds.items():
+        model = small(flags).model
+        assert (model.position_embedding_type, model.uses_alibi) == (kind, kind == "alibi")
+        assert (model.use_rotary_position_embeddings, model.add_position_embedding) == (
+            kind == "rotary",
+            kind == "absolute",
+        )
+        assert dataclasses.replace(model) == model
 
 
 def test_every_flag_reaches_a_field() -> None:
@@ -211,6 +229,19 @@ REFUSALS = [
     ("--rotary-percent 0.5", 1, "--rotary-percent 0.5: add --use-rotary-position-embeddings"),
     ("--rotary-position-embeddings-theta 5", 1, "-theta 5: add --use-rotary-position-embeddings"),
     ("--use-rotary-position-embeddings --rotary-percent 0.2", 1, "rotates 3 channels"),
+    (
+        "--position-embedding-type alibi --use-rotary-position-embeddings",
+        1,
+        "--position-embedding-type alibi: --use-rotary-position-embeddings says otherwise; drop one",
+    ),
+    (
+        "--position-embedding-type absolute --no-position-embedding",
+        1,
+        "--position-embedding-type absolute: --no-position-embedding says otherwise; drop one",
+    ),
+    ("--position-embedding-type alibi --rotary-percent 0.5", 1, "0.5: add --use-rotary-position-embeddings"),
+    ("--position-embedding-type rope", 1, "rope: choose one of absolute, rotary, alibi, none"),
+    ("--embed-layernorm --normalization rmsnorm", 1, "--embed-layernorm is a LayerNorm, and --normalization rmsnorm"),
     ("--attention-dropout 1.0", 1, "--attention-dropout 1.0: must be in [0, 1)"),
     ("--checkpoint-num-layers 2", 1, "--checkpoint-num-layers 2: add --checkpoint-activations"),
     ("--deepspeed-activation-checkpointing", 1, "add --checkpoint-activations"),

@@ -64,6 +64,8 @@ def theirs(ours: Path, tmp_path: Path) -> Path:
         (GPT2 | {"num_key_value_heads": 2}, "--num-key-value-heads 2: GPT2LMHeadModel"),
         (GPT2 | {"kv_channels": 16}, "--kv-channels 16: GPT2LMHeadModel"),
         (GPT2 | {"add_position_embedding": False}, "--no-position-embedding: GPT2LMHeadModel"),
+        (GPT2 | {"position_embedding_type": "alibi"}, "--position-embedding-type alibi: GPT2LMHeadModel"),
+        (GPT2 | {"embed_layernorm": True}, "--embed-layernorm: GPT2LMHeadModel"),
     ],
 )
 def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:

@@ -82,8 +82,8 @@ def compile_and_capture(layers: list[ParallelTransformerLayerPipe]) -> list[str]
 
 @pytest.mark.parametrize(
     "flags",
-    [f"--bf16 {LLAMA} --num-key-value-heads 2", f"{LLAMA} --rotary-percent 0.5", ""],
-    ids=["bf16", "fp32", "gpt"],
+    [f"--bf16 {LLAMA} --num-key-value-heads 2", f"{LLAMA} --rotary-percent 0.5", "", "--position-embedding-type alibi"],
+    ids=["bf16", "fp32", "gpt", "alibi"],
 )
 def test_all_layers_are_one_graph_for_each_direction_with_the_same_gradients(flags: str) -> None:
     layers = layers_of(flags)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
+from megatron.model.alibi import alibi_bias
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
@@ -38,13 +39,13 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
 
 
 def kept_by_autograd(config: Config, tp: TensorParallelGroup, device: torch.device = CPU) -> int:
-    """Bytes that are held for the backward pass of one layer, parameters and the table of rotations left out."""
+    """Bytes that are held for the backward pass of one layer, parameters and tables that all layers share left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
     place = Placement(tp, dtype, device)
     length = SEQ // tp.size if tp.splits_sequence else SEQ
     layer = ParallelTransformerLayerPipe(config.model, place)
     x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, device=device, requires_grad=True)
-    layer(x)  # makes the table of rotations
+    layer(x)  # makes the tables
     made = Storages()
     with made:
         y = layer(x)
@@ -87,6 +88,7 @@ class Storages(TorchDispatchMode):
         "--hidden-dropout 0",
         f"--bf16 {LLAMA} --num-key-value-heads 2 --hidden-dropout 0 --recompute-granularity selective",
         "--bf16 --hidden-dropout 0.1 --recompute-granularity selective",
+        "--bf16 --hidden-dropout 0 --position-embedding-type alibi --num-key-value-heads 2",
     ],
 )
 def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
@@ -125,6 +127,16 @@ def test_a_stage_holds_what_its_schedule_has_in_flight() -> None:
     kept = [4 * (layer + boundary), 3 * (layer + 2 * boundary), 2 * (layer + 2 * boundary), layer + boundary + head]
     of_stages = [tokens * each for each in kept]
     assert found == [*of_stages[:3], of_stages[3] + loss_chunk_bytes(tokens, 128, 1)]
+
+
+def test_biases_are_there_once_and_the_embeddings_norm_keeps_its_input() -> None:
+    """ALiBi's biases, s x s for each head of a rank; on the first stage the norm's input and its statistics."""
+    config = config_of("--bf16 --hidden-dropout 0 --position-embedding-type alibi --embed-layernorm", tp=2, pp=2)
+    plain = config_of("--bf16 --hidden-dropout 0", tp=2, pp=2)
+    made = alibi_bias(HEADS, range(HEADS // 2), SEQ, torch.bfloat16, CPU)
+    of_norm = in_flight(config, 0) * BATCH * SEQ * (2 * HIDDEN + 2 * 4)
+    more = [activation_bytes(config, 128, 2, stage) - activation_bytes(plain, 128, 2, stage) for stage in (0, 1)]
+    assert more == [made.nbytes + of_norm, made.nbytes]
 
 
 def test_recomputation_keeps_the_inputs_of_chunks_and_one_chunk() -> None:

@@ -128,6 +128,8 @@ def test_presets_are_those_of_the_launchers() -> None:
         (["--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--normalization", "rmsnorm",
           "--disable-bias-linear", "--pipeline-model-parallel-size", "3", "--num-layers", "7",
           "--optimizer", "sgd"], 3),
+        (["--bf16", "--position-embedding-type", "alibi", "--embed-layernorm", "--pipeline-model-parallel-size", "2",
+          "--tensor-model-parallel-size", "2"], 1),
         (["--bf16", "--save", "none", "--save-interval", "2", "--no-save-optim",
           "--tensor-model-parallel-size", "2"], 2),
     ],
@@ -255,6 +257,14 @@ def test_upstream_files_of_layers_are_planned_to_the_byte() -> None:
         assert abs(planned[path.name] - path.stat().st_size) <= 200  # other options of the optimizer
     for path in (GOLDEN / "global_step5").glob("mp_rank_*"):
         assert 0 < path.stat().st_size - planned[path.name] < 8000  # upstream's other settings
+
+
+@pytest.mark.parametrize("flags", [["--position-embedding-type", "alibi"], ["--embed-layernorm"]])
+def test_upstream_has_no_model_of_blooms(flags: list[str]) -> None:
+    planned = config_from_flags([*FLAGS, *flags], 1, None)
+    make_plan(planned, "torch")
+    with pytest.raises(ConfigError, match=f"^{' '.join(flags)}: upstream Megatron-DeepSpeed has no such model; drop"):
+        make_plan(planned, "upstream")
 
 
 def listing_line(num_bytes: str, name: str) -> str:

@@ -339,6 +339,13 @@ def test_other_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--step-time: predicts bf16 only, since the peaks of devices are those of bf16; add --bf16" in err
 
 
+def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{FLAGS} --position-embedding-type alibi".replace("--use-rotary-position-embeddings ", "")
+    status, _, err = answer(capsys, "--step-time", "h100", "--", *flags.split())
+    assert status == 2
+    assert "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases" in err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -42,6 +42,7 @@ from tests.unit.megatron.checkpointing.engines.datastates_files import packed
 FILES = {"f.pt": SavedFile("f.pt", 1, "none")}
 HERE = Layout(tp=2, pp=1, dp=2)
 VOCAB = 512
+OF_BLOOM: dict[str, Any] = {"position_embedding_type": "alibi", "embed_layernorm": True}
 UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run"
 
 
@@ -84,6 +85,12 @@ def test_same_model_and_layout_pass() -> None:
         ({"params_dtype": "fp32"}, {}, "params_dtype is fp32 in the checkpoint and bf16 here"),
         ({}, {"normalization": "rmsnorm"}, "normalization is layernorm in the checkpoint and rmsnorm here"),
         ({"max_position_embeddings": 128}, {}, "max_position_embeddings is 128 in the checkpoint and 64 here"),
+        ({"embed_layernorm": True}, {}, "embed_layernorm is True in the checkpoint and False here"),
+        (
+            {"use_rotary_position_embeddings": True},
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type is rotary in the checkpoint and alibi here",
+        ),
     ],
 )
 def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: str) -> None:
@@ -91,6 +98,22 @@ def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: 
         check_candidate(candidate(config(**saved)), config(**here), HERE, VOCAB)
     assert str(caught.value).startswith("/save/global_step5: another model: ")
     assert difference in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "rotary", "none"])
+def test_what_an_earlier_version_did_not_write_is_what_it_had(kind: str) -> None:
+    """Its manifests lack both settings, and say by two others which position embeddings the model has."""
+    here = config(position_embedding_type=kind)
+    saved = candidate(here)
+    assert saved.manifest is not None
+    model = {name: value for name, value in saved.manifest.model.items() if name not in OF_BLOOM}
+    model |= {"use_rotary_position_embeddings": kind == "rotary", "add_position_embedding": kind == "absolute"}
+    earlier = dataclasses.replace(saved, manifest=dataclasses.replace(saved.manifest, model=model))
+    check_candidate(earlier, here, HERE, VOCAB)
+    for name, value in OF_BLOOM.items():
+        with pytest.raises(CheckpointMismatchError, match=f"{name} is .* in the checkpoint and {value} here"):
+            other: dict[str, Any] = {"position_embedding_type": kind} | {name: value}
+            check_candidate(earlier, config(**other), HERE, VOCAB)
 
 
 ANOTHER = "learning-rate schedule: {} in the checkpoint and {} here"
@@ -189,7 +212,8 @@ def foreign(directory: Path, **content: Any) -> Candidate:
 def arguments(**changes: Any) -> argparse.Namespace:
     known = vars(config().model) | {"padded_vocab_size": VOCAB, "bf16": True, "fp16": False}
     known |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-    known.pop("params_dtype")
+    for name in ("params_dtype", *OF_BLOOM):
+        known.pop(name)
     known |= {"consumed_train_samples": 20, "consumed_valid_samples": 0, "global_batch_size": 4, "train_iters": 9}
     known |= {"eval_interval": 0, "eval_iters": 0, SINCE_BLOCKS: False}
     return argparse.Namespace(**(known | changes))
@@ -202,6 +226,12 @@ def test_checkpoint_without_manifest_is_judged_by_its_arguments(tmp_path: Path) 
     with pytest.raises(CheckpointMismatchError, match="params_dtype is fp16 in the checkpoint and bf16 here"):
         changed = arguments(bf16=False, fp16=True)
         check_candidate(foreign(tmp_path, args=changed, dp_world_size=2), config(), HERE, VOCAB)
+
+
+def test_bigsciences_checkpoints_are_refused(tmp_path: Path) -> None:
+    found = foreign(tmp_path, args=arguments(embed_layernorm=True), dp_world_size=2)
+    with pytest.raises(CheckpointMismatchError, match="has args.embed_layernorm, so BigScience's Megatron-DeepSpeed"):
+        check_candidate(found, config(embed_layernorm=True), HERE, VOCAB)
 
 
 def test_upstreams_is_for_another_layout_too_where_torch_reads_it(tmp_path: Path) -> None:
