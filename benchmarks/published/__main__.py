@@ -76,7 +76,7 @@ def render(figures: Sequence[Figure]) -> list[str]:
     sources = list(dict.fromkeys(figure.source for figure in figures))
     rows = [_row(number, figure, sources) for number, figure in enumerate(figures, 1)]
     lines = [*markdown_table(("", *_HEADER), rows), "", _summary(figures), ""]
-    lines += ["Inputs, and why a figure is off or not predicted:", ""]
+    lines += ["Inputs, and why a figure is off:", ""]
     for inputs, group in groupby(enumerate(figures, 1), key=lambda numbered: numbered[1].inputs):
         alike = list(group)
         numbers = ", ".join(str(number) for number, _ in alike)
@@ -107,8 +107,6 @@ def _row(number: int, figure: Figure, sources: Sequence[object]) -> tuple[str, .
 
 
 def _predicted(figure: Figure) -> str:
-    if figure.predicted is None:
-        return "-"
     digits = max(figure.digits, 1) if figure.published < 1000 else 0
     values = figure.predicted if isinstance(figure.predicted, tuple) else (figure.predicted,)
     return " to ".join(f"{value:.{digits}f}" for value in values) + (f" {figure.unit}" if figure.unit else "")

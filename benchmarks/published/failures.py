@@ -38,16 +38,6 @@ _HSDP = Source(
     "its abstract; the times between failures in github.com/allenwang28/naniGPT, journal/2026-02-21-fault-tolerance.md",
 )
 _LAN = Source("Chang Lan, Optimal Checkpointing Frequency", "https://changlan.org/posts/optimal-checkpointing/")
-_CLOCKWORK = Source(
-    "Clockwork, Keeping Distributed Training Running Through Failures",
-    "https://clockwork.io/blog/keeping-distributed-training-running-through-failures",
-)
-_ORBAX = Source(
-    "Google, Boost Training Goodput: How Continuous Checkpointing Optimizes Reliability in Orbax and MaxText, 2026",
-    "https://www.theaicatchup.com/article/boost-training-goodput-how-continuous-checkpointing-optimizes-"
-    "reliability-in-orbax-and-maxtext/",
-    "an article of theaicatchup.com on it, to which the link leads",
-)
 _RESTARTS_FAIL = (
     "in the projection failures hit restarts, too, which then begin again; in the source, as in the next row, all "
     "stalls fit between failures"
@@ -57,7 +47,7 @@ _RSC1, _RSC2 = 6.50, 2.34  # failures per 1,000 node-days
 
 def figures() -> list[Figure]:
     """The figures, by source."""
-    return [*_between_failures(), *_interruptions(), *_useful_time(), *_intervals(), *_not_predicted()]
+    return [*_between_failures(), *_interruptions(), *_useful_time(), *_intervals()]
 
 
 def _row(
@@ -196,48 +186,4 @@ def _intervals() -> Iterator[Figure]:
         row.interval_steps,
         limit=-0.05,
         why="the source adds the time to recover to that between interruptions; Young 1974 does not",
-    )
-
-
-def _not_predicted() -> Iterator[Figure]:
-    yield Figure(
-        "Llama 3, effective training time (at least)",
-        _LLAMA,
-        "section 3.3.4",
-        90,
-        "%",
-        "419 interruptions in 54 days",
-        None,
-        why="no interval of saves, and no time of a restart is stated",
-    )
-    torchtitan = "a checkpoint every 100 steps, a failure every 2700 to 4500 s; 405 min where nothing is recomputed"
-    yield Figure(
-        "TorchTitan with restarts from checkpoints, 3,000 steps",
-        _CLOCKWORK,
-        "summary",
-        818,
-        "min",
-        torchtitan,
-        None,
-        why="the part that was read states no time of a restart or a save",
-    )
-    yield Figure(
-        "TorchTitan with TorchFT, 3,000 steps",
-        _CLOCKWORK,
-        "summary",
-        930,
-        "min",
-        torchtitan,
-        None,
-        why="slower steps make the difference, and no model of ours has steps of torchft",
-    )
-    yield Figure(
-        "Orbax, median steps between continuous saves",
-        _ORBAX,
-        "benchmark",
-        47,
-        "steps",
-        "Llama 3.1 70B, two slices of v5p-128; 100 steps with fixed intervals",
-        None,
-        why="neither the time of a save nor that of a step was found",
     )

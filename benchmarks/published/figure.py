@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-EQUAL, CLOSE, WITHIN, MISSED, NOT_PREDICTED = "equal", "close", "in the range", "missed", "not predicted"
+EQUAL, CLOSE, WITHIN, MISSED = "equal", "close", "in the range", "missed"
 DIFFERS = "BEYOND ITS LIMIT"
 CLOSE_SHARE = 0.05  # off by more: missed
 
@@ -23,9 +23,8 @@ class Figure:
     """A published number beside the predicted one; `where`: its table or section; `inputs`: what the source states.
 
     `digits` after the decimal point are those of the source (-1: tens). `predicted` is a pair where the inputs are a
-    range, and None where they do not suffice. `limit` is the share of the published number by which the prediction may
-    be off before that is an error, in its direction (0.1: up to 10 % above); it was set when the deviation was known.
-    `why` is the reason, or what is missing. `unit_chosen`: the source writes another unit, and this one was chosen
+    range. `limit` is the share of the published number by which the prediction may be off before that is an error, in
+    its direction (0.1: up to 10 % above); it was set when the deviation was known. `why` is the reason. `unit_chosen`: the source writes another unit, and this one was chosen
     when the prediction was known.
     """
 
@@ -35,7 +34,7 @@ class Figure:
     published: float
     unit: str
     inputs: str
-    predicted: float | tuple[float, float] | None
+    predicted: float | tuple[float, float]
     _: KW_ONLY
     digits: int = 0
     limit: float = 0.0
@@ -44,8 +43,8 @@ class Figure:
 
     @property
     def deviation(self) -> float | None:
-        """Of the prediction from the published number, as a share of that; None without one prediction."""
-        if self.predicted is None or isinstance(self.predicted, tuple):
+        """Of the prediction from the published number, as a share of that; None if that is a range."""
+        if isinstance(self.predicted, tuple):
             return None
         return self.predicted / self.published - 1
 
@@ -55,8 +54,6 @@ class Figure:
 
         DIFFERS: beyond the limit of this figure, or in the other direction.
         """
-        if self.predicted is None:
-            return NOT_PREDICTED
         if isinstance(self.predicted, tuple):
             return WITHIN if self.predicted[0] <= self.published <= self.predicted[1] else DIFFERS
         if round(self.predicted, self.digits) == self.published:
