@@ -24,8 +24,8 @@ class Figure:
 
     `digits` after the decimal point are those of the source (-1: tens). `predicted` is a pair where the inputs are a
     range. `limit` is the share of the published number by which the prediction may be off before that is an error, in
-    its direction (0.1: up to 10 % above); it was set when the deviation was known. `why` is the reason. `unit_chosen`: the source writes another unit, and this one was chosen
-    when the prediction was known.
+    its direction (0.1: up to 10 % above); it was set when the deviation was known. `why` is the reason. `unit_chosen`:
+    the source writes another unit, and this one was chosen when the prediction was known.
     """
 
     what: str
