@@ -235,7 +235,12 @@ class SaveTargets(Protocol):
 
 
 class PendingSave(ABC):
-    """A save that its engine continues in the background."""
+    """A save that its engine continues in the background, from the return of `begin_save` on.
+
+    Until `release_state` returns training computes, forward and backward passes, and does not change the state. No
+    later change may be in the checkpoint. After the last save `release_state` may never be called; `wait` must return
+    nevertheless.
+    """
 
     @abstractmethod
     def release_state(self) -> None:
@@ -251,10 +256,11 @@ class PendingSave(ABC):
 
     @abstractmethod
     def wait(self) -> list[SavedFile]:
-        """Wait for the files and return them. Called once, on a background thread or the training thread.
+        """Wait for the files and return them, all that the directory holds.
 
-        Sets `bytes`, `num_files` and `durable` of the operation. Raises OSError if the storage refused, or another
-        exception that says why the save failed; after either, nothing writes into the directory any more.
+        Called once, on another thread if the engine is asynchronous. Sets `bytes`, `num_files` and `durable` of the
+        operation. Raises OSError if the storage refused, or another exception that says why the save failed; after
+        either, nothing writes into the directory any more.
         """
 
 
