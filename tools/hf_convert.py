@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face model directory",
-        description="Write a checkpoint as a Hugging Face model directory, of GPT-2's or LLaMA's architecture.",
+        description="Write a checkpoint as a Hugging Face model directory: LLaMA, GPT-2 or BLOOM.",
         epilog=_EXPORT_EPILOG,
     )
     out.add_argument("--load", required=True, type=_directory, metavar="DIR", help="what a training had as --save")
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     into = commands.add_parser(
         "import",
         help="write a Hugging Face model as a checkpoint to begin from",
-        description="Write a LLaMA, Mistral or GPT-2 model as a checkpoint, from which a training begins.",
+        description="Write a LLaMA, Mistral, GPT-2 or BLOOM model as a checkpoint, from which a training begins.",
         epilog=_IMPORT_EPILOG,
     )
     into.add_argument(

@@ -13,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.model import ALIBI
 from megatron.hf.errors import ConversionError
-from megatron.hf.tensors import GPT2, LLAMA
+from megatron.hf.tensors import BLOOM, GPT2, LLAMA
 
 CONFIG = "config.json"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """--params-dtype -> torch's name."""
 _MISTRAL = "MistralForCausalLM"
-_READ = {"llama": (LLAMA, LLAMA), "mistral": (LLAMA, _MISTRAL), "gpt2": (GPT2, GPT2)}
+_READ = {"llama": (LLAMA, LLAMA), "mistral": (LLAMA, _MISTRAL), "gpt2": (GPT2, GPT2), "bloom": (BLOOM, BLOOM)}
 # What transformers' classes take for a key that is absent, where that is not what null says.
 _ABSENT = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
-_LAYERS = {LLAMA: "num_hidden_layers", GPT2: "n_layer"}
+# Keys of BLOOM's first versions, and the names that they have now.
+_RENAMED = {"bloom": {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}}
+_LAYERS = {LLAMA: "num_hidden_layers", GPT2: "n_layer", BLOOM: "n_layer"}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 _EXACT_GELU = "gelu"
+_BLOOM_FFN = 4  # its MLP is so many times as wide as its residual stream
+_BLOOM_LENGTH = 2048  # tokens of a sample of BLOOM's training, where config.json does not say it: ALiBi has no limit
 _GPT2_FIXED = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
@@ -34,37 +39,62 @@ _GPT2_FIXED = {
 
 def architecture_of(model: ModelConfig) -> str:
     """The architecture that computes what `model` does. Raises ConversionError naming each flag that none has."""
-    heads = f"--num-attention-heads {model.num_attention_heads}"
     if model.use_rotary_position_embeddings:
-        name = LLAMA
-        wrong = {
-            f"--normalization {model.normalization}": model.normalization != "rmsnorm",
-            "no --swiglu": not model.swiglu,
-            f"--rotary-percent {model.rotary_percent}": model.rotary_dim != model.kv_channels,
-            f"{heads}, which does not divide --hidden-size {model.hidden_size}": model.hidden_size
-            % model.num_attention_heads,
-        }
+        name, kind, wrong = LLAMA, "rotary embeddings", _not_of_llama(model)
+    elif model.uses_alibi:
+        name, kind, wrong = BLOOM, "ALiBi", _not_of_bloom(model)
     else:
-        name = GPT2
-        wrong = {
-            "--position-embedding-type alibi": model.uses_alibi,
-            "--no-position-embedding": not (model.add_position_embedding or model.uses_alibi),
-            "--embed-layernorm": model.embed_layernorm,
-            f"--normalization {model.normalization}": model.normalization != "layernorm",
-            "--swiglu": model.swiglu,
-            "--disable-bias-linear": not model.add_bias_linear,
-            f"--num-key-value-heads {model.num_key_value_heads}": model.num_key_value_heads
-            != model.num_attention_heads,
-            f"--kv-channels {model.kv_channels}": model.kv_channels * model.num_attention_heads != model.hidden_size,
-        }
+        name, kind, wrong = GPT2, "no rotary embeddings", _not_of_gpt2(model)
     flags = [flag for flag, is_wrong in wrong.items() if is_wrong]
     if flags:
-        why = "rotary" if name == LLAMA else "no rotary"
         raise ConversionError(
-            f"{', '.join(flags)}: {name}, which hf-convert writes for a model with {why} embeddings, cannot express "
-            "it exactly; export a model that was trained without it"
+            f"{', '.join(flags)}: {name}, which hf-convert writes for a model with {kind}, cannot express it "
+            "exactly; export a model that was trained without it"
         )
     return name
+
+
+def _not_of_llama(model: ModelConfig) -> dict[str, bool]:
+    """Flag -> whether LLaMA cannot express it."""
+    heads = f"--num-attention-heads {model.num_attention_heads}"
+    return {
+        f"--normalization {model.normalization}": model.normalization != "rmsnorm",
+        "no --swiglu": not model.swiglu,
+        f"--rotary-percent {model.rotary_percent}": model.rotary_dim != model.kv_channels,
+        f"{heads}, which does not divide --hidden-size {model.hidden_size}": bool(
+            model.hidden_size % model.num_attention_heads
+        ),
+        "--embed-layernorm": model.embed_layernorm,
+    }
+
+
+def _not_of_either(model: ModelConfig) -> dict[str, bool]:
+    """Of GPT-2 and BLOOM, as _not_of_llama."""
+    return {
+        f"--normalization {model.normalization}": model.normalization != "layernorm",
+        "--swiglu": model.swiglu,
+        "--disable-bias-linear": not model.add_bias_linear,
+        f"--num-key-value-heads {model.num_key_value_heads}": model.num_key_value_heads != model.num_attention_heads,
+        f"--kv-channels {model.kv_channels}": model.kv_channels * model.num_attention_heads != model.hidden_size,
+    }
+
+
+def _not_of_gpt2(model: ModelConfig) -> dict[str, bool]:
+    return {
+        "--no-position-embedding": not model.add_position_embedding,
+        "--embed-layernorm": model.embed_layernorm,
+        **_not_of_either(model),
+    }
+
+
+def _not_of_bloom(model: ModelConfig) -> dict[str, bool]:
+    wide = model.ffn_hidden_size == _BLOOM_FFN * model.hidden_size
+    return {
+        "no --embed-layernorm": not model.embed_layernorm,
+        **_not_of_either(model),
+        "--no-bias-gelu-fusion": not (model.bias_gelu_fusion or model.swiglu) and model.add_bias_linear,
+        f"--ffn-hidden-size {model.ffn_hidden_size}": not (wide or model.swiglu),
+    }
 
 
 def config_of(model: ModelConfig, architecture: str, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
@@ -92,6 +122,17 @@ def config_of(model: ModelConfig, architecture: str, vocab_size: int, end_of_tex
             "attn_pdrop": model.attention_dropout,
             "resid_pdrop": model.hidden_dropout,
             "embd_pdrop": model.hidden_dropout,
+        }
+    if architecture == BLOOM:
+        return config | {
+            "model_type": "bloom",
+            "seq_length": model.seq_length,  # as BigScience's own have it; transformers does not read it
+            "hidden_size": model.hidden_size,
+            "n_layer": model.num_layers,
+            "n_head": model.num_attention_heads,
+            "layer_norm_epsilon": model.layernorm_epsilon,
+            "attention_dropout": model.attention_dropout,
+            "hidden_dropout": model.hidden_dropout,
         }
     theta = float(model.rope_theta)
     return config | {
@@ -123,7 +164,9 @@ class ConfigFile:
         self._values = values
         if type(kind) is not str or kind not in _READ:
             raise self.refusal("model_type", f"only {', '.join(_READ)} can be imported")
-        self._values = {**_ABSENT.get(kind, {}), **values}
+        renamed = _RENAMED.get(kind, {})
+        now = {renamed[key]: value for key, value in values.items() if key in renamed and value is not None}
+        self._values = {**_ABSENT.get(kind, {}), **values, **now}
         self.architecture, wanted = _READ[kind]
         classes = values.get("architectures")
         if classes is not None and classes != [wanted]:
@@ -144,7 +187,7 @@ class ConfigFile:
 
         `most_layers`: how many there can be. Raises ConversionError naming the key that ours has no flag for.
         """
-        values = self._gpt2() if self.architecture == GPT2 else self._llama()
+        values = {LLAMA: self._llama, GPT2: self._gpt2, BLOOM: self._bloom}[self.architecture]()
         if values["num_layers"] > most_layers:
             raise self.refusal(
                 _LAYERS[self.architecture], f"there are only {most_layers} tensors; both must be of one model"
@@ -208,6 +251,22 @@ class ConfigFile:
             "untie_embeddings_and_output_weights": not self._flag("tie_word_embeddings", True),
         }
 
+    def _bloom(self) -> dict[str, Any]:
+        self._must_be("apply_residual_connection_post_layernorm", False)
+        return {
+            "num_layers": self._integer(_LAYERS[BLOOM]),
+            "hidden_size": self._integer("hidden_size"),
+            "num_attention_heads": self._integer("n_head"),
+            "max_position_embeddings": self._integer("seq_length", _BLOOM_LENGTH),
+            "position_embedding_type": ALIBI,
+            "embed_layernorm": True,
+            "layernorm_epsilon": self._number("layer_norm_epsilon", 1e-5),
+            "attention_dropout": self._number("attention_dropout", 0.0, 0.0),
+            "hidden_dropout": self._number("hidden_dropout", 0.0, 0.0),
+            "init_method_std": self._number("initializer_range", 0.02),
+            "untie_embeddings_and_output_weights": not self._flag("tie_word_embeddings", True),
+        }
+
     def _theta(self) -> int:
         """Base of the rotary frequencies, without any scaling."""
         rope = self._values.get("rope_parameters") or {}
@@ -260,6 +319,8 @@ def flags_of(model: ModelConfig) -> str:
     ]  # fmt: skip
     if model.use_rotary_position_embeddings:
         flags += ["--use-rotary-position-embeddings", "--rotary-position-embeddings-theta", model.rope_theta]
+    flags += ["--position-embedding-type", ALIBI] if model.uses_alibi else []
+    flags += ["--embed-layernorm"] if model.embed_layernorm else []
     flags += ["--swiglu"] if model.swiglu else [] if model.bias_gelu_fusion else ["--no-bias-gelu-fusion"]
     flags += ["--untie-embeddings-and-output-weights"] if model.untie_embeddings_and_output_weights else []
     flags += [] if model.add_bias_linear else ["--disable-bias-linear"]

@@ -90,5 +90,5 @@ def _write_weights(saved: SavedModel, architecture: str, directory: Path, max_sh
                 tensor = full.pop(0)
                 for name, start, stop in each.rows(saved.vocab_size):
                     rows = tensor[start:stop]
-                    writer.write(name, rows.T if each.transposed else rows)
+                    writer.write(name, each.written(rows))
     return f"{len(announced)} tensors, {writer.num_bytes} bytes in {writer.num_files} file(s)"

@@ -29,7 +29,7 @@ from megatron.hf.configs import CONFIG, ConfigFile, flags_of
 from megatron.hf.errors import ConversionError
 from megatron.hf.output import new_directory
 from megatron.hf.safetensors_files import TensorInfo, find_tensors, read_json, read_tensor
-from megatron.hf.tensors import GPT2, HEAD, Parameter, parameters
+from megatron.hf.tensors import HEAD, Parameter, bare_names, parameters, with_base
 from megatron.hf.tokenizers import tokenizer_flags
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
@@ -67,9 +67,9 @@ _DIVISIBLE_BY = ModelConfig.make_vocab_size_divisible_by
 
 
 def _named(tensors: Mapping[str, TensorInfo], architecture: str) -> dict[str, TensorInfo]:
-    """The tensors by the names that the whole model has: GPT-2 is also distributed without its head and prefix."""
-    bare = architecture == GPT2 and "wte.weight" in tensors
-    return {f"transformer.{name}" if bare and name != HEAD else name: it for name, it in tensors.items()}
+    """The tensors by the names that the model with its head has."""
+    bare = bare_names(architecture, tensors)
+    return {with_base(name) if bare else name: it for name, it in tensors.items()}
 
 
 @dataclasses.dataclass
@@ -132,7 +132,7 @@ class _Source:
         for name, start, stop in parameter.rows(self.vocab_size):
             tensor = read_tensor(self.tensors[name])
             rows = made[start:stop]
-            rows.copy_(tensor.T if parameter.transposed else tensor)
+            rows.copy_(parameter.read(tensor))
             if tensor.dtype != dtype and not bool(torch.isfinite(rows).all()):
                 raise ConversionError(
                     f"{self.tensors[name].path}: {name} has values that {dtype} does not hold; give another "

@@ -11,7 +11,7 @@ from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
 from megatron.hf.source import SOURCE
 from megatron.parallel.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Zygote, losses
+from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Zygote, losses
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,11 @@ SIZES = [
     "--make-vocab-size-divisible-by", "1",
 ]  # fmt: skip
 # In bf16 a weight is not its master; GPT-2's embedding is tied.
-STYLES = {"llama": [*SIZES, *LLAMA_STYLE, "--num-key-value-heads", "2", "--bf16"], "gpt2": SIZES}
+STYLES = {
+    "llama": [*SIZES, *LLAMA_STYLE, "--num-key-value-heads", "2", "--bf16"],
+    "gpt2": SIZES,
+    "bloom": [*SIZES, *BLOOM_STYLE],
+}
 TRAINING = [
     "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-3", "--lr-decay-iters", "9", "--log-interval",
     "1",

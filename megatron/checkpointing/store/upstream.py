@@ -149,7 +149,7 @@ def _refuse_bigscience(path: Path, args: Mapping[str, Any]) -> None:
     if found:
         raise CheckpointMismatchError(
             f"{path}: has args.{found[0]}, so BigScience's Megatron-DeepSpeed saved it, which numbers the pipeline's "
-            "layers otherwise and cannot be read here; give another --load"
+            "layers otherwise and cannot be read here; import its model with hf-convert, or give another --load"
         )
 
 

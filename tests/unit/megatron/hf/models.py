@@ -32,6 +32,9 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "rope_theta": 5000,
 }  # fmt: skip
 GPT2: dict[str, Any] = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 64}
+BLOOM: dict[str, Any] = GPT2 | {
+    "num_attention_heads": 6, "position_embedding_type": "alibi", "embed_layernorm": True,
+}  # fmt: skip
 VOCAB, PADDED = 101, 128
 
 

@@ -19,7 +19,7 @@ from megatron.hf.source import SOURCE, Source
 from megatron.hf.tensors import parameters
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
-from tests.unit.megatron.hf.models import GPT2, LLAMA, PADDED, VOCAB, drawn, layers, logits, save
+from tests.unit.megatron.hf.models import BLOOM, GPT2, LLAMA, PADDED, VOCAB, drawn, layers, logits, save
 
 pytestmark = pytest.mark.slow
 SINGLE, SPLIT = Layout(1, 1, 1), Layout(2, 2, 1)
@@ -38,6 +38,8 @@ STYLES = {
     "gpt2": GPT2,
     "gpt2_untied_exact": GPT2
     | {"untie_embeddings_and_output_weights": True, "bias_gelu_fusion": False, "ffn_hidden_size": 40},
+    "bloom": BLOOM,
+    "bloom_untied": BLOOM | {"untie_embeddings_and_output_weights": True},
 }
 # Each engine, and each style, on a split layout once.
 SAVED = [
@@ -46,6 +48,8 @@ SAVED = [
     ("llama_bf16", "dcp"),
     ("gpt2", "torchsnapshot"),
     ("gpt2_untied_exact", "fastpersist"),
+    ("bloom", "lazy"),
+    ("bloom_untied", "torch"),
 ]
 HF: dict[str, tuple[str, dict[str, Any]]] = {  # their classes of configurations, and the options of these
     "llama": ("LlamaConfig", dict(
@@ -66,6 +70,11 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {  # their classes of configurations
     "gpt2_untied_exact": ("GPT2Config", dict(
         vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, activation_function="gelu",
         tie_word_embeddings=False, layer_norm_epsilon=0.1, attn_pdrop=0.25, resid_pdrop=0.3,
+    )),
+    "bloom": ("BloomConfig", dict(vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6)),
+    "bloom_untied": ("BloomConfig", dict(
+        vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4, tie_word_embeddings=False, layer_norm_epsilon=0.1,
+        attention_dropout=0.25, hidden_dropout=0.3, initializer_range=0.05,
     )),
 }  # fmt: skip
 
@@ -156,6 +165,7 @@ OF_TRAINING = (
     "attn_pdrop",
     "attention_dropout",
     "resid_pdrop",
+    "hidden_dropout",
     "initializer_range",
 )
 
@@ -197,10 +207,11 @@ def loss(of_logits: torch.Tensor) -> torch.Tensor:
 
 
 def _architecture(style: str) -> str:
-    return "GPT2LMHeadModel" if style.startswith("gpt2") else "LlamaForCausalLM"
+    kinds = {"gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
+    return kinds.get(style.split("_")[0], "LlamaForCausalLM")
 
 
-@pytest.mark.parametrize("style", ["llama_tied_biased", "llama", "gpt2", "gpt2_untied_exact"])
+@pytest.mark.parametrize("style", ["llama_tied_biased", "llama", "gpt2", "gpt2_untied_exact", "bloom"])
 def test_the_table_of_tensors_is_that_of_the_model(style: str) -> None:
     model = ModelConfig(**STYLES[style])
     live = {
@@ -238,6 +249,26 @@ def test_gpt2_is_read_as_it_was_first_distributed(transformers: Any, hf: dict[st
         export(ours, back, None, SHARD)
         found = transformers.AutoModelForCausalLM.from_pretrained(back).state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_bloom_is_read_as_it_was_first_distributed(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:
+    """Without the prefix of its names and the head, and with other keys in its config.json."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = transformers.BloomForCausalLM(hf["bloom"])
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, tmp_path / "hf" / "model.safetensors")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    for key, first in (("hidden_size", "n_embed"), ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")):
+        config[first] = config.pop(key)
+    path.write_text(json.dumps(config | {"seq_length": 512}))
+    assert "--seq-length 512 " in import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
+    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
 def test_what_is_left_out_does_not_decide_the_type(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:

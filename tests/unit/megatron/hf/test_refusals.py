@@ -30,7 +30,7 @@ from megatron.hf.output import new_directory
 from megatron.hf.tensors import parameters
 from megatron.parallel.topology import Layout
 from tests.dist.harness import ROOT, wait_for
-from tests.unit.megatron.hf.models import GPT2, LLAMA, PADDED, drawn, save
+from tests.unit.megatron.hf.models import BLOOM, GPT2, LLAMA, PADDED, drawn, save
 from tools import hf_convert
 
 SINGLE = Layout(1, 1, 1)
@@ -64,7 +64,13 @@ def theirs(ours: Path, tmp_path: Path) -> Path:
         (GPT2 | {"num_key_value_heads": 2}, "--num-key-value-heads 2: GPT2LMHeadModel"),
         (GPT2 | {"kv_channels": 16}, "--kv-channels 16: GPT2LMHeadModel"),
         (GPT2 | {"add_position_embedding": False}, "--no-position-embedding: GPT2LMHeadModel"),
-        (GPT2 | {"position_embedding_type": "alibi"}, "--position-embedding-type alibi: GPT2LMHeadModel"),
+        (BLOOM | {"embed_layernorm": False}, "no --embed-layernorm: BloomForCausalLM"),
+        (BLOOM | {"swiglu": True}, "--swiglu: BloomForCausalLM"),
+        (BLOOM | {"add_bias_linear": False}, "--disable-bias-linear: BloomForCausalLM"),
+        (BLOOM | {"bias_gelu_fusion": False}, "--no-bias-gelu-fusion: BloomForCausalLM"),
+        (BLOOM | {"ffn_hidden_size": 96}, "--ffn-hidden-size 96: BloomForCausalLM"),
+        (BLOOM | {"num_key_value_heads": 2}, "--num-key-value-heads 2: BloomForCausalLM"),
+        (BLOOM | {"kv_channels": 16}, "--kv-channels 16: BloomForCausalLM"),
         (GPT2 | {"embed_layernorm": True}, "--embed-layernorm: GPT2LMHeadModel"),
     ],
 )
@@ -76,7 +82,7 @@ def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model_type", "falcon", "only llama, mistral, gpt2"),
+        ("model_type", "falcon", "only llama, mistral, gpt2, bloom"),
         ("model_type", ["llama"], "only llama, mistral, gpt2"),
         ("architectures", ["LlamaForSequenceClassification"], "only LlamaForCausalLM"),
         ("hidden_act", "gelu", "only 'silu'"),
@@ -109,6 +115,16 @@ def test_a_config_that_is_not_ours_is_refused_by_its_key(theirs: Path, key: str,
         import_model(theirs, theirs.parent / "out", None, 128)
     assert str(theirs) in str(refused.value)
     assert [path.name for path in theirs.parent.iterdir()] == ["hf"]
+
+
+def test_blooms_residual_branches_are_of_one_kind(tmp_path: Path) -> None:
+    model = ModelConfig(**BLOOM)
+    save(tmp_path / "save", model, drawn(model), SINGLE, "torch")
+    export(tmp_path / "save", tmp_path / "hf", None, 1 << 30)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"apply_residual_connection_post_layernorm": True}))
+    with pytest.raises(ConversionError, match="apply_residual_connection_post_layernorm is True: only False"):
+        import_model(tmp_path / "hf", tmp_path / "out", None, 128)
 
 
 def test_keys_that_are_absent_are_those_of_mistral(theirs: Path) -> None:
