@@ -9,13 +9,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
+from benchmarks.common.rounds import add_directory, add_format, add_repeat
 from benchmarks.common.samples import ratio_of_medians
 from megatron.net.free_port import free_port
 from tools.common.cli import make_parser, parse_bytes, require_at_least
@@ -47,12 +47,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=2048, metavar="N", help="of a layer (default: 2048)")
     help_ = "rows, which say how long a step takes (default: 256)"
     parser.add_argument("--batch", type=int, default=256, metavar="N", help=help_)
-    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="rounds (default: 10)")
-    help_ = "where to write (default: the directory for temporary files)"
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help=help_)
+    add_repeat(parser, 10)
+    add_directory(parser)
     help_ = "whose trainers (default: both)"
     parser.add_argument("--of", choices=list(LIBRARIES), nargs="+", default=list(LIBRARIES), help=help_)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_format(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat", "width", "batch")
     return arguments

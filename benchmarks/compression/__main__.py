@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import MeasurementError
-from benchmarks.common.rounds import in_turn
+from benchmarks.common.rounds import add_format, add_repeat, in_turn
 from benchmarks.compression.break_even import Rate, table
 from benchmarks.compression.entropy import bits_of_planes
 from benchmarks.compression.masters import share_of_rounded
@@ -51,11 +51,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bytes", type=parse_bytes, default="128MiB", metavar="SIZE", help=help_)
     help_ = "what is compressed by itself, so that parts can be read (default: 1MiB)"
     parser.add_argument("--block", type=parse_bytes, default="1MiB", metavar="SIZE", help=help_)
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add_repeat(parser)
     help_ = "do not send blocks through links of limited speed, by themselves and beside matrix products on all cores"
     parser.add_argument("--no-saves", action="store_true", help=help_)
     parser.add_argument("--only", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="WAY", help="these ways")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_format(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat")
     if arguments.block <= 0 or arguments.block % 4:

@@ -14,8 +14,7 @@ from benchmarks.common.rounds import add_flags, check_flags, in_turn
 from benchmarks.launchers.measure import sample
 from benchmarks.launchers.report import analyse, render
 from benchmarks.launchers.variants import DTYPES, VARIANTS, Setting, prepare_data
-from restart_trace.command_line import CommandParser
-from tools.common.cli import require_at_least
+from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
 
 _EPILOG = f"""\
@@ -35,17 +34,15 @@ exit status: 0 measured, 2 could not run
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = CommandParser(
-        prog="python -m benchmarks.launchers",
-        description="Measure restarts of the demonstration, by how its ranks are launched, against a plain DeepSpeed "
-        "script.",
-        epilog=_EPILOG,
+    parser = make_parser(
+        "python -m benchmarks.launchers",
+        "Measure restarts of the demonstration, by how its ranks are launched, against a plain DeepSpeed script.",
+        _EPILOG,
     )
     add_flags(parser, list(VARIANTS), "VARIANT")
     parser.add_argument(
         "--engine", default="torch", metavar="NAME", help="checkpoint engine of the demonstration (default: torch)"
     )
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     parser.add_argument("--dp", type=int, default=2, metavar="N", help="replicas of TP2 PP2 (default: 2)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0],

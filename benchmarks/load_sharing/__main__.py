@@ -8,14 +8,13 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
-from benchmarks.common.rounds import in_turn
+from benchmarks.common.rounds import add_directory, add_format, add_repeat, in_turn
 from tools.common import page_cache
 from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
@@ -72,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", type=parse_layout, default=(1, 1, 4), metavar="TP,PP,DP", help="(default: 1,1,4)")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
     parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="of 8 layers (default: 256)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds (default: 3)")
-    help_ = "where to write (default: the directory for temporary files)"
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help=help_)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_repeat(parser, 3)
+    add_directory(parser)
+    add_format(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat")
     return printed("load_sharing", lambda: _report(arguments))

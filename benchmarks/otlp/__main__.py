@@ -16,7 +16,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,10 +28,11 @@ import psutil
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
+from benchmarks.common.rounds import add_directory, add_format
 from benchmarks.common.samples import ratio_of_medians, verdict
-from restart_trace.command_line import CommandParser
 from restart_trace.follower import refusal
 from restart_trace.reading import read_records
+from tools.common.cli import make_parser
 
 _TARGET = 0.01
 _WARM_UP = 20  # steps that are not counted
@@ -93,11 +93,11 @@ class Training:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a table or JSON. Returns the exit status."""
     description = "Measure what --otlp costs a training step."
-    parser = CommandParser(prog="python -m benchmarks.otlp", description=description, epilog=_EPILOG)
+    parser = make_parser("python -m benchmarks.otlp", description, _EPILOG)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="rounds of three blocks (default: 20)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="steps of a block (default: 50)")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where to write (default: /tmp)")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
+    add_directory(parser)
+    add_format(parser)
     arguments = parser.parse_args(argv)
     return printed(parser.prog, lambda: _shown(_measure(arguments), arguments.format))
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.program import printed
+from benchmarks.common.rounds import add_format, add_repeat
 from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import OPERATIONS, Request
 from benchmarks.overhead.report import analyse, render
-from restart_trace.command_line import CommandParser
-from tools.common.cli import parse_bytes
+from tools.common.cli import make_parser, parse_bytes
 from tools.common.machine import filesystem_of, machine
 
 _MEMORY_DIRECTORY = Path("/dev/shm")
@@ -52,14 +52,10 @@ def parse_ranks(text: str) -> list[int]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = CommandParser(
-        prog="python -m benchmarks.overhead",
-        description="Measure what tracing costs a save and a load.",
-        epilog=_EPILOG,
-    )
+    parser = make_parser("python -m benchmarks.overhead", "Measure what tracing costs a save and a load.", _EPILOG)
     parser.add_argument("--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)")
     parser.add_argument("--ranks", type=parse_ranks, default="1,2", metavar="N,...", help="(default: 1,2)")
-    parser.add_argument("--repeat", type=int, default=24, metavar="N", help="rounds (default: 24)")
+    add_repeat(parser, 24)
     parser.add_argument(
         "--dir", type=Path, nargs="+", metavar="DIR",
         help="where to write (default: the directory for temporary files and, where it has room, /dev/shm)",
@@ -68,7 +64,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="leave the other out (default: both)"
     )
     parser.add_argument("--cold", action="store_true", help="drop the page cache before each load; needs root")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_format(parser)
     arguments = parser.parse_args(argv)
     if arguments.repeat < 1:
         parser.error(f"--repeat {arguments.repeat}: must be at least 1")

@@ -10,7 +10,6 @@ import signal
 import socket
 import statistics
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
+from benchmarks.common.rounds import add_directory, add_repeat
 from benchmarks.overhead import client
 from benchmarks.overhead.report import TARGET, spread, table_of
-from restart_trace.command_line import CommandParser
 from restart_trace.reading import read_records
+from tools.common.cli import make_parser
 from tools.common.machine import machine
 
 RANKS = 2
@@ -71,17 +71,17 @@ Sample = dict[str, float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
-    parser = CommandParser(
-        prog="python -m benchmarks.overhead.clients",
-        description="Measure what tracing by hooks costs jobs that do not use this project's trainer.",
-        epilog=_EPILOG,
+    parser = make_parser(
+        "python -m benchmarks.overhead.clients",
+        "Measure what tracing by hooks costs jobs that do not use this project's trainer.",
+        _EPILOG,
     )
     parser.add_argument(
         "--only", nargs="+", choices=CLIENTS, default=list(CLIENTS), metavar="CLIENT", help="(default: all)"
     )
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add_repeat(parser)
     parser.add_argument("--width", type=int, default=2048, metavar="N", help="of the models' layers (default: 2048)")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
+    add_directory(parser)
     parser.add_argument("--samples", type=Path, metavar="FILE", help="also write every sample there, as JSON")
     arguments = parser.parse_args(argv)
     for flag in ("repeat", "width"):

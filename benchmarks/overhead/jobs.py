@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
-from benchmarks.common.rounds import in_turn
+from benchmarks.common.rounds import add_directory, add_repeat, in_turn
 from benchmarks.overhead.client import call_s
 from benchmarks.overhead.report import TARGET, spread, table_of
-from restart_trace.command_line import CommandParser
+from tools.common.cli import make_parser
 from tools.common.machine import machine
 
 _RANKS = 2
@@ -84,17 +83,17 @@ Sample = dict[str, float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
-    parser = CommandParser(
-        prog="python -m benchmarks.overhead.jobs",
-        description="Measure what restart-trace run costs whole jobs that do not use this project's trainer.",
-        epilog=_EPILOG.replace("JOBS", ", ".join(JOBS)),
+    parser = make_parser(
+        "python -m benchmarks.overhead.jobs",
+        "Measure what restart-trace run costs whole jobs that do not use this project's trainer.",
+        _EPILOG.replace("JOBS", ", ".join(JOBS)),
     )
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB", help="(default: all)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds (default: 3)")
+    add_repeat(parser, 3)
     parser.add_argument("--steps", type=float, default=1.0, metavar="X", help="so many times the steps (default: 1)")
     parser.add_argument("--width", type=int, default=2048, metavar="N", help="of the models' layers (default: 2048)")
     parser.add_argument("--save-every", type=int, default=25, metavar="N", help="steps between saves (default: 25)")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
+    add_directory(parser)
     parser.add_argument("--samples", type=Path, metavar="FILE", help="also write every sample there, as JSON")
     arguments = parser.parse_args(argv)
     for flag in ("repeat", "width", "save_every"):

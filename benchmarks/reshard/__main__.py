@@ -8,7 +8,6 @@ import math
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from benchmarks.common.program import printed
 from benchmarks.common.ranks import own_directory, run_ranks
+from benchmarks.common.rounds import add_directory, add_format, add_repeat
 from benchmarks.reshard.plan import SOURCE, TARGETS, VARIANTS, Layout, Plan, hidden_size
 from tools.common.cli import make_parser, parse_bytes, require_at_least
 from tools.common.machine import machine
@@ -60,14 +60,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("python -m benchmarks.reshard", what, _EPILOG)
     help_ = "of a checkpoint, about (default: 1.1GiB)"
     parser.add_argument("--bytes", type=parse_bytes, default="1.1GiB", metavar="SIZE", help=help_)
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
-    help_ = "where to write (default: the directory for temporary files)"
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help=help_)
+    add_repeat(parser)
+    add_directory(parser)
     parser.add_argument(
         "--onto", type=parse_layout, nargs="+", default=list(TARGETS), metavar="TP,PP,DP",
         help="layouts that load (default: 1,4,1 and 4,1,2)",
     )  # fmt: skip
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_format(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat")
     return arguments

@@ -17,8 +17,7 @@ from benchmarks.launchers.variants import DTYPES, Setting, prepare_data
 from benchmarks.restart_scoreboard.contestants import CONTESTANTS
 from benchmarks.restart_scoreboard.report import Result, analyse, render
 from benchmarks.restart_scoreboard.training import KINDS, train, undisturbed
-from restart_trace.command_line import CommandParser
-from tools.common.cli import require_at_least
+from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
 
 _ITERATIONS = 1000  # more than any training gets to
@@ -42,19 +41,16 @@ exit status: 0 measured, 2 could not run
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = CommandParser(
-        prog="python -m benchmarks.restart_scoreboard",
-        description="Compare how several projects start one training again after the same faults at the same steps: "
+    parser = make_parser(
+        "python -m benchmarks.restart_scoreboard",
+        "Compare how several projects start one training again after the same faults at the same steps: "
         "SIGKILL of one rank and of all ranks in turn, three steps after a checkpoint.",
-        epilog=_EPILOG,
+        _EPILOG,
     )
     add_flags(parser, list(CONTESTANTS), "NAME")
     parser.add_argument("--faults", type=int, default=4, metavar="N", help="in each training (default: 4)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="data-parallel ranks (default: 4)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the ranks that are killed (default: 1)")
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output; the table is Markdown (default: table)"
-    )
     arguments = parser.parse_args(argv)
     check_flags(parser, arguments)
     require_at_least(parser, arguments, 1, "faults")

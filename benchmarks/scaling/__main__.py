@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.common.rounds import add_directory, add_repeat
 from benchmarks.scaling.calls import REMOVAL, Calls, calls_on
 from benchmarks.scaling.simulated_ranks import FILES_PER_RANK, RANKS_PER_HOST
 from benchmarks.scaling.world import world
@@ -142,8 +143,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         _EPILOG,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="N")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="saves and loads of each (default: 5)")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to work")
+    add_repeat(parser)
+    add_directory(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat")
     for ranks in arguments.ranks:

@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("kind", choices=("write", "read"), help="what to time")
     help_ = f"of the state, a multiple of {_MOST_FILES} MiB (default: 512MiB)"
     parser.add_argument("--bytes", type=parse_bytes, default="512MiB", metavar="SIZE", help=help_)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     add_flags(parser, [*dict.fromkeys([*WRITES, *READS])], "WAY")
     arguments = parser.parse_args(argv)
     check_flags(parser, arguments)
@@ -67,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> str:
-    with own_directory(arguments.dir or Path(tempfile.gettempdir()), "storage_limit_") as directory:
+    with own_directory(arguments.dir, "storage_limit_") as directory:
         seconds = measure(arguments, directory)
     if arguments.format == "json":
         answer = {"machine": machine(), "kind": arguments.kind, "bytes": arguments.bytes, "seconds": seconds}

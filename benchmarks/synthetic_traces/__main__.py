@@ -9,8 +9,7 @@ from pathlib import Path
 
 from benchmarks.synthetic_traces.shape import PLANTS, Shape, saves_for
 from benchmarks.synthetic_traces.write import TRUTH, write_run
-from restart_trace.command_line import CommandParser
-from tools.common.cli import COULD_NOT_RUN, OK
+from tools.common.cli import COULD_NOT_RUN, OK, make_parser
 
 _EPILOG = """\
 examples:
@@ -43,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m benchmarks.synthetic_traces",
-        description="Write restart traces of a made-up run, and what an analysis of them must find.",
-        epilog=_EPILOG,
+    parser = make_parser(
+        "python -m benchmarks.synthetic_traces",
+        "Write restart traces of a made-up run, and what an analysis of them must find.",
+        _EPILOG,
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to; must be empty or not exist")
     parser.add_argument("--ranks", type=int, default=16, help="number of ranks (default: 16)")

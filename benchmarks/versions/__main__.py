@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.ranks import MeasurementError
+from benchmarks.common.rounds import add_directory
 from tools.common.cli import COULD_NOT_RUN, OK, make_parser, parse_bytes, require_at_least
 from tools.common.tables import markdown_table
 
@@ -169,7 +170,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=tuple(measurements(0, "", Path())), metavar="NAME", help="(default: all)"
     )
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to work")
+    add_directory(parser)
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "rounds", "bytes")
     if not (arguments.before / "pretrain_gpt.py").is_file():

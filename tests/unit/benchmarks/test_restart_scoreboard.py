@@ -77,14 +77,7 @@ def test_all_train_the_same_on_the_same_data_and_restart_as_often(name: str, tmp
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        (["--repeat", "0"], "--repeat 0: must be at least 1"),
-        (["--faults", "0"], "--faults 0: must be at least 1"),
-        (["--ranks", "1"], "--ranks 1: must be at least 2"),
-        (["--time-limit", "0"], "--time-limit 0: must be more than 0"),
-        (["--only", "ray"], "invalid choice: 'ray'"),
-        (["--dir", "/no/such"], "--dir /no/such: is no directory"),
-    ],
+    [(["--faults", "0"], "--faults 0: must be at least 1"), (["--ranks", "1"], "--ranks 1: must be at least 2")],
 )
 def test_a_wrong_command_line_ends_with_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
