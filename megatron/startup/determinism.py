@@ -5,8 +5,8 @@ The settings, and what they cost:
     torch   deterministic algorithms: operations sum in a fixed order; one that cannot raises RuntimeError with its
             name. The backward passes of attention and of the embedding become slower. (torch's documentation of
             use_deterministic_algorithms lists the operations.)
-    SDPA    flash attention, whose backward pass follows that setting, or plain arithmetic where it does not run (fp32);
-            neither the memory-efficient kernel nor cuDNN's.
+    SDPA    flash attention, whose backward pass follows that setting, or plain arithmetic, with the matrix of scores,
+            where it does not run (fp32, ALiBi); neither the memory-efficient kernel nor cuDNN's.
     cuBLAS  CUBLAS_WORKSPACE_CONFIG, so that streams do not choose among workspaces ("Results reproducibility" in its
             documentation); 24 MiB of device memory.
     NCCL    NCCL_ALGO=Ring, unless it is set: the order of sums then follows from the ring alone, not from what NCCL

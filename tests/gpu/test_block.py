@@ -21,6 +21,7 @@ from tests.unit.tools.ckpt_plan.test_activations import (
 )  # fmt: skip
 
 GROUPED = "--num-key-value-heads 2"
+ALIBI = "--position-embedding-type alibi"
 # All but the one that computes the matrix of scores. If none of them can run, torch raises RuntimeError.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 STATE_BYTES = 1024  # seeds and offsets of random numbers that CUDA's kernels keep, whatever the number of tokens
@@ -38,17 +39,27 @@ def attention_without_scores(flags: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16", ""])
 @pytest.mark.parametrize("more", ["", GROUPED])
-def test_attention_never_computes_the_matrix_of_scores(precision: str, more: str, device: torch.device) -> None:
-    attention_without_scores(f"{precision} {LLAMA} {more}", device)
+@pytest.mark.parametrize("style", [LLAMA, ALIBI], ids=["llama", "alibi"])
+def test_attention_never_computes_the_matrix_of_scores(
+    precision: str, more: str, style: str, device: torch.device
+) -> None:
+    attention_without_scores(f"{precision} {style} {more}", device)
 
 
 @pytest.mark.parametrize("more", ["", GROUPED])
-def test_nor_with_dropout_on_a_gpu(more: str) -> None:
-    attention_without_scores(f"--bf16 {LLAMA} {more} --attention-dropout 0.1", torch.device("cuda"))
+@pytest.mark.parametrize("style", [LLAMA, ALIBI], ids=["llama", "alibi"])
+def test_nor_with_dropout_on_a_gpu(more: str, style: str) -> None:
+    attention_without_scores(f"--bf16 {style} {more} --attention-dropout 0.1", torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
-    "flags", [f"--bf16 {LLAMA} {GROUPED} --hidden-dropout 0", "--bf16 --hidden-dropout 0.1"], ids=["llama", "classic"]
+    "flags",
+    [
+        f"--bf16 {LLAMA} {GROUPED} --hidden-dropout 0",
+        "--bf16 --hidden-dropout 0.1",
+        f"--bf16 {ALIBI} --hidden-dropout 0",
+    ],
+    ids=["llama", "classic", "alibi"],
 )
 @pytest.mark.parametrize("mode", ["", " --recompute-granularity selective"], ids=["none", "selective"])
 def test_a_block_keeps_what_the_plan_says(flags: str, mode: str, device: torch.device) -> None:
