@@ -95,6 +95,7 @@ def test_the_environment_of_another_checkout_is_left_as_it_is(other_exists: bool
     assert ("PYTHON=/no/python is not a working" in done.stderr) is not other_exists, done.stderr
 
 
+@pytest.mark.slow
 def test_another_version_of_torch_takes_the_place_of_the_pinned_one(tmp_path: Path) -> None:
     """With the other pins as they are; the environment is then out of date for another version, and for none."""
     venv, pins = tmp_path / "venv", tmp_path / "pins"

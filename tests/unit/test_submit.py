@@ -266,6 +266,7 @@ class Other(Scheduler):
         return [f"#OTHER -n {asked.nodes * asked.tasks}"]
 
 
+@pytest.mark.slow
 def test_a_scheduler_is_one_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_layouts_that_share_nothing_are_refused(layout: str, why: str, capsys: p
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_told_with_its_last_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--layout", "1,1,2", "--hidden-size", "7", "--dir", str(tmp_path)]) == 2
     assert "a training ended with exit status 2" in capsys.readouterr().err

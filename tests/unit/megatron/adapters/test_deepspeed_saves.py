@@ -42,6 +42,7 @@ def in_a_fork(work: Callable[[], None]) -> None:
     """Do it in a process of its own: this one stays without threads and without a process group."""
     done = run_traced(work, lambda path: False, None)
     assert done.raised is None, done.raised
+    assert not done.hangs and done.status == 0, done
 
 
 def in_a_new_process(work: str, directory: Path, begin: str = "") -> subprocess.CompletedProcess[str]:

@@ -96,6 +96,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
     """What `work` returns in a process of its own: this one stays without threads and without a process group."""
     done = run_traced(work, lambda path: False, None)
     assert done.raised is None, done.raised
+    assert not done.hangs and done.status == 0, done
     return done.result
 
 

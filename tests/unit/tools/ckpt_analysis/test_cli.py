@@ -81,6 +81,7 @@ def test_terminal_report(tmp_path: Path) -> None:
     assert done.stdout.startswith(first_screen) and "\nSave " not in first_screen
 
 
+@pytest.mark.slow
 def test_strict(tmp_path: Path) -> None:
     trace = write_trace(tmp_path)
     assert main(["--strict", str(trace)]) == 0

@@ -99,6 +99,7 @@ def test_a_name_of_which_no_cell_is_left(
     assert out == "" and said in err
 
 
+@pytest.mark.slow
 def test_a_bound_is_never_rounded_down(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked.write_text(FILE.replace("time_limit: 1800", "time_limit: 100"))
     lines = dry_run(capsys, asked)

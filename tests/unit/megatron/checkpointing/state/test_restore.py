@@ -66,6 +66,7 @@ def test_fused_adam_goes_on_in_torchs(step_in_state: bool) -> None:
     assert param.tolist() == pytest.approx([(1 - 5e-4 * 0.1) - 5e-4 * corrected / (second**0.5 + 1e-8)] * 3)
 
 
+@pytest.mark.slow
 def test_torchs_goes_on_in_fused_adam() -> None:
     """apex begins to count at 1 where its group does not say how far it is."""
     saved = adam()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, result
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, rank_log, write_trace
 from tools.ckpt_analysis import open_trace
 from tools.ckpt_analysis.cli import COMMANDS, main
+from tools.ckpt_analysis.commands import common
 from tools.ckpt_analysis.commands.export import TABLES
 from tools.ckpt_analysis.common.progress import Progress
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -38,6 +41,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(run: Path) -> TraceAnalysis:
     return open_trace(run)
+
+
+@pytest.fixture(scope="module")
+def opened_once() -> Callable[..., TraceAnalysis]:
+    """`open_trace` of commands that all read one run: by the first of them it is read and analysed."""
+    return functools.cache(open_trace)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +260,11 @@ def test_list_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_export(run: Path, opened: TraceAnalysis, tmp_path: Path, table: str) -> None:
+def test_export(
+    run: Path, opened: TraceAnalysis, opened_once: Callable[..., TraceAnalysis], tmp_path: Path, table: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(common, "open_trace", opened_once)
     expected = getattr(opened, table)()
     assert expected.height > 0 or table == "problems"
     for ending in ("parquet", "csv"):
@@ -309,6 +322,7 @@ def test_overview_lists_every_command(before: list[str], capsys: pytest.CaptureF
     assert main([]) == 2 and "give a directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_directory_alone_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path)
     plain = output(capsys, str(tmp_path))

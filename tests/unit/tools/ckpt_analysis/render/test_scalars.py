@@ -35,6 +35,7 @@ def test_tensorboard_reads_the_numbers_of_the_report(tmp_path: Path) -> None:
     assert expected["restart_trace/wall_seconds/restarting"] == report["budget"]["restarting_s"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     trace = write_trace(tmp_path / "trace")

@@ -197,6 +197,7 @@ def test_of_many_ranks_those_on_the_path_are_drawn_and_others() -> None:
     assert restart.shown_ranks(range(10_000), set(range(100))) == list(range(100))  # no rank of the path is left out
 
 
+@pytest.mark.slow
 def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
     analysis = analysis_of(trace)
     (restart,) = analysis.report.restarts
