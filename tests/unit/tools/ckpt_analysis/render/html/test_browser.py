@@ -109,9 +109,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def opened(browser: Any, report: Path) -> Iterator[Watched]:
-    """The report, drawn once for all tests that leave its colours and size as they are."""
+def watched(browser: Any, report: Path) -> Iterator[Watched]:
+    """The report, drawn anew: three seconds of a processor."""
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     watched = Watched(page)
     watched.open(report)
@@ -119,13 +118,11 @@ def opened(browser: Any, report: Path) -> Iterator[Watched]:
     page.close()
 
 
-@pytest.fixture
-def fresh(browser: Any, report: Path) -> Iterator[Watched]:
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    watched = Watched(page)
-    watched.open(report)
-    yield watched
-    page.close()
+# For all tests that leave its colours and size as they are, or put them back; for those that leave folded what is; for
+# one test.
+opened = pytest.fixture(scope="module")(watched)
+folded = pytest.fixture(scope="module")(watched)
+fresh = pytest.fixture(watched)
 
 
 def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report: Path) -> None:
@@ -149,43 +146,45 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
     opened.assert_quiet(report)
 
 
-def test_the_picture_and_the_four_numbers_are_seen_first(fresh: Watched) -> None:
+def test_the_picture_and_the_four_numbers_are_seen_first(folded: Watched) -> None:
     for width, colours in itertools.product((1400, 800), COLOURS):
-        fresh.page.emulate_media(color_scheme=colours)
-        fresh.page.set_viewport_size({"width": width, "height": 900})
-        fresh.page.evaluate("window.scrollTo(0, 0)")
+        folded.page.emulate_media(color_scheme=colours)
+        folded.page.set_viewport_size({"width": width, "height": 900})
+        folded.page.evaluate("window.scrollTo(0, 0)")
         for part in ("#summary .numbers", "#summary .budget", "#summary #restart .plot", "#summary .answer"):
-            box = fresh.page.locator(part).bounding_box()
+            box = folded.page.locator(part).bounding_box()
             assert box and box["y"] > 0 and box["y"] + box["height"] < 900, (part, width)
-        for part in fresh.page.locator("#summary .budget span").all():
+        for part in folded.page.locator("#summary .budget span").all():
             assert part.evaluate("part => part.scrollWidth <= part.clientWidth"), (part.inner_text(), width)
-        assert not fresh.page.locator("#summary .facts").is_visible()
-        assert fresh.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
-        fresh.page.locator("#barriers").scroll_into_view_if_needed()
-        contents = fresh.page.locator("nav").bounding_box()
+        assert not folded.page.locator("#summary .facts").is_visible()
+        assert folded.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
+        folded.page.locator("#barriers").scroll_into_view_if_needed()
+        contents = folded.page.locator("nav").bounding_box()
         assert contents and contents["y"] == 0 and contents["height"] < 60, width
 
 
-def test_a_link_opens_what_is_folded(fresh: Watched) -> None:
-    assert fresh.page.locator("#steps details[open]").count() == 0
-    fresh.page.locator("nav a[href='#steps']").click()
-    fresh.page.wait_for_function("document.querySelector('#steps .plot .main-svg') !== null")
-    fresh.page.locator("nav a[href='#ranks']").click()  # of which a part is folded by itself
-    fresh.page.wait_for_function("document.querySelector('#ranks .plot .main-svg') !== null")
-    assert fresh.page.locator("#ranks details.whole details.small:not([open])").count() == 1
-    assert not fresh.page.locator("#definitions dt").first.is_visible()
-    fresh.page.evaluate("location.hash = document.querySelector('#definitions dt').id")
-    fresh.page.wait_for_function("document.querySelector('#definitions details').open")
+def test_a_link_opens_what_is_folded(folded: Watched) -> None:
+    folded.page.evaluate("window.unfolded = Array.from(document.querySelectorAll('details[open]'))")
+    assert folded.page.locator("#steps details[open]").count() == 0
+    folded.page.locator("nav a[href='#steps']").click()
+    folded.page.wait_for_function("document.querySelector('#steps .plot .main-svg') !== null")
+    folded.page.locator("nav a[href='#ranks']").click()  # of which a part is folded by itself
+    folded.page.wait_for_function("document.querySelector('#ranks .plot .main-svg') !== null")
+    assert folded.page.locator("#ranks details.whole details.small:not([open])").count() == 1
+    assert not folded.page.locator("#definitions dt").first.is_visible()
+    folded.page.evaluate("location.hash = document.querySelector('#definitions dt').id")
+    folded.page.wait_for_function("document.querySelector('#definitions details').open")
+    folded.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = window.unfolded.includes(d))")
 
 
-def test_what_answers_no_question_of_the_first_screen_is_folded_to_its_result(fresh: Watched) -> None:
+def test_what_answers_no_question_of_the_first_screen_is_folded_to_its_result(folded: Watched) -> None:
     """The page of a run is read to its end; each of its figures still says what it shows."""
-    fresh.page.set_viewport_size({"width": 1400, "height": 900})
-    folded = [figure.name for figure in FIGURES if figure.folded and figure.name != "probes"]  # none in this trace
-    for name in folded:
-        assert not fresh.page.locator(f"#{name} .plot").first.is_visible()
-        assert fresh.page.locator(f"#{name} summary").first.inner_text().endswith(".")
-    assert fresh.page.evaluate("document.documentElement.scrollHeight") < 6000
+    folded.page.set_viewport_size({"width": 1400, "height": 900})
+    names = [figure.name for figure in FIGURES if figure.folded and figure.name != "probes"]  # none in this trace
+    for name in names:
+        assert not folded.page.locator(f"#{name} .plot").first.is_visible()
+        assert folded.page.locator(f"#{name} summary").first.inner_text().endswith(".")
+    assert folded.page.evaluate("document.documentElement.scrollHeight") < 6000
 
 
 def test_zoom_is_undone_by_a_button(opened: Watched) -> None:
@@ -258,16 +257,16 @@ def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
     assert other.get_attribute("aria-pressed") == "true"
 
 
-def test_no_legend_covers_a_plot_after_the_window_was_resized(fresh: Watched) -> None:
-    fresh.page.evaluate("for (const part of document.querySelectorAll('details.small')) part.open = true")
-    for width in (800, 500, 1400, 800, 1900):
-        fresh.page.set_viewport_size({"width": width, "height": 900})
-        fresh.page.wait_for_function("document.documentElement.dataset.drawn === undefined")
-        fresh.page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
-        assert fresh.page.evaluate(LEGENDS_OVER_PLOTS) == [], width
+def test_no_legend_covers_a_plot_after_the_window_was_resized(opened: Watched) -> None:
+    opened.page.evaluate("for (const part of document.querySelectorAll('details.small')) part.open = true")
+    for width in (800, 500, 1400, 800, 1900, 1280):  # the last as it was
+        opened.page.set_viewport_size({"width": width, "height": 900})
+        opened.page.wait_for_function("document.documentElement.dataset.drawn === undefined")
+        opened.page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
+        assert opened.page.evaluate(LEGENDS_OVER_PLOTS) == [], width
         if width == 500:
-            assert fresh.page.evaluate(TICKS_OVER_TICKS) == []
-            assert fresh.page.locator("#plot-ranks-0 .heatmap-label").count() == 0, "cells without room have no value"
+            assert opened.page.evaluate(TICKS_OVER_TICKS) == []
+            assert opened.page.locator("#plot-ranks-0 .heatmap-label").count() == 0, "cells without room have no value"
 
 
 def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path: Path) -> None:
