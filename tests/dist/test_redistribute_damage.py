@@ -136,16 +136,20 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
 
 @pytest.mark.parametrize("trained", ["lazy"], indirect=True)  # whose files they are makes no difference
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [("CheckpointMismatchError", "error: of rank 2 alone"), ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'")],
+    ("function", "kind", "message"),
+    [
+        ("plan", "CheckpointMismatchError", "error: of rank 2 alone"),
+        ("plan", "KeyError", "error: rank 2: KeyError: 'of rank 2 alone'"),
+        ("restore_optimizer", "RuntimeError", "error: rank 2: RuntimeError: of rank 2 alone"),
+    ],
 )
-def test_an_error_of_one_rank_while_planning_ends_all(trained: tuple[Model, Path], kind: str, message: str) -> None:
+def test_an_error_of_one_rank_ends_all(trained: tuple[Model, Path], function: str, kind: str, message: str) -> None:
     model, save = trained
-    env = {"FAILS_AT": "megatron.checkpointing.reshard.direct:plan", "FAILS_WITH": kind, "FAILS_ON": "2"}
+    env = {"FAILS_AT": f"megatron.checkpointing.reshard.direct:{function}", "FAILS_WITH": kind, "FAILS_ON": "2"}
     argv = [*model.flags, "--load", str(save), "--train-iters", "5"]
     run = model.launcher.run(NEW, *argv, script=str(SCRIPT), env=env)
     assert mismatch_of(run) == message
-    assert ("Traceback" in run.log(2)) == (kind == "KeyError")
+    assert ("Traceback" in run.log(2)) == (kind != "CheckpointMismatchError")
 
 
 @pytest.mark.parametrize("trained", ["lazy"], indirect=True)

@@ -293,9 +293,21 @@ class DirectLoad:
 
     def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
-        engine = self._engine
+        control = self._ctx.control
         if not self._from_masters:
             self._share_weights()
+        progress: Progress = run_on_all_ranks(control, self._op, self._restore)[control.rank]
+        if self._from_masters:
+            with exchanging(control, "exchange of weights"):
+                update_weights(self._engine.optimizer, self._op)
+        else:
+            with self._op.span("redistribute", "broadcast"), exchanging(control, "sharing of tied weights"):
+                restore_tied_weights(self._engine, False)
+        return progress
+
+    def _restore(self) -> Progress:
+        """The part of `_apply` that each rank does by itself."""
+        engine = self._engine
         with self._op.span("load", "host_to_device"):
             if self._with_optimizer:
                 restore_optimizer(engine, self._place, self._shard)
@@ -303,12 +315,6 @@ class DirectLoad:
                 engine.optimizer._restore_from_bit16_weights()
             progress = restore_progress(engine, self._common, self._ctx.config)
             warn_of_changes(self._common["args"], self._ctx.config)
-        if self._from_masters:
-            with exchanging(self._ctx.control, "exchange of weights"):
-                update_weights(engine.optimizer, self._op)
-        else:
-            with self._op.span("redistribute", "broadcast"), exchanging(self._ctx.control, "sharing of tied weights"):
-                restore_tied_weights(engine, False)
         return progress
 
     def _torch_shards(self) -> TorchShards:
