@@ -125,12 +125,26 @@ def test_its_report_has_every_figure_and_says_what_was_not_measured(swept: Path)
     page = (swept / "out" / "report" / "ckpt_report.html").read_text()
     for figure in ("files", "saves", "restarts", "speedups", "throughput", "frequency", "iterations", "cells"):
         assert f'<section id="sweep-{figure}"' in page
-    assert "Cells of a megabyte." in page and "Replay: ranks 0 of tiny on TP1 x PP1 x DP1" in page
+    assert "Cells of a megabyte." in page and "Replay: rank 0 of tiny on TP1 x PP1 x DP1" in page
     assert "No restart was measured: the sweep has no fault." in page
     assert "The save interval was not varied" in page and "No iteration was measured" in page
     assert "replay tiny tp1_pp1_dp1: " in page  # the verdict
     assert page.count("as planned") >= 2
     assert undefined_in_titles(titles_of(Page(page))) == []
+
+
+def test_the_terminal_has_a_sentence_for_each_configuration_and_counts_cells_that_have_not_ended(
+    swept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(swept / "out", tmp_path / "out")
+    next((tmp_path / "out" / "cells").glob("*_r2_replay*lazy*/result.json")).unlink()
+    assert analysis(["sweep", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    begun, verdicts = printed.split("\n\n")[:2]
+    assert begun == "cells: 5 of 6 cells measured" and printed.endswith("\n1 cell without a result yet\n")
+    assert "FAILED" not in printed
+    assert verdicts.count("replay tiny tp1_pp1_dp1: ") == 1 and verdicts.count("too few repeats to tell") < 2
+    assert verdicts.count("Load of the machine before: ") == ("too few repeats to tell" in verdicts)
 
 
 def test_its_table_has_a_row_for_each_measurement(swept: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from statistics import median
 from typing import Any
 
 from ..common import verdict
 from ..common.extrapolation import MOST_TIMES, too_far
 from ..common.formatting import listed
-from ..common.tables import text_width
+from ..common.tables import wrapped
 from ..common.verdict import Goal, Standing, factor, standing
 
 GOALS: tuple[tuple[str, Goal, str], ...] = (  # label, goal, figure
@@ -124,4 +123,4 @@ def _ahead(goal: Goal, found: Standing) -> str:
 
 
 def _paragraph(label: str, text: str) -> list[str]:
-    return textwrap.wrap(f"{label + ':':<18}{text}", text_width(), initial_indent="  ", subsequent_indent=" " * 20)
+    return wrapped(f"{label + ':':<18}{text}", begin="  ", rest=" " * 20)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from functools import partial
 from typing import Any
 
-from ..common.tables import Column, fitted_table, text_width
+from ..common.tables import Column, fitted_table, wrapped
 from .answer import answer, sentence, what
 from .plan import IN_MEMORY, LOAD, SAVE, SAVES_THEN_LOADS
 
@@ -47,7 +46,7 @@ _HIDDEN = "--all adds throughputs, ratios, every measurement of the storage, fir
 
 
 def _wrapped(paragraphs: list[str]) -> list[str]:
-    return [line for text in paragraphs for line in textwrap.wrap(text, text_width(), subsequent_indent="  ")]
+    return [line for text in paragraphs for line in wrapped(text, rest="  ")]
 
 
 def head(figures: dict[str, Any]) -> list[str]:
@@ -185,7 +184,7 @@ def _storage(storage: dict[str, Any], show_all: bool) -> list[str]:
         )
         if show_all:
             rest = "  ".join(f"{name} {one['gbps']:.2f}" for name, one in found["combinations"].items())
-            lines += textwrap.wrap(rest, text_width(), initial_indent=" " * 4, subsequent_indent=" " * 4)
+            lines += wrapped(rest, begin=" " * 4, rest=" " * 4)
     return [*lines, ""]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 NOT_RECORDED = "-"
+_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|min|h|B|kB|MB|GB|TB|GB/s|%)(?![\w/]))")
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
@@ -62,3 +64,8 @@ def plural(number: int, noun: str) -> str:
 def listed(words: Sequence[str]) -> str:
     """ "a, b and c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def unbroken(text: str) -> str:
+    """The text with a space that no line is broken at between each number and its unit."""
+    return _UNIT.sub("\u00a0", text)

@@ -10,13 +10,14 @@ import csv
 import io
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TextIO, TypeVar
 
 from .escaping import csv_cell
-from .formatting import count, seconds
+from .formatting import count, seconds, unbroken
 
 Item = TypeVar("Item")
 
@@ -115,6 +116,15 @@ def terminal_width() -> int | None:
 def text_width(most: int = 100) -> int:
     """Columns that sentences are broken at."""
     return min(terminal_width() or most, most)
+
+
+def wrapped(text: str, width: int | None = None, *, begin: str = "", rest: str = "") -> list[str]:
+    """Lines of sentences, `text_width()` wide; the first begins with `begin`, the others with `rest`.
+
+    A number stays on the line of its unit.
+    """
+    lines = textwrap.wrap(unbroken(text), width or text_width(), initial_indent=begin, subsequent_indent=rest)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def fitted_table(

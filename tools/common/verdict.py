@@ -7,7 +7,7 @@ those that are shown, with how few values it stands on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -61,33 +61,67 @@ def standing(samples: Samples) -> Standing:
 
 
 TOO_FEW = "too few repeats to tell"
+NOTHING = "No time was measured in two of them: there is nothing to compare."
 
 
 def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
+    """All of `sentences`."""
+    return " ".join(sentences(goals))
+
+
+def sentences(goals: Iterable[tuple[Goal, Samples]]) -> list[str]:
     """A sentence over all goals that two variants at least have values of, and one over those with too few repeats."""
     differing: list[str] = []
     untested: list[tuple[str, str]] = []  # clause, how many values it stands on
     alike: list[str] = []
-    for goal, samples in goals:
-        known = {name: values for name, values in samples.items() if values}
-        if len(known) < 2:
-            continue
-        found = standing(known)
+    for goal, found, known, of_some in _standings(goals):
         if found.after is None:
-            alike.append(goal.name if len(known) == len(samples) else f"{goal.name} of {listed(list(known))}")
+            alike.append(f"{goal.name}{of_some}")
         elif found.tested:
-            differing.append(clause(goal, found, of_two=len(known) == 2))
+            differing.append(clause(goal, found, of_two=known == 2))
         else:
-            untested.append((clause(goal, found, of_two=len(known) == 2), f" ({_values(found)})"))
-    sentences = []
-    if told := "; ".join([*differing, *([f"no difference shown in {listed(alike)}"] if alike else [])]):
-        sentences.append(f"{told}." if differing else f"{told[0].upper()}{told[1:]}.")
+            untested.append((clause(goal, found, of_two=known == 2), f" ({_values(found)})"))
+    told = []
+    if shown := "; ".join([*differing, *([f"no difference shown in {listed(alike)}"] if alike else [])]):
+        told.append(f"{shown}." if differing else f"{shown[0].upper()}{shown[1:]}.")
     if untested:
         counts = {count for _, count in untested}
         common = counts.pop() if len(counts) == 1 else ""  # once, after the last one
         parts = [of_goal + ("" if common else count) for of_goal, count in untested]
-        sentences.append(f"{TOO_FEW.capitalize()}: {'; '.join(parts)}{common}.")
-    return " ".join(sentences) or "No time was measured in two of them: there is nothing to compare."
+        told.append(f"{TOO_FEW.capitalize()}: {'; '.join(parts)}{common}.")
+    return told or [NOTHING]
+
+
+def in_brief(goals: Iterable[tuple[Goal, Samples]]) -> str:
+    """The verdict in one sentence: who leads in which times by how much, and in which there is none.
+
+    "lazy leads in blocked times (4.0 times shorter); too few repeats to tell in loads (lazy ahead)."
+    """
+    leading: dict[str, list[str]] = {}
+    ahead: dict[str, list[str]] = {}
+    alike: list[str] = []
+    for goal, found, _, of_some in _standings(goals):
+        leaders, by = listed(found.leaders), f"{factor(found.times)} " if found.times is not None else ""
+        if found.after is None:
+            alike.append(f"{goal.name}{of_some}")
+        elif found.tested:
+            lead = "leads" if len(found.leaders) == 1 else "lead"
+            leading.setdefault(f"{leaders} {lead}", []).append(f"{goal.name} ({by}{goal.better})")
+        else:
+            ahead.setdefault(leaders, []).append(goal.name)
+    told = [f"{leaders} in {listed(names)}" for leaders, names in leading.items()]
+    told += [f"no difference shown in {listed(alike)}"] if alike else []
+    open_ = [f"in {listed(names)} ({leaders} ahead)" for leaders, names in ahead.items()]
+    told += [f"{TOO_FEW} {listed(open_)}"] if ahead else []
+    return f"{'; '.join(told)}." if told else NOTHING
+
+
+def _standings(goals: Iterable[tuple[Goal, Samples]]) -> Iterator[tuple[Goal, Standing, int, str]]:
+    """Goal, standing, how many variants have values, and " of a and b" if not all have, of goals that two have."""
+    for goal, samples in goals:
+        known = {name: values for name, values in samples.items() if values}
+        if len(known) > 1:
+            yield goal, standing(known), len(known), "" if len(known) == len(samples) else f" of {listed(list(known))}"
 
 
 def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
@@ -120,11 +154,17 @@ def _values(found: Standing) -> str:
 
 def with_load(said: str, loads: Sequence[float], processors: int | None) -> str:
     """A verdict, and the load of the machine that it was measured under, if a difference in it was not tested."""
-    if not loads or TOO_FEW.capitalize() not in said:
-        return said
+    text = load_before(loads, processors) if TOO_FEW in said.lower() else ""
+    return f"{said} {text}" if text else said
+
+
+def load_before(loads: Sequence[float], processors: int | None) -> str:
+    """The load of the machine before what was measured; nothing if it is not known."""
+    if not loads:
+        return ""
     least, most = f"{min(loads):.1f}", f"{max(loads):.1f}"
     load = least if least == most else f"{least} to {most}"
-    return f"{said} Load of the machine before: {load}{f', of {processors} processors' if processors else ''}."
+    return f"Load of the machine before: {load}{f', of {processors} processors' if processors else ''}."
 
 
 def _alike(first: Sequence[float], second: Sequence[float]) -> bool:

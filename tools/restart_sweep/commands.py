@@ -132,7 +132,9 @@ def _replay(cell: Cell, places: Places) -> Command:
     layout = f"TP{cell.tp} x PP{cell.pp} x DP{cell.dp}"
     limit = settings["limit_bytes"]
     share = "" if limit == "none" else f"at most {limit} of each, " if limit != "fit" else "as much as fits here, "
-    label = f"Replay: ranks {settings['ranks']} of {cell.model} on {layout}, {share}synthetic state; no training."
+    ranks = str(settings["ranks"])
+    which = f"rank {ranks}" if ranks.isdigit() else f"ranks {ranks}"
+    label = f"Replay: {which} of {cell.model} on {layout}, {share}synthetic state; no training."
     return Command(words, {"RESTART_TRACE_LABEL": label}, TRACE)
 
 

@@ -35,7 +35,7 @@ def verdict_of(comparison: Comparison) -> str:
 
 
 def verdicts_of(comparison: Comparison) -> list[str]:
-    """One sentence over the times that matter; a second one if the runs do not differ in their engine alone.
+    """A sentence or two over the times that matter; another one if the runs do not differ in their engine alone.
 
     Engines on several storages are compared on each by itself: a sentence per storage.
     """
@@ -43,21 +43,29 @@ def verdicts_of(comparison: Comparison) -> list[str]:
         on_each = []
         for storage in grid.storages:
             mine = {engine: grid.index[engine, storage] for engine in grid.engines if (engine, storage) in grid.index}
-            on_each.append(f"{storage}: {_sentence(comparison, mine)}")
+            on_each.append(f"{storage}: {verdict.verdict(_goals(comparison, mine))}")
         return on_each
-    names = names_in_sentences(comparison.variants)
-    sentence = _sentence(comparison, {name: index for index, name in enumerate(names)})
+    told = verdict.sentences(_goals(comparison, _by_name(comparison)))
     others = [name for name in _OTHER_CONDITIONS if name in comparison.differing]
-    return [sentence, *([f"Not the same in all: {', '.join(others)}."] if others else [])]
+    return [*told, *([f"Not the same in all: {', '.join(others)}."] if others else [])]
 
 
-def _sentence(comparison: Comparison, named: dict[str, int]) -> str:
-    """The verdict on some of the variants: name -> index."""
-    found = []
+def in_brief(comparison: Comparison) -> str:
+    """One sentence over the times that matter, of one comparison among many."""
+    return verdict.in_brief(_goals(comparison, _by_name(comparison)))
+
+
+def _by_name(comparison: Comparison) -> dict[str, int]:
+    return {name: index for index, name in enumerate(names_in_sentences(comparison.variants))}
+
+
+def _goals(comparison: Comparison, named: dict[str, int]) -> list[tuple[Goal, verdict.Samples]]:
+    """Goals that some of the variants (name -> index) have values of, with these."""
+    found: list[tuple[Goal, verdict.Samples]] = []
     for goal, metrics in _GOALS:
         rows = [row for name in metrics if (row := comparison.row(name))]
         values = [{name: row.cells[index].values for name, index in named.items()} for row in rows]
         both = [samples for samples in values if sum(map(bool, samples.values())) > 1]
         if both:
             found.append((goal, both[0]))
-    return verdict.verdict(found)
+    return found

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import asdict
 from typing import NamedTuple
 
 from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, number, plural
 from ...common.statistics import ALPHA, LEAST_REPEATS
-from ...common.tables import (
-    Column,
-    Style,
-    csv_table,
-    fitted_table,
-    markdown_table,
-    text_table,
-    text_width,
-    texts,
-    titles,
-)
+from ...common.tables import Column, Style, csv_table, fitted_table, markdown_table, text_table, texts, titles, wrapped
 from ..compare.grid import Grid, grid_of, rows_of
 from ..compare.results import DIFFERS, EQUAL, WITHIN_NOISE, Comparison, MetricRow, VariantFacts
 from ..compare.results import Cell as MetricCell
@@ -110,16 +99,13 @@ def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
 def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) -> str:
     """For the terminal: the verdict, the runs, and the headline metrics that differ; with `show_all` every metric."""
     comparison = shown(comparison)
-    width = text_width()
     runs = sum(len(variant.directories) for variant in comparison.variants)
     grid = grid_of(comparison)
     verdicts = verdicts_of(comparison) if grid else [verdict_of(comparison)]
-    lines = [
-        line for verdict in verdicts for line in textwrap.wrap(verdict, width, subsequent_indent="  " * bool(grid))
-    ]
+    lines = [line for verdict in verdicts for line in wrapped(verdict, rest="  " * bool(grid))]
     lines += ["", style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
     if grid and not show_all:
-        lines += textwrap.wrap(f"of {_common(comparison.variants[0])}", width)
+        lines += wrapped(f"of {_common(comparison.variants[0])}")
     else:
         lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     if grid:
@@ -132,7 +118,7 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
         lines += ["", *fitted_table(_COLUMNS, differing, style, optional=_OPTIONAL)]
     lines.append("")
     for note in [*_left_out(comparison, results, show_all), *comparison.notes, *([METHOD] if results else [])]:
-        lines += textwrap.wrap(note, width)
+        lines += wrapped(note)
     return "\n".join(lines) + "\n"
 
 

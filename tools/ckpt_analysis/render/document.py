@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...common.escaping import markdown, visible
-from ...common.tables import Column, Item, Style, csv_table, markdown_table, text_table, texts, titles
+from ...common.tables import Column, Item, Style, csv_table, markdown_table, text_table, texts, titles, wrapped
 
 _WIDTH = 100  # columns that sentences are broken at
 
@@ -85,7 +84,7 @@ class Document:
             elif isinstance(block, Notes):
                 lines += [f"{block.heading}:", *_bullets(block, style), ""]
             else:
-                lines += [*textwrap.wrap(block, _WIDTH), ""]
+                lines += [*wrapped(block, _WIDTH), ""]
         return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -95,5 +94,5 @@ def table_of(columns: Sequence[Column[Item]], items: Iterable[Item]) -> Table:
 
 
 def _bullets(notes: Notes, style: Style) -> list[str]:
-    wrapped = [textwrap.wrap(one, _WIDTH, initial_indent="- ", subsequent_indent="  ") for one in notes.sentences]
-    return [style.warning(line) if notes.warn else line for lines in wrapped for line in lines]
+    told = [line for one in notes.sentences for line in wrapped(one, _WIDTH, begin="- ", rest="  ")]
+    return [style.warning(line) if notes.warn else line for line in told]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...common.formatting import NOT_RECORDED, count, digits_for, plural, seconds
-from ...common.tables import Style, fitted_table, terminal_width, text_table, text_width
+from ...common.tables import Style, fitted_table, terminal_width, text_table, text_width, wrapped
 from ..common.phase_kinds import AFTERWARDS
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
@@ -139,7 +139,7 @@ def _operation(stats: OperationStats, style: Style) -> list[str]:
 
 
 def _heading(text: str, style: Style) -> list[str]:
-    return [style.heading(line) for line in textwrap.wrap(text, text_width())]
+    return [style.heading(line) for line in wrapped(text)]
 
 
 def _merged(parts: Iterable[_Part]) -> list[_Part]:
@@ -193,7 +193,7 @@ def _numbers(report: Report, style: Style) -> list[str]:
     lines = []
     for title, value, note in rows:
         begin = f"  {title:<{widths[0]}}  {value:>{widths[1]}}  "
-        first, *more = textwrap.wrap(note, text_width() - len(begin)) or [""]
+        first, *more = wrapped(note, text_width() - len(begin)) or [""]
         lines += [begin + first, *(" " * len(begin) + rest for rest in more)]
     return lines
 
@@ -209,15 +209,15 @@ def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: S
         begin = f"  {cost:>10}  "
         advice = finding.advice.partition(". ")[0].rstrip(".")
         texts = [f"{finding.title} ({finding.rule}){gain_text(gains.get(index))}", f"{advice}."]
-        wrapped = [line for text in texts for line in textwrap.wrap(text, text_width() - len(begin))]
-        if len(lines) + len(wrapped) > room - 2:
+        first, *more = [line for text in texts for line in wrapped(text, text_width() - len(begin))]
+        if len(lines) + len(more) + 1 > room - 2:
             break
-        lines += [begin + wrapped[0], *(" " * len(begin) + rest for rest in wrapped[1:])]
+        lines += [begin + first, *(" " * len(begin) + rest for rest in more)]
         shown += 1
-    more = len(findings) - shown
+    left = len(findings) - shown
     if not shown:
         return ["", style.heading(f"Findings ({len(findings)}): --all shows them")]
-    lines += [f"  {more} more of less cost"] if more else []
+    lines += [f"  {left} more of less cost"] if left else []
     return ["", style.heading(f"Findings ({len(findings)}), by what they cost"), *lines]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,10 +12,10 @@ from ...common.cli import parse_rank_ranges
 from ...common.escaping import visible
 from ...common.formatting import NOT_RECORDED, number, percent, plural, rate, size
 from ...common.sweep_files import NO_FAULT
-from ...common.tables import Column, Style, fitted_table, numbers, text_width, times
-from ...common.verdict import with_load
+from ...common.tables import Column, Style, fitted_table, numbers, times, wrapped
+from ...common.verdict import TOO_FEW, load_before
 from ..compare.results import DIFFERS
-from ..compare.verdict import verdict_of
+from ..compare.verdict import in_brief
 from ..sweeps.groups import NO_ENGINE, Group, failures, grouped, storage_ceiling
 from ..sweeps.read import CellResult, Sweep
 from ..sweeps.samples import Measured
@@ -97,21 +96,24 @@ class View:
         return failures(self.sweep)
 
     @property
+    def not_ended(self) -> int:
+        """How many of `failures` have no result yet."""
+        return sum(one.result is None for one in self.failures)
+
+    @property
     def labels(self) -> list[str]:
         """What a reader of any figure must know: of the traces, each once."""
         reports = [one.report for one in self.measured if one.report is not None]
         return list(dict.fromkeys(label for report in reports for label in report.facts.labels))
 
     def verdicts(self) -> list[str]:
-        """A sentence per group that has several engines that save."""
+        """A sentence per group of several engines that save; the load of the machine if one has too few repeats."""
         compared = [(group.title, group.of_savers) for group in self.groups]
+        said = [f"{title}: {in_brief(comparison)}" for title, comparison in compared if comparison is not None]
         loads = [cell.result["load_average_1_min_before"] for cell in self.sweep.cells if cell.result is not None]
         processors = self.sweep.sessions[0]["machine"]["processors"] if self.sweep.sessions else None
-        return [
-            f"{title}: {with_load(verdict_of(comparison), loads, processors)}"
-            for title, comparison in compared
-            if comparison is not None
-        ]
+        load = load_before(loads, processors) if any(TOO_FEW in sentence for sentence in said) else ""
+        return [*said, *([load] if load else [])]
 
     def sped_up(self) -> list[SpedUp]:
         """Each engine against the first that saves."""
@@ -254,17 +256,23 @@ CEILING: tuple[Column[Ceiling], ...] = (
 )  # fmt: skip
 
 
+_MOST_FAILURES = 10
+
+
 def to_table(view: View, style: Style) -> str:
     """The answer for a terminal: verdicts, the times of each engine, and what failed."""
     done = sum(one.ok for one in view.sweep.cells)
     lines = [f"{visible(view.sweep.name)}: {done} of {plural(len(view.sweep.cells), 'cell')} measured", ""]
     for sentence in [*view.labels, *view.verdicts()]:
-        lines += textwrap.wrap(visible(sentence), text_width(), subsequent_indent="  ")
+        lines += wrapped(visible(sentence), rest="  ")
     for title, columns, items in (
         ("Saves", SAVES, view.having(BLOCKED, DURABLE)),
         ("Loads and restarts", RESTARTS, view.having(COLD_LOAD, WARM_LOAD, LOAD, RESTART)),
     ):
         if items:
             lines += ["", style.heading(title), *fitted_table(columns, items, style, left=2)]
-    lines += [f"FAILED: {one.cell.name}: {visible(FAILED[1].text(one))}" for one in view.failures]
+    failed = [one for one in view.failures if one.result is not None]
+    lines += [f"FAILED: {one.cell.name}: {visible(FAILED[1].text(one))}" for one in failed[:_MOST_FAILURES]]
+    lines += [f"FAILED: {len(failed) - _MOST_FAILURES} more, which -o lists"] if len(failed) > _MOST_FAILURES else []
+    lines += [f"{plural(view.not_ended, 'cell')} without a result yet"] if view.not_ended else []
     return "\n".join(lines) + "\n"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ...common.escaping import shown
 from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
-from ...common.tables import Column, Style, fitted_table, numbers, terminal_width, text_table, text_width, times
+from ...common.tables import (
+    Column,
+    Style,
+    fitted_table,
+    numbers,
+    terminal_width,
+    text_table,
+    text_width,
+    times,
+    wrapped,
+)
 from ..common.phase_kinds import AFTERWARDS
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
@@ -64,7 +73,7 @@ def render(
 def _details(report: Report, style: Style) -> list[str]:
     lines = [fitted for line in _header(report, style) for fitted in _fitted(line)]
     lines += _problems(report.problems, style)
-    lines += ["", *textwrap.wrap(" ".join(answer(report)), text_width())]
+    lines += ["", *wrapped(" ".join(answer(report)))]
     lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:
@@ -106,7 +115,7 @@ def _engine(asked: str | None, used: str) -> str:
 def _fitted(line: str) -> list[str]:
     """A line of text as wide as the terminal; as it is where there is none."""
     width = terminal_width()
-    return textwrap.wrap(line, width, subsequent_indent=" " * 6) if width else [line]
+    return wrapped(line, width, rest=" " * 6) if width else [line]
 
 
 def _presence(cycles: list[CycleInfo]) -> str:
@@ -121,9 +130,9 @@ def _problems(problems: list[Problem], style: Style) -> list[str]:
     paint = {ERROR: style.error, WARNING: style.warning}
     for problem in problems:
         label = f"{problem.severity:<8}"
-        wrapped = textwrap.wrap(f"{problem.kind}: {problem.message}", text_width() - 10) or [problem.kind]
-        lines.append("  " + paint.get(problem.severity, str)(label) + wrapped[0])
-        lines += [" " * 10 + rest for rest in wrapped[1:]]
+        first, *more = wrapped(f"{problem.kind}: {problem.message}", text_width() - 10) or [problem.kind]
+        lines.append("  " + paint.get(problem.severity, str)(label) + first)
+        lines += [" " * 10 + rest for rest in more]
     return lines
 
 
@@ -133,7 +142,7 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
     lines = ["", style.heading(f"Findings ({len(findings)})")]
     for finding in findings:
         text = f"{finding.title} ({finding.rule}). {finding.evidence}. {finding.advice}"
-        first, *rest = textwrap.wrap(text, text_width() - 4)
+        first, *rest = wrapped(text, text_width() - 4)
         lines += ["  - " + first, *("    " + line for line in rest)]
     return lines
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 
 from ...common.extrapolation import headline
 from ...common.formatting import size
-from ...common.tables import text_table, text_width
+from ...common.tables import text_table, wrapped
 from .step import StepTime, TimedPasses
 
 _SHOWN = 16  # passes
@@ -96,7 +95,7 @@ def _reach(step: StepTime) -> list[str]:
     if step.extrapolated is None:
         return [f"Prediction, compared with no measured step on {step.device.name}"]
     within = f"for no more ranks and parameters than the measured steps on {step.device.name} had"
-    return textwrap.wrap(f"Prediction, {headline(step.extrapolated) or within}", text_width())
+    return wrapped(f"Prediction, {headline(step.extrapolated) or within}")
 
 
 def _compiled(step: StepTime) -> str:

@@ -18,6 +18,7 @@ from tools.common.tables import (
     texts,
     times,
     titles,
+    wrapped,
 )
 
 COLUMNS: tuple[Column[dict], ...] = (
@@ -68,3 +69,14 @@ def test_markdown_has_a_ruler_of_as_many_columns() -> None:
 def test_csv_holds_no_formula_and_nothing_for_none() -> None:
     rows = list(csv.reader(io.StringIO(csv_table(["a", "b"], [("=1+1", None), ("x,\n", -1.5)]))))
     assert rows == [["a", "b"], ["'=1+1", ""], ["x,\\n", "-1.5"]]
+
+
+def test_a_number_stays_on_the_line_of_its_unit() -> None:
+    assert wrapped("blocked for 0.1534 s of 12 s", 18) == ["blocked for", "0.1534 s of 12 s"]
+    assert wrapped("of 2 seconds and 3 GB/s, 4 %", 11, begin="- ", rest="  ") == [
+        "- of 2",
+        "  seconds",
+        "  and",
+        "  3 GB/s,",
+        "  4 %",
+    ]

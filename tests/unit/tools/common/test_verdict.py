@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tools.common.verdict import BLOCKED, COLD_LOAD, LOAD, standing, verdict, with_load
+from tools.common.verdict import (
+    BLOCKED,
+    COLD_LOAD,
+    LOAD,
+    NOTHING,
+    RESTART,
+    STEP,
+    in_brief,
+    standing,
+    verdict,
+    with_load,
+)
 
 FEW = "Too few repeats to tell: "
 SHORT, LONG = [1.0, 1.1, 1.0, 1.2], [4.0, 4.5, 4.1, 4.3]
@@ -44,6 +55,21 @@ def test_several_variants_have_a_best_and_a_next() -> None:
     assert verdict(alone) == "b loads cold 4.0 times faster than the next, a."
     tied = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": SHORT[::-1]})]
     assert verdict(tied) == "cold loads of b and c show no difference, and are 4.0 times faster than the next, a."
+
+
+def test_a_verdict_among_many_is_one_sentence() -> None:
+    """What it leaves out, the tables have: who comes next, and how many values there are."""
+    few = {"torch": [4.0], "lazy": [1.0], "dcp": [2.0]}
+    tested = {"torch": LONG, "lazy": SHORT, "dcp": LONG[::-1]}
+    goals = [(BLOCKED, tested), (COLD_LOAD, {**tested, "lazy": []}), (LOAD, {**tested, "dcp": SHORT}), (RESTART, few)]
+    assert in_brief(goals) == (
+        "lazy leads in blocked times (4.0 times shorter); lazy and dcp lead in loads (4.0 times faster); no difference "
+        "shown in cold loads of torch and dcp; too few repeats to tell in restarts (lazy ahead)."
+    )
+    assert in_brief([(RESTART, few), (LOAD, few), (STEP, {"torch": [1.0], "lazy": [2.0]})]) == (
+        "too few repeats to tell in restarts and loads (lazy ahead) and in steps (torch ahead)."
+    )
+    assert in_brief([(LOAD, {"a": [1.0], "b": []})]) == NOTHING
 
 
 @pytest.mark.parametrize(

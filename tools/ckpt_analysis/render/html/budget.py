@@ -75,7 +75,7 @@ def _rounded(share: float) -> str:
 
 
 def draw(run: RunData) -> Content:
-    """One bar for the run, a lane per cycle, and a row per cycle."""
+    """A lane and a row per cycle; the bar of the whole run stands on the first screen."""
     budget = run.report.budget
     if budget is None:
         return missing("No start-up was recorded, so the wall time of the run is not known part by part.")
@@ -83,30 +83,7 @@ def draw(run: RunData) -> Content:
     cycles = budget.cycles[-_MOST_CYCLES:]
     if len(cycles) < len(budget.cycles):
         notes.append(f"The time line shows the last {len(cycles)} of {len(budget.cycles)} cycles.")
-    plots = [_whole(budget), _time_line(budget, cycles)]
-    return Content(plots, [table("The budget, cycle by cycle", _COLUMNS, budget.cycles)], notes)
-
-
-def _whole(budget: Budget) -> Plot:
-    digits = digits_for(budget.wall_s)
-    data = [
-        bar(
-            part,
-            colour(part),
-            x=[took],
-            y=["run"],
-            hover=[f"{part}: {seconds(took, digits)} s, {percent(took / budget.wall_s)}"],
-            text=[_label(part, took / budget.wall_s)],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            constraintext="inside",
-        )
-        for part, took in budget.seconds.items()
-        if took > 0
-    ]
-    arranged = lanes(["run"], 46, 110, x="seconds of wall time", barmode="stack")
-    return plot("The whole run", data, arranged, f"One stacked bar. {goodput_sentence(budget)}")
+    return Content([_time_line(budget, cycles)], [table("The budget, cycle by cycle", _COLUMNS, budget.cycles)], notes)
 
 
 def _time_line(budget: Budget, cycles: Sequence[CycleBudget]) -> Plot:

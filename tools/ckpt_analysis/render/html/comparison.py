@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from math import floor, log10
@@ -10,7 +10,6 @@ from typing import Any
 
 from ....common.formatting import NOT_RECORDED, number, percent, plural, size
 from ....common.tables import Cell, Column, numbers
-from ....common.verdict import TOO_FEW
 from ...compare import results
 from ...compare.grid import Grid, grid_of, rows_of
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
@@ -38,6 +37,8 @@ _SHARE = "blocked_share"
 _LANE, _POINT = 24, 12  # pixels: the least of a lane, and of a point in it
 # Decades of a logarithmic axis that has ticks at 2 and 5, too: of one that stands, and of one that lies.
 _DENSE, _DENSE_LYING = 4, 2
+_NARROW = (1, 1.5, 2, 3, 5, 7)  # ticks of an axis of less than one
+_BESIDE = ("middle left", "middle right")  # values of two runs; of more there is no room for them
 _TIMES = {
     "blocked_s": "save:<br>training<br>blocked",
     "durable_s": "save:<br>until<br>durable",
@@ -54,7 +55,6 @@ _SPEEDS = {
     "save_io_GBps": "save:<br>to storage",
     "load_io_GBps": "load:<br>from storage",
 }
-_IN_SENTENCES = ("blocked_s", "load_s", "time_to_first_step_s", "restart_s")
 _IN_GRID = ("blocked_s", "durable_s", "load_s", "restart_s", _SHARE, "save_bytes")
 _FACTS = ("engine", "layout", "model", "ranks", "hosts")
 _CAPTION = (
@@ -90,39 +90,12 @@ def draw(comparison: Comparison) -> Content:
         header, rows = by_storage(comparison, grid)
         tables.insert(0, Table(GRID_TITLE, header, [[Cell(text) for text in row] for row in rows]))
     method = [*comparison.notes, METHOD]
-    notes = [*([] if grid else _sentences(comparison)), *_left_out(comparison)]
-    return Content([drawn for drawn in plots if drawn], tables, notes, method)
+    return Content([drawn for drawn in plots if drawn], tables, _left_out(comparison), method)
 
 
 def name_of(variant: VariantFacts) -> str:
     """Label and short name of a variant."""
     return f"{variant.label} {short_name(variant)}"
-
-
-def _sentences(comparison: Comparison) -> list[str]:
-    """How far the times that matter of every run after the first differ, and what the saves of each block.
-
-    What too few repeats tell nothing of is in the verdict, with how many they are, and in the table.
-    """
-    shares = comparison.row(_SHARE)
-    sentences = []
-    for index, variant in enumerate(comparison.variants):
-        parts = []
-        for row in (row for name in _IN_SENTENCES if (row := comparison.row(name))):
-            gain = row.speed_up(row.cells[index])
-            if gain is not None and row.cells[index].verdict not in (*ALIKE, TOO_FEW):
-                verdict = verdict_text(row, row.cells[index])
-                parts.append(f"{row.name} {gain.times:.3g} times as fast as A{_interval(gain)}: {verdict}")
-        share = shares.cells[index].median if shares else None
-        if share is not None:
-            parts.append(f"saves block {percent(share)} of its training time")
-        if parts:
-            sentences.append(f"{name_of(variant)}: {'; '.join(parts)}.")
-    return sentences
-
-
-def _interval(gain: SpeedUp) -> str:
-    return "" if gain.low is None or gain.high is None else f" ({gain.low:.3g} to {gain.high:.3g})"
 
 
 def _rows(names: dict[str, str], comparison: Comparison) -> dict[str, MetricRow]:
@@ -139,10 +112,13 @@ def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot |
     for index, variant in enumerate(comparison.variants):
         mine = {name: cell for name, row in rows.items() if (cell := row.cells[index]).values}
         points = {name: (cell.median or 0.0, min(cell.values), max(cell.values)) for name, cell in mine.items()}
-        texts = {"text": [f"{at:.3g}" for at, _, _ in points.values()], "textposition": "top center"}
-        data.append(_points(index, name_of(variant), points) | {"mode": "markers+text"} | texts)
+        drawn = _points(index, name_of(variant), points)
+        if len(comparison.variants) <= len(_BESIDE):  # above the points are the lines to the largest value
+            values = {"text": [f"{at:.3g}" for at, _, _ in points.values()], "textposition": _BESIDE[index]}
+            drawn |= {"mode": "markers+text"} | values
+        data.append(drawn)
     arranged = _arranged(rows, next(iter(rows.values())).unit)
-    arranged["yaxis"] |= _logarithmic(rows)
+    arranged["yaxis"] |= _logarithmic(_values_of(rows))
     measured = ", ".join(row.name for row in rows.values())
     description = f"{title}. Points of {measured} for {len(comparison.variants)} runs."
     return plot(title, data, arranged, description)
@@ -164,7 +140,9 @@ def _by_storage(comparison: Comparison, grid: Grid) -> Plot:
     lane = max(_LANE, _POINT * len(grid.engines))
     arranged = lanes(list(rows), lane, 100, x="seconds", scattermode="group", showlegend=True)
     arranged["yaxis"] |= {"range": [-0.5, len(rows) - 0.5], "dtick": 1}
-    arranged["xaxis"] |= {"type": "log"} | _logarithmic({title: row for title, (row, _) in rows.items()}, _DENSE_LYING)
+    arranged["xaxis"] |= {"type": "log"} | _logarithmic(
+        _values_of({title: row for title, (row, _) in rows.items()}), _DENSE_LYING
+    )
     title = "Times by storage: less is better"
     description = f"{title}. Points of {len(grid.engines)} engines on {len(grid.storages)} storages."
     return plot(title, data, arranged, description)
@@ -177,16 +155,20 @@ def _lying(points: dict[str, Any]) -> dict[str, Any]:
     return kept | swapped | {"hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>"}
 
 
-def _logarithmic(rows: dict[str, MetricRow], dense: int = _DENSE) -> dict[str, Any]:
+def _values_of(rows: dict[str, MetricRow]) -> list[float]:
+    return [value for row in rows.values() for cell in row.cells for value in cell.values]
+
+
+def _logarithmic(values: Sequence[float], dense: int = _DENSE) -> dict[str, Any]:
     """A range of the logarithmic axis, in powers of ten, that labels above the highest point lie within; its ticks.
 
     Ticks are whole numbers: plotly's own show the first digit alone, so that 0.5 and 5 look the same.
     """
-    values = [value for row in rows.values() for cell in row.cells for value in cell.values if value > 0]
+    values = [value for value in values if value > 0]
     if not values:
         return {}
     least, most = log10(min(values)) - 0.15, log10(max(values)) + 0.3
-    digits = (1, 2, 5) if most - least <= dense else (1,)
+    digits = _NARROW if most - least <= 1 else (1, 2, 5) if most - least <= dense else (1,)
     ticks = [digit * 10.0**power for power in range(floor(least), floor(most) + 1) for digit in digits]
     shown = {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     return {"range": [least, most]} | shown
@@ -209,9 +191,10 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
     if not any(drawn["x"] for drawn in data):
         return None
     one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "layer": "below"}
-    arranged = _arranged(rows, "times as fast as A") | {
-        "shapes": [one | {"line": {"color": NEUTRAL, "width": 1.5, "dash": "dash"}}]
-    }
+    arranged = _arranged(rows, "times as fast as A")
+    arranged["shapes"] = [one | {"line": {"color": NEUTRAL, "width": 1.5, "dash": "dash"}}]
+    ends = [value for drawn in data for value in _ends(drawn)]
+    arranged["yaxis"] |= _logarithmic([*ends, 1.0])
     title = "Speed-up over A: filled where it exceeds the noise"
     return plot(title, data, arranged, f"{title}. Points of {len(rows)} metrics with their 95 % intervals.")
 
@@ -233,6 +216,13 @@ def _points(index: int, name: str, points: dict[str, tuple[float, float, float]]
     }
 
 
+def _ends(points: dict[str, Any]) -> list[float]:
+    """The lowest and the highest value of each of `_points`."""
+    bars = points["error_y"]
+    lows = [at - below for at, below in zip(points["y"], bars["arrayminus"], strict=True)]
+    return [*lows, *(at + above for at, above in zip(points["y"], bars["array"], strict=True))]
+
+
 def _symbol(index: int) -> str:
     """Where colours come again, symbols are others."""
     return _SYMBOLS[(index + index // len(SERIES)) % len(_SYMBOLS)]
@@ -241,7 +231,7 @@ def _symbol(index: int) -> str:
 def _arranged(rows: dict[str, MetricRow], unit: str) -> dict[str, Any]:
     """Runs beside each other within each metric; metrics in the order of `rows`, whatever the first run lacks."""
     categories = {"type": "category", "categoryorder": "array", "categoryarray": list(rows)}
-    xaxis = categories | {"range": [-0.5, len(rows) - 0.5]}
+    xaxis = categories | {"range": [-0.7, len(rows) - 0.3], "tickfont": {"size": 11}}  # with room for values
     yaxis = {"type": "log", "exponentformat": "none"}
     unit = {"s": "seconds"}.get(unit, unit)
     return layout(380, x="", y=unit, xaxis=xaxis, yaxis=yaxis, scattermode="group", showlegend=True)
@@ -365,9 +355,7 @@ def _left_out(comparison: Comparison) -> list[str]:
     missing = found.count(results.NOT_RECORDED)
     if not missing:
         return []
-    return [
-        f"{missing} of {plural(len(found), 'difference')} from A cannot be had: A, or the other run, lacks the number."
-    ]
+    return [f"{missing} of {plural(len(found), 'metric')} cannot be compared: A or the other run lacks them."]
 
 
 FIGURE = Figure("comparison", "Comparison", "The runs side by side", draw, _CAPTION, _TERMS)

@@ -11,15 +11,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ....common.formatting import plural
+from ....common.formatting import digits_for, plural, seconds, unbroken
 from ....common.tables import Column
 from ...common.errors import CouldNotRunError
 from ...common.glossary import DEFINITIONS
 from ...common.problems import ERROR, NOTE, WARNING, Problem
+from ...compare.grid import grid_of
 from ...compare.results import Comparison
 from ...compare.variants import Variant
-from ...compare.verdict import verdict_of
-from ...findings import RULES
+from ...compare.verdict import verdicts_of
+from ...findings import RULES, Finding
 from ...metrics.results import TargetResult
 from ...project.gains import gains
 from ...project.what_if import Answer
@@ -31,6 +32,7 @@ from ..questions import questions
 from ..storage import storage_text
 from ..sweep import View
 from ..targets import COLUMNS as TARGETS
+from ..what_if import gain_text
 from . import budget, comparison, sweep
 from .figures import FIGURES
 from .run_data import choose
@@ -43,11 +45,16 @@ _MOST_PROBLEMS = 200  # shown; a torn directory of ten thousand files has one ea
 
 @dataclass(frozen=True)
 class Opening:
-    """What a page of many runs begins with: what it is about, its verdicts, and facts by name."""
+    """What a page of many runs begins with: what it is about, its verdicts, and facts by name.
+
+    `one_answer`: the first of the verdicts is that of the page; otherwise each is one of many.
+    """
 
     about: str
     verdicts: list[str]
     facts: list[tuple[str, str]]
+    one_answer: bool
+    numbers: Table | None = None
 
 
 def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
@@ -87,13 +94,14 @@ def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
             repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
             first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
     title = f"Comparison of {len(first_pages)} runs"
-    contents, numbers = comparison_contents(compared), _numbers(first_pages)
-    return _render(title, first_pages, contents, verdict=verdict_of(compared), numbers=numbers)
+    is_one = grid_of(compared) is None
+    opening = Opening("", verdicts_of(compared), [], one_answer=is_one, numbers=_numbers(first_pages))
+    return _render(title, first_pages, comparison_contents(compared), opening=opening)
 
 
 def sweep_page(view: View) -> str:
     """The HTML page of a sweep: its tables and figures over all cells. Raises CouldNotRunError without plotly."""
-    opening = Opening(view.sweep.about, view.verdicts(), sweep.facts(view))
+    opening = Opening(view.sweep.about, view.verdicts(), sweep.facts(view), one_answer=False)
     return _render(f"Sweep {view.sweep.name}", [], sweep_contents(view), labels=view.labels, opening=opening)
 
 
@@ -119,7 +127,14 @@ def _first_page(report: Report, name: str, worth: Mapping[int, Answer] = Mapping
         "problems": shown,
         "more_problems": len(report.problems) - len(shown),
         "findings": report.findings,
+        "costs": [_cost(finding, worth.get(index)) for index, finding in enumerate(report.findings)],
     }
+
+
+def _cost(finding: Finding, gain: Answer | None) -> str:
+    """What a finding costs, and what would be left without half of it; nothing if neither is known."""
+    cost = f"Costs {seconds(finding.cost_s, digits_for(finding.cost_s))} s" if finding.cost_s > 0 else ""
+    return f"{cost}{gain_text(gain)}".removeprefix("; ")
 
 
 def _targets(targets: list[TargetResult]) -> Table | None:
@@ -175,8 +190,6 @@ def _render(
     first_pages: list[dict[str, Any]],
     figures: list[tuple[Figure, Content]],
     *,
-    verdict: str | None = None,
-    numbers: Table | None = None,
     labels: list[str] | None = None,
     opening: Opening | None = None,
 ) -> str:
@@ -200,8 +213,6 @@ def _render(
         labels = _labels(first_pages)
     return environment.get_template("report.html.j2").render(
         title=title,
-        verdict=verdict,
-        numbers=numbers,
         labels=labels,
         opening=opening,
         first_pages=first_pages,
@@ -246,10 +257,13 @@ def _unit(heading: str) -> str:
 
 
 def _marked(text: str) -> Any:
-    """Escaped text in which `...` is shown as code."""
+    """Escaped text in which `...` is shown as code, and a number stays on the line of its unit."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    def code(found: re.Match[str]) -> str:
+        return f"<code>{found[1]}</code>".replace("\u00a0", " ")
+
+    return Markup(re.sub(r"`([^`]*)`", code, unbroken(str(escape(text)))))
 
 
 def plotly_javascript() -> str:

@@ -19,7 +19,7 @@ from .run_data import RunData, title_of
 
 _MOST_RANKS = 48  # lanes; of more ranks those on the critical path, and others evenly spread
 _ROW = 16  # pixels of a lane
-_NAMED = 0.01  # of the whole: shorter phases are hardly seen, and the legend leaves them to what the pointer shows
+_NAMED = 0.005  # of the whole: shorter phases are hardly seen, and the legend leaves them to what the pointer shows
 _SUPERVISOR = "supervisor"
 
 
@@ -123,6 +123,7 @@ def _plot(
     since = "the failure" if has_failure else "the first process began"
     arranged = lanes(list(bars), _ROW, 150, x=f"seconds since {since}", barmode="overlay", **first_step_mark(done))
     arranged["yaxis"] |= {"dtick": 1}
+    arranged["xaxis"] |= {"range": [0.0, 1.05 * max(whole_s, done)]}  # plotly's own begins before the bars
     ranks = len(bars) - has_failure
     description = (
         f"{title_of(start)} over {plural(ranks, 'rank')}: a lane per rank with its phases one after the other, the "

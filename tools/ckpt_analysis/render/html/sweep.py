@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ....common.formatting import NOT_RECORDED, plural, size
+from ....common.formatting import NOT_RECORDED, percent, plural, rate, seconds, size
 from ....common.tables import Column
 from ...sweeps.groups import NO_ENGINE
 from .. import sweep as tables
@@ -47,8 +47,19 @@ def _files(view: View) -> Content:
         ),
         _bars(view, "Bytes of a checkpoint at full size", "GB", saving, lambda one: _gigabytes(view, one)),
     ]
-    notes = [] if any(drawn) else ["There is no plan of these checkpoints, so nothing is known of them at full size."]
+    notes = [_files_result(view)]
+    if not any(drawn):
+        notes.append("There is no plan of these checkpoints, so nothing is known of them at full size.")
     return Content([one for one in drawn if one], [table("Files and sizes", tables.files_columns(view), lines)], notes)
+
+
+def _files_result(view: View) -> str:
+    """Whether the cells wrote as many files as planned."""
+    known = [(one.median("save_files"), tables.expected_files(view, one)) for one in view.lines]
+    planned = [written == expected for written, expected in known if written is not None and expected is not None]
+    if not planned:
+        return "There are no files with a plan to compare them with."
+    return f"{sum(planned)} of {plural(len(planned), 'engine')} in a configuration wrote as many files as planned."
 
 
 def _saves(view: View) -> Content:
@@ -85,7 +96,14 @@ def _throughput(view: View) -> Content:
         _bars(view, "Until durable, per host", "GB/s", lines, lambda one: one.each(tables.DURABLE, one.hosts)),
         _bars(view, "Until durable, per rank", "GB/s", lines, lambda one: one.each(tables.DURABLE, one.ranks)),
     ]
-    content = Content([one for one in drawn if one], [table("Throughput of saves", tables.THROUGHPUT, lines)])
+    fastest = max(lines, key=lambda one: one.rate(tables.DURABLE) or 0.0)
+    most = fastest.rate(tables.DURABLE)
+    result = (
+        "No save is known to be durable."
+        if most is None
+        else f"The most until durable: {rate(most)} GB/s, of {fastest.engine} in {fastest.group.title}."
+    )
+    content = Content([one for one in drawn if one], [table("Throughput of saves", tables.THROUGHPUT, lines)], [result])
     if view.ceiling:
         rows = [Ceiling(name, values) for name, values in view.ceiling.items()]
         content.tables.append(table("What the storage itself does", tables.CEILING, rows))
@@ -105,13 +123,15 @@ def _frequency(view: View) -> Content:
     series = {name: points for name, points in series.items() if len(points) > 1}
     if not series:
         return missing("The save interval was not varied: no training has two values of save_interval.")
+    shares = [share / 100 for points in series.values() for _, share in points]
     data = [
         line(name, SERIES[index % len(SERIES)], x=[x for x, _ in sorted(points)], y=[y for _, y in sorted(points)])
         for index, (name, points) in enumerate(series.items())
     ]
     title = "Share of training that saves block"
     drawn = plot(title, data, layout(360, x="iterations between saves", y="% of training time"), _said(title, lines))
-    return Content([drawn], [table("Blocked share by save interval", tables.FREQUENCY, lines)])
+    result = f"Saves block {percent(min(shares))} to {percent(max(shares))} of the training time."
+    return Content([drawn], [table("Blocked share by save interval", tables.FREQUENCY, lines)], [result])
 
 
 def _iterations(view: View) -> Content:
@@ -119,7 +139,8 @@ def _iterations(view: View) -> Content:
     if not lines:
         return missing("No iteration was measured: the sweep trains nothing.")
     drawn = _bars(view, "Time of an iteration", "s", lines, lambda one: one.median(tables.STEP))
-    notes = []
+    took = [value for one in lines if (value := one.median(tables.STEP)) is not None]
+    notes = [f"A step takes {seconds(min(took))} to {seconds(max(took))} s."]
     if not any(one.engine == NO_ENGINE for one in lines):
         notes.append("Iterations without saves were not measured: the sweep has no engine `none`.")
     return Content([drawn] if drawn else [], [table("Iteration time", tables.ITERATIONS, lines)], notes)
@@ -128,7 +149,9 @@ def _iterations(view: View) -> Content:
 def _cells(view: View) -> Content:
     if not view.failures:
         return Content(notes=["All cells of the sweep were measured."])
-    return Content(tables=[table("Cells without a result", tables.FAILED, view.failures)])
+    failed = len(view.failures) - view.not_ended
+    result = f"{plural(failed, 'cell')} failed; {view.not_ended} without a result yet."
+    return Content(tables=[table("Cells without a result", tables.FAILED, view.failures)], notes=[result])
 
 
 def _times(view: View, shown: Sequence[Column[Line]], caption: str, metrics: dict[str, str], otherwise: str) -> Content:
@@ -224,29 +247,29 @@ FIGURES: tuple[Figure, ...] = (
         "sweep-throughput", "Throughput", "Throughput per host and per rank", _throughput,
         "Bytes of a save over the time until it is durable, both medians, in all and for each host and rank; beside "
         "it what the storage itself does with direct and buffered files.",
-        ("durable", "I/O throughput"),
+        ("durable", "I/O throughput"), folded=True,
     ),
     Figure(
         "sweep-files", "Files", "Files and sizes by layout", _files,
         "At full size: what ckpt-plan works out for the layout and the engine, all ranks. Written: the median save of "
         "the cells. A replay writes its ranks' files alone, its bytes limited; a scaled preset writes all files with "
         "narrow tensors; a cell with a fault also writes a file of hashes for each rank.",
-        ("operation",),
+        ("operation",), folded=True,
     ),
     Figure(
         "sweep-frequency", "Save interval", "Blocked share by save interval", _frequency,
         "Share of the training time that all saves of a run block, for each number of iterations between saves.",
-        ("blocked share",),
+        ("blocked share",), folded=True,
     ),
     Figure(
         "sweep-iterations", "Iterations", "Iteration time with and without saves", _iterations,
         "Time of a training step on its slowest rank; saves between steps are not in it. Engine none saves nothing: "
         "what the others take above it is the price of saving in the background.",
-        ("step",),
+        ("step",), folded=True,
     ),
     Figure(
         "sweep-cells", "Cells", "What was not measured", _cells,
         "Cells that failed, with the end of their logs, and cells that have not ended.",
-        ("operation",),
+        ("operation",), folded=True,
     ),
 )  # fmt: skip

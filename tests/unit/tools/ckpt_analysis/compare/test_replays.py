@@ -57,7 +57,9 @@ def test_engines_by_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert "/dev/shm (ext4): lazy blocks training 800 times shorter than torch; lazy is durable 80 times" in verdict
     assert "Times by storage: less is better" in page.read_text()
-    assert re.findall(r'<p class="label">(.*?)</p>', page.read_text()) == ["all runs: a replay of 2 of 64 ranks"]
+    assert re.findall(r'<div class="label">\s*<p>(.*?)</p>', page.read_text()) == [
+        "all runs: a replay of 2 of 64 ranks"
+    ]
     assert main(["compare", "--format", "markdown", *words]) == 0
     assert "| durable_s | lazy | 1.1 (5) | 0.11 (5) |" in capsys.readouterr().out
     undurable = [replay(tmp_path / f"{place}.json", place) for place in ("a", "b")]

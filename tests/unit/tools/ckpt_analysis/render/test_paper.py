@@ -50,7 +50,7 @@ def test_a_run_and_a_comparison_are_written(
     assert main(["report", first, "--figures", str(tmp_path / "run")]) == 0
     names = {path.stem for path in (tmp_path / "run").iterdir()}
     assert f"run: {len(names)} figures as SVG and as PDF" in capsys.readouterr().err
-    assert {"restart", "budget_1", "waterfall_1", "breakdown_1", "ranks_1", "timeline", "files_1", "steps"} <= names
+    assert {"restart", "budget", "waterfall_1", "breakdown_1", "ranks_1", "timeline", "files_1", "steps"} <= names
     assert sorted(f"{name}.{suffix}" for name in names for suffix in SUFFIXES) == sorted(
         path.name for path in (tmp_path / "run").iterdir()
     )
@@ -61,7 +61,7 @@ def test_a_run_and_a_comparison_are_written(
 
     assert main(["compare", f"blocking={first}", f"background={second}", "--figures", str(tmp_path / "two")]) == 0
     assert {"A blocking", "B background"} <= set(texts(tmp_path / "two" / "comparison_1.svg"))
-    assert "1.1" in texts(tmp_path / "two" / "comparison_3.svg")  # a narrow logarithmic axis has ticks, too
+    assert {"1", "1.5"} <= set(texts(tmp_path / "two" / "comparison_3.svg"))  # a narrow logarithmic axis has ticks, too
 
 
 def test_the_same_trace_gives_the_same_files(traces: tuple[Path, Path], tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ TICKS_OVER_TICKS = """() => Array.from(document.querySelectorAll('.plot')).flatM
     }))"""
 
 
+TEXTS_ON_LINES = """() => Array.from(document.querySelectorAll('.plot .trace.scatter')).flatMap(trace => {
+    const bars = Array.from(trace.querySelectorAll('.yerror'), bar => bar.getBoundingClientRect());
+    return Array.from(trace.querySelectorAll('.textpoint')).filter(text => {
+        const box = text.getBoundingClientRect();
+        return bars.some(bar => bar.left < box.right && box.left < bar.right
+            && bar.top < box.bottom && box.top < bar.bottom);
+    }).map(text => text.textContent);
+})"""
+
+
+WIDER_THAN_THE_PAGE = """() => Array.from(document.querySelectorAll('.table-scroll'))
+    .filter(one => one.scrollWidth > one.clientWidth + 1 && !one.closest('details'))
+    .map(one => one.getAttribute('aria-label') + ': ' + one.scrollWidth)"""
+
+
 @dataclass
 class Watched:
     """A page in the browser, and all that it said or asked for since it was opened."""
@@ -323,14 +338,16 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
     watched = Watched(page)
     watched.open(path)
     assert page.locator("#comparison .plot .point").count() > 6
-    assert page.evaluate(TEXTS_OUTSIDE) == []
     for width, colours in itertools.product((1400, 800), COLOURS):  # the verdict and the four numbers are seen first
         page.emulate_media(color_scheme=colours)
         page.set_viewport_size({"width": width, "height": 900})
         numbers = page.locator("#numbers").bounding_box()
-        verdict = page.locator("main > .answer").bounding_box()
+        verdict = page.locator("#summary > .answer").bounding_box()
         assert verdict and numbers and 0 < verdict["y"] < numbers["y"] and numbers["y"] + numbers["height"] < 900
         assert page.locator("#numbers thead th").count() == 6 and page.locator("#numbers tbody tr").count() == 2
+        page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
+        for wrong in (TEXTS_OUTSIDE, TICKS_OVER_TICKS, TEXTS_ON_LINES, WIDER_THAN_THE_PAGE):
+            assert page.evaluate(wrong) == [], (width, colours)
     watched.assert_quiet(path)
     page.close()
 

@@ -97,7 +97,7 @@ def test_numbers_and_picture_stand_before_the_answer_and_folded_facts(page: Page
     order = [classes.index(name) for name in ("numbers", "budget", "plot", "answer questions", "facts", "findings")]
     assert order == sorted(order)
     shown = [e.text for e in page.elements[classes.index("numbers") :] if e.tag in ("dt", "dd")][: 4 * 3]
-    titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
+    titles, values, notes = shown[::3], shown[1::3], [note.strip().replace("\u00a0", " ") for note in shown[2::3]]
     assert titles == ["Time to first step", "Blocked per save", "Lost work", "Coverage"]
     # Rank 2 imports longest; ranks leave the first step together; rank 5 writes longest; rank 4 trains slowest.
     assert values[2] == "0.330 s" and notes[2].startswith("3 steps undone in 1 restart; ")
@@ -134,6 +134,16 @@ def test_a_share_of_the_bar_is_neither_nothing_nor_all() -> None:
     whole = bar_of(Budget(0, 100.0, 0.0, dict.fromkeys(seconds, 0.0) | {"launching": 100.0}, [], []))
     assert whole is not None and [part.label for part in whole.parts] == ["launching 100 %"]
     assert bar_of(Budget(0, 0.0, 0.0, dict.fromkeys(seconds, 0.0), [], [])) is None
+
+
+def test_each_finding_says_what_it_costs(page: Page) -> None:
+    """And what half of it would be worth, where that is known."""
+    findings = next(i for i, e in enumerate(page.elements) if e.attributes.get("class") == "findings")
+    told = [e.text.replace("\u00a0", " ") for e in page.elements[findings:] if e.tag == "p"]
+    costs = [text for text in told if text.startswith("Costs ")]
+    assert "; if half of it: the restart takes " in costs[0]
+    seconds = [float(text.split()[1]) for text in costs]
+    assert len(seconds) > 2 and seconds == sorted(seconds, reverse=True)
 
 
 def test_findings_and_figures_link_to_each_other(page: Page) -> None:
@@ -304,9 +314,9 @@ def test_a_label_stands_above_everything_and_in_every_report(
             record["environment"]["RESTART_TRACE_LABEL"] = value
             path.write_text(json.dumps(record) + "\n" + rest)
     page = page_of(tmp_path / "scaled")
-    shown = page.index('<p class="label">Scaled: &lt;b&gt;not&lt;/b&gt; the 70b model</p>')
+    shown = page.index("<p>Scaled: &lt;b&gt;not&lt;/b&gt; the 70b model</p>")
     assert shown < page.index("<nav")
-    assert '<p class="label">' not in page_of(tmp_path / "bare")
+    assert '<div class="label">' not in page_of(tmp_path / "bare")
 
     assert main([str(tmp_path / "scaled")]) in (0, 1)
     assert f"  label: {label}" in capsys.readouterr().out
