@@ -18,6 +18,8 @@ class Background:
         self._workers: dict[Operation, tuple[object, ...]] = {}  # with its thread and its future
         self._of_thread = threading.local()  # `future`: that which the thread works for
         self._awaited: tuple[object, int] | None = None  # thread or future that training waits for, and since when (ns)
+        # A wait is noted by its end or by that of the operation, whichever comes first. Reentrant for signal handlers.
+        self._lock = threading.RLock()
 
     def works_for(self, future: object) -> None:
         """From here on this thread works for the result of `future`."""
@@ -33,7 +35,8 @@ class Background:
 
     def ends(self, operation: Operation) -> None:
         """The operation is about to end, if it is one of these."""
-        self._note_wait(operation, self._workers.pop(operation, ()))
+        with self._lock:
+            self._note_wait(operation, self._workers.pop(operation, ()))
 
     @contextmanager
     def awaited(self, what: object) -> Iterator[None]:
@@ -42,9 +45,10 @@ class Background:
         try:
             yield
         finally:
-            for operation, workers in [*self._workers.items()]:
-                self._note_wait(operation, workers)
-            self._awaited = outer
+            with self._lock:
+                for operation, workers in [*self._workers.items()]:
+                    self._note_wait(operation, workers)
+                self._awaited = outer
 
     def _note_wait(self, operation: Operation, workers: tuple[object, ...]) -> None:
         """Record that training has waited for the operation until now, if it waits for one of its workers."""

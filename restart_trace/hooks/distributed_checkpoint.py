@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -60,8 +60,13 @@ class CheckpointHooks:
         running.unfinished = True
         with self._lock:
             self._handed_over.append(running.operation)
-        with self._session.until_end(running), running.phase("device_to_host"):
-            yield
+        try:
+            with self._session.until_end(running), running.phase("device_to_host"):
+                yield
+        except BaseException:  # it handed over nothing: the next save's thread must not take it
+            with self._lock, suppress(ValueError):
+                self._handed_over.remove(running.operation)
+            raise
         copied_ns = now_ns()
         future = getattr(call.result, "upload_completion", call.result)
         with self._lock:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.serialization import config
 
 from restart_trace.clock import now_ns
+from restart_trace.hooks import distributed_checkpoint
+from restart_trace.hooks.background import Background
+from restart_trace.hooks.distributed_checkpoint import CheckpointHooks
 from restart_trace.hooks.guard import wrap
 from restart_trace.hooks.serialization import Serialization
 from restart_trace.hooks.session import Session
 from restart_trace.reading import read_records
+from restart_trace.recorder import Operation
 from tests.unit.restart_trace.programs import python
 
 
@@ -66,6 +72,60 @@ def test_what_a_librarys_call_does_with_files_stays_its_call(
     trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
     assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == kind] == ["library_call"]
     assert {r["operation"] for r in trace if r["type"] == "operation_begin"} <= {kind, "startup"}
+
+
+def test_a_save_whose_copy_fails_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's async_save raises before it has handed over anything; the program goes on and saves again."""
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+
+    class Saver:
+        @staticmethod
+        def async_save(state: object, checkpoint_id: str, storage_writer: None = None, **_: Any) -> Future[None]:
+            if state is None:
+                raise RuntimeError("no memory for the copy")
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(Saver.save, state, checkpoint_id)
+
+        @staticmethod
+        def save(state: object, checkpoint_id: str, storage_writer: None = None) -> None:
+            with session.phase("flush", "write"):
+                pass
+
+    hooks = CheckpointHooks(session)
+    monkeypatch.setattr(distributed_checkpoint, "_ranks", lambda arguments: 1)
+    wrap(Saver, "async_save", hooks.async_save)
+    wrap(Saver, "save", hooks.save)
+    with pytest.raises(RuntimeError, match="no memory"):
+        Saver.async_save(None, str(tmp_path / "first"))
+    Saver.async_save({}, str(tmp_path / "second")).result()
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    ended = {r["op"]: r["outcome"] for r in trace if r["type"] == "operation_end"}
+    assert list(ended.values()) == ["failed", "ok"]
+    assert [list(ended)[1]] == [r["op"] for r in trace if r["type"] == "span" and r["phase"] == "flush"]
+
+
+def test_a_wait_is_noted_once_where_it_ends_with_the_save() -> None:
+    background = Background()
+    noted: list[str] = []
+
+    class Save:
+        start_ns = 0
+
+        def add(self, phase: str, *_: object, **__: object) -> None:
+            noted.append(phase)
+            if len(noted) == 1:
+                save_ends.start()
+                save_ends.join(0.2)  # it has to wait until the training thread has noted the end of its wait
+
+    save = cast(Operation, Save())
+    save_ends = threading.Thread(target=background.ends, args=(save,))
+    background.given_to(save, "future")
+    with background.awaited("future"):
+        pass
+    save_ends.join()
+    assert noted == ["wait_previous"]
 
 
 @pytest.mark.slow
