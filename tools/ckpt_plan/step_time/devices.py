@@ -139,6 +139,10 @@ def _from_file(name: str, given: dict[str, Any], where: str) -> DeviceFacts:
     missing = [key for key in _ALL if key not in given and key not in _NOT_COMPARED]
     if missing and like is None:
         raise ConfigError(f'{where}: {missing[0]} is missing; give it, or "{_LIKE}": a device that has it')
+    compared = [key for key in _NOT_COMPARED if key in given]
+    if len(compared) == 1:  # of the other nothing would be known
+        (lacking,) = _NOT_COMPARED.keys() - compared
+        raise ConfigError(f"{where}: {lacking} is missing; give it, too, of the step that {compared[0]} is of")
     _check_numbers(given, where)
     return replace(_DEVICES[like or "h100"], name=name, **_NOT_COMPARED | given)
 

@@ -359,6 +359,8 @@ def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[st
         ('{"mine": {"like": "h100", "peak_tflops": 0}}', "peak_tflops 0: must be a number above 0"),
         ('{"mine": {"like": "h100", "launch_us": -1}}', "launch_us -1: must be a number at least 0"),
         ('{"mine": {"like": "h100", "peak_tflops": true}}', "peak_tflops True: must be a number above 0"),
+        ('{"mine": {"like": "h100", "compared_ranks": 8}}', "mine: compared_parameters is missing; give it, too"),
+        ('{"mine": {"like": "h100", "compared_parameters": 1e9}}', "mine: compared_ranks is missing; give it, too"),
     ],
 )
 def test_files_of_facts_that_are_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -388,7 +390,11 @@ def test_predictions_hold_together() -> None:
     ("facts", "headline", "too_far"),
     [
         ({}, "Prediction, compared with no measured step on mine", None),
-        ({"compared_ranks": 4}, "Prediction, for no more ranks and parameters than the measured steps on mine had", []),
+        (
+            {"compared_ranks": 4, "compared_parameters": 1e12},
+            "Prediction, for no more ranks and parameters than the measured steps on mine had",
+            [],
+        ),
         (
             {"compared_ranks": 2, "compared_parameters": 1e5},
             "Prediction, extrapolated from 2 to 4 ranks, from 0.0001 to 0.000156 billion parameters",
