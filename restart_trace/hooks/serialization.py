@@ -181,12 +181,14 @@ class Serialization:
         arguments = call.arguments()
         source = arguments["f"]
         path = path_of(source)
+        # Asked before the load begins: in a process's first load it imports a module, as torch would.
+        whole = path is not None and _is_path(source) and (_is_mapped(arguments["mmap"]) or not _is_archive(path))
         with self._session.file_call("load", "torch.load", path) as running:
             if running is None or running.opaque or path is None:
                 if running is None and path is None:
                     self._session.notice("load", "loaded_from_memory", _FROM_MEMORY)
                 yield
-            elif _is_path(source) and (_is_mapped(arguments["mmap"]) or not _is_archive(path)):
+            elif whole:
                 with running.library_call(path):
                     yield
             else:

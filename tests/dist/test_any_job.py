@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from restart_trace.schema import check_record
-from tests.dist.harness import ROOT, Run, Zygote, records
-from tests.dist.test_hooks import CLIENTS, SCRIPTS, files, losses, trace_command
+from tests.dist.harness import Run, Zygote, records
+from tests.dist.job_table import Logs, check_row, clock, covered, enough, matched, operations, sizes
+from tests.dist.test_hooks import SCRIPTS, environment, files, lines, losses, trace_command
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import analyse
@@ -41,29 +43,11 @@ JOBS: dict[str, tuple[list[str], tuple[int, ...]]] = {
 SPAWNING = "spawn_checkpoint.py"
 EXPORT = "model_export.py"
 UNUSUAL = "unusual_saves.py"
-MEGATRON_CORE, TORCHTITAN = "megatron_core.py", "titan_checkpoint.py"  # run by test_other_environments.py
-# Kinds of jobs, to which the guide refers, and the program of each, here and in test_hooks.py
-KINDS = {
-    "DDP, `torch.save` to a path, into an open file, or in a thread": "ddp_snapshot.py",
-    "FSDP2, `dcp.save` and `dcp.async_save`": "fsdp_checkpoint.py",
-    "`mp.spawn`, started by a shell script": SPAWNING,
-    "Hugging Face's Trainer alone": "hf_alone.py",
-    "Hugging Face's Trainer with DeepSpeed, ZeRO-1 and ZeRO-3": "hf_trainer.py",
-    "Accelerate alone": "accelerate_alone.py",
-    "Accelerate with DeepSpeed": "accelerate_loop.py",
-    "Lightning with DDP": "lightning_ddp.py",
-    "DeepSpeed, as an engine and as a PipelineModule": "plain_deepspeed.py",
-    "weights alone: `save_16bit_model` with ZeRO-3, `save_model` of Trainer and Accelerate, `save_pretrained`": EXPORT,
-    "megatron-core's `dist_checkpointing`, `save` and its asynchronous save": MEGATRON_CORE,
-    "torchtitan's CheckpointManager, synchronous and asynchronous": TORCHTITAN,
-}
 # Most of what lightning imports is torchmetrics; its own modules are hooked as they are imported.
 LIBRARIES = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "transformers.trainer",
     "transformers.models.llama.modeling_llama", "accelerate", "torchmetrics",
 )  # fmt: skip
-# Files that no hook sees: DCP's metadata, and the settings that transformers' Trainer writes itself
-UNSEEN = (".metadata", ".json")
 
 
 @dataclass(frozen=True)
@@ -78,20 +62,14 @@ class Job:
 
     def clock(self, what: str, cycle: int, rank: int = 0) -> list[tuple[int, int]]:
         """(begin, end), monotonic ns, that the client prints of each `what`."""
-        found = re.findall(rf"^{what} (\d+) (\d+)$", self.runs[cycle].log(rank), re.MULTILINE)
-        return [(int(begin), int(end)) for begin, end in found]
+        return clock(self.runs[cycle].log(rank), what)
+
+    @property
+    def logs(self) -> Logs:
+        return [[run.log(rank) for rank in range(RANKS)] for run in self.runs]
 
     def operations(self, kind: str, cycle: int, rank: int = 0) -> list[list[dict[str, Any]]]:
         return operations(self.directory / "trace", kind, cycle, rank)
-
-
-def operations(trace_dir: Path, kind: str, cycle: int, rank: int) -> list[list[dict[str, Any]]]:
-    """The completed records of each operation of this kind."""
-    by_op: dict[int, list[dict[str, Any]]] = {}
-    for record in records(trace_dir, cycle, rank):
-        if record.get("operation") == kind and "op" in record:
-            by_op.setdefault(record["op"], []).append(record)
-    return list(by_op.values())
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +113,9 @@ def job(request: pytest.FixtureRequest, ranks: Zygote, tmp_path_factory: pytest.
     return Job(name, plain, runs, directory, report)
 
 
-def test_losses_and_files_are_the_same(job: Job) -> None:
+def test_losses_output_and_files_are_the_same(job: Job) -> None:
     assert losses(job.plain) == losses(job.runs[0])
+    assert lines(job.plain) == lines(job.runs[0])
     plain, traced = files(job.directory / "plain"), files(job.directory / "first")
     assert plain.keys() == traced.keys()
     # DCP's metadata is a pickle of sets, whose order is another in each process.
@@ -185,18 +164,14 @@ def test_every_launch_ends_well(job: Job) -> None:
 
 def test_saves_and_loads_are_within_the_clients_own_clock(job: Job) -> None:
     """And they are all that it makes."""
-    for cycle in range(len(job.runs)):
-        for rank in range(RANKS):
-            for kind in ("save", "load"):
-                clock, seen = job.clock(kind, cycle, rank), job.operations(kind, cycle, rank)
-                assert len(seen) == len(clock)
-                for (begin, end), operation in zip(clock, seen, strict=True):
-                    assert operation[-1]["outcome"] == "ok"
-                    assert begin <= operation[0]["start_ns"] and operation[-1]["end_ns"] <= end
+    assert matched(job.directory / "trace", job.logs, "save")
+    loads = matched(job.directory / "trace", job.logs, "load")
+    assert bool(loads) is (len(job.runs) > 1)
 
 
-def test_saves_and_loads_are_covered(job: Job, ranks: Zygote) -> None:
-    """By their phases, at least 95 % of the time of all saves and of all loads over the ranks.
+@pytest.fixture(scope="module")
+def shares(job: Job, ranks: Zygote) -> list[float | None]:
+    """Of the time of all saves, and of all loads, what their phases cover over the ranks.
 
     They take 5 to 50 ms each, so that a rank that waits for a core between two calls costs several percent: then runs
     with four times the bytes are looked at. A call that is not hooked costs a third and more of the first runs, so it
@@ -204,51 +179,44 @@ def test_saves_and_loads_are_covered(job: Job, ranks: Zygote) -> None:
     """
     runs, trace_dir = len(job.runs), job.directory / "trace"
     for attempt in range(4):
-        shares = [covered(trace_dir, kind, runs) for kind in ("save", "load")]
-        if min(shares) >= 0.95:
-            return
+        found = [covered(trace_dir, kind, runs) for kind in ("save", "load")]
+        if enough(found):
+            break
         again = job.directory / f"again{attempt}"
         (again / "traced").mkdir(parents=True)
         trace_dir = again / "trace"
         for steps in JOBS[job.name][1]:
             launch(ranks, job.name, steps, again / "traced", trace_dir, 2 * WIDTH)
-    pytest.fail(f"of saves and loads are covered {shares}")
+    return found
 
 
-def covered(trace_dir: Path, kind: str, runs: int) -> float:
-    """Share of the time of all operations of a kind that at least one span covers; 1 if there are none."""
-    every = [op for run in range(runs) for rank in range(RANKS) for op in operations(trace_dir, kind, run, rank)]
-    whole_ns = sum(op[-1]["end_ns"] - op[0]["start_ns"] for op in every)
-    return sum(covered_ns(op) for op in every) / whole_ns if every else 1.0
+def test_saves_and_loads_are_covered(shares: list[float | None]) -> None:
+    """By their phases, at least 95 %."""
+    assert enough(shares), shares
 
 
-def covered_ns(operation: list[dict[str, Any]]) -> int:
-    """Time of an operation that at least one span covers."""
-    covered, until = 0, 0
-    for span in sorted((r for r in operation if r["type"] == "span"), key=lambda span: span["start_ns"]):
-        covered += max(span["end_ns"] - max(span["start_ns"], until), 0)
-        until = max(until, span["end_ns"])
-    return covered
+def test_what_is_seen_is_the_row_of_the_table(job: Job, shares: list[float | None]) -> None:
+    on_disk = sum(sizes(newest_of(job)))
+    check_row(" ".join(JOBS[job.name][0]), job.directory / "trace", job.logs, job.report, on_disk, shares)
+
+
+def newest_of(job: Job) -> Path:
+    """The directory or file of the newest save."""
+    kind = "weights" if JOBS[job.name][0][0] == EXPORT else "saves"
+    return next((job.directory / "traced").rglob(job.report[kind][-1]["tag"]))
 
 
 def test_bytes_are_those_on_the_disk(job: Job) -> None:
     """Of the newest save; and of the loads, each of which reads what the first launch saved."""
     kind = "weights" if JOBS[job.name][0][0] == EXPORT else "saves"
     save = job.report[kind][-1]
-    newest = list((job.directory / "traced").rglob(save["tag"]))[0]
-    on_disk = sizes(newest)
+    on_disk = sizes(newest_of(job))
     assert (save["bytes"], save["num_files"]) == (sum(on_disk), len(on_disk))
     saved = sum(sizes(job.directory / "first"))
     for load in job.report["loads"]:
         assert load["bytes"] >= saved
         if job.name == "save":  # one checkpoint for all ranks, of which each reads its part
             assert load["bytes"] < 1.1 * saved
-
-
-def sizes(path: Path) -> list[int]:
-    """Of the files at `path` that hooks see."""
-    found = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return [p.stat().st_size for p in found if not p.name.endswith(UNSEEN)]
 
 
 def test_a_save_on_another_thread_does_not_block(job: Job) -> None:
@@ -287,28 +255,61 @@ def test_skipped_batches_are_a_phase(job: Job) -> None:
     assert {(r["cycle"], r["rank"], r["batches"]) for r in skipped} == {(1, rank, 2) for rank in range(RANKS)}
 
 
-def test_ranks_that_a_program_spawns_are_traced(tmp_path: Path) -> None:
-    """And the last save of each ends, though such processes end without atexit. SGD does not number its steps.
+# Program -> what the shell script runs; each rank prints into a file of its own
+STARTED = {
+    SPAWNING: f"{SCRIPTS / SPAWNING} 3",
+    "ddp_snapshot.py": f"-m torch.distributed.run --standalone --nproc-per-node {RANKS} --redirects 3 --log-dir logs "
+    f"{SCRIPTS / 'ddp_snapshot.py'} path 2",
+}  # fmt: skip
 
-    A shell script starts the program, and adds its own directory to PYTHONPATH.
+
+def printed(directory: Path) -> list[str]:
+    """What each rank of such a job printed."""
+    found = [*directory.glob("logs/**/stdout.log"), *directory.glob("rank_*.log")]
+    return [log.read_text() for log in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    "program", [SPAWNING, pytest.param("ddp_snapshot.py", marks=[pytest.mark.nightly(minutes=1), pytest.mark.slow])]
+)
+def test_a_shell_script_is_traced_and_its_job_the_row_of_the_table(program: str, tmp_path: Path) -> None:
+    """It adds its own directory to PYTHONPATH.
+
+    Of a program that spawns its ranks the last save of each ends, though such processes end without atexit; SGD does
+    not number its steps.
     """
     script = tmp_path / "job.sh"
-    script.write_text(
-        f"""#!/bin/sh
-export PYTHONPATH=$PWD:$PYTHONPATH
-exec {sys.executable} {SCRIPTS / SPAWNING}
-"""
-    )
+    script.write_text(f"#!/bin/sh\nexport PYTHONPATH=$PWD:$PYTHONPATH\nexec {sys.executable} {STARTED[program]}\n")
     script.chmod(0o755)
-    done = trace_command(tmp_path, str(script))
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = to_dict(analyse(load_trace(tmp_path / "trace")).report)
+    plain, traced = tmp_path / "plain", tmp_path / "traced"
+    for directory in (plain, traced):
+        directory.mkdir()
+    width = "2048" if program == SPAWNING else str(WIDTH)  # of one layer, and of four
+    untraced = subprocess.run([script], env=environment() | {"WIDTH": width}, cwd=plain, capture_output=True, text=True)
+    done = trace_command(traced, str(script), WIDTH=width)
+    assert (done.returncode, untraced.returncode) == (0, 0), done.stderr[-3000:] + untraced.stderr[-3000:]
+    logs = printed(traced)
+    assert [re.findall(r"^step .*", log, re.MULTILINE) for log in logs] == [
+        re.findall(r"^step .*", log, re.MULTILINE) for log in printed(plain)
+    ]
+    (saved,) = (path for path in traced.iterdir() if path.is_file() and path.suffix != ".log")
+    assert saved.read_bytes() == (plain / saved.name).read_bytes()
+    report = to_dict(analyse(load_trace(traced / "trace")).report)
     assert report["problems"] == []
-    (save,), (load,), (start,) = report["saves"], report["loads"], report["launches"]
-    size = (tmp_path / "model.checkpoint").stat().st_size
-    assert (save["outcome"], save["ranks"], save["bytes"]) == ("ok", 1, size)
-    assert (load["outcome"], load["ranks"]) == ("ok", RANKS) and load["bytes"] >= RANKS * size
+    (save,), (start,) = report["saves"], report["launches"]
+    assert (save["outcome"], save["ranks"], save["bytes"]) == ("ok", 1, saved.stat().st_size)
     assert start["finished_ranks"] == RANKS and report["budget"]["training_s"] > 0
+    trace_dir, shares = traced / "trace", list[float | None]()
+    for attempt in range(4):  # as in the fixture `shares`
+        shares = [covered(trace_dir, kind, 1) for kind in ("save", "load")]
+        if enough(shares):
+            break
+        again = tmp_path / f"again{attempt}"
+        again.mkdir()
+        assert trace_command(again, str(script), WIDTH=width).returncode == 0
+        trace_dir = again / "trace"
+    assert enough(shares), shares
+    check_row(f"job.sh {program}", traced / "trace", [logs], report, saved.stat().st_size, shares)
 
 
 @pytest.fixture(scope="module")
@@ -362,9 +363,3 @@ def test_bytes_in_memory_are_said_not_to_be_observed(unusual: tuple[Run, Path, d
     assert [(notice["phase"], notice["ranks"]) for notice in notices] == [
         ("saved_to_memory", [0, 1]), ("loaded_from_memory", [0, 1]),
     ]  # fmt: skip
-
-
-def test_the_guide_refers_to_the_jobs_of_these_tests() -> None:
-    run = {words[0] for words, *_ in (*JOBS.values(), *CLIENTS.values())} | {SPAWNING, MEGATRON_CORE, TORCHTITAN}
-    assert set(KINDS.values()) == run
-    assert "`tests/dist/test_any_job.py`" in (ROOT / "docs" / "guides" / "trace_your_job.md").read_text()

@@ -6,6 +6,7 @@ torchrun ... accelerate_loop.py STEPS
 
 import os
 import sys
+import time
 
 import deepspeed
 import torch
@@ -30,6 +31,8 @@ for step, batch in enumerate(data, 1):
     print(f"step {step} loss {loss.item()!r}", flush=True)
     if step == steps:
         break
-accelerator.save_state("checkpoints/state")
-accelerator.load_state("checkpoints/state")
+for what, function in (("save", accelerator.save_state), ("load", accelerator.load_state)):
+    began = time.monotonic_ns()
+    function("checkpoints/state")
+    print(what, began, time.monotonic_ns())
 accelerator.end_training()

@@ -10,9 +10,11 @@ import copy
 import json
 import os
 import sys
+import time
 
 import deepspeed
 import torch
+import transformers.trainer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 steps, stage = int(sys.argv[1]), int(sys.argv[2])
@@ -23,8 +25,30 @@ config = {
     "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}, "bf16": {"enabled": True},
     "checkpoint": json.loads(os.environ.get("CHECKPOINT", "{}")),
 }  # fmt: skip
+
+
+def timed(what, function):
+    def call(*arguments, **options):
+        began = time.monotonic_ns()
+        function(*arguments, **options)
+        print(what, began, time.monotonic_ns())
+
+    return call
+
+
+class TimedTrainer(Trainer):
+    def _save_checkpoint(self, *arguments, **options):
+        timed("save", super()._save_checkpoint)(*arguments, **options)
+
+    def _load_rng_state(self, checkpoint):
+        load = super()._load_rng_state
+        (load if checkpoint is None else timed("load", load))(checkpoint)
+
+
+transformers.trainer.deepspeed_load_checkpoint = timed("load", transformers.trainer.deepspeed_load_checkpoint)
 tokens = torch.arange(16).repeat(8, 1)
 samples = [{"input_ids": row, "labels": row} for row in tokens]
+done = 0
 for until in (steps, steps + 1):
     set_seed(1)
     arguments = TrainingArguments(
@@ -34,9 +58,10 @@ for until in (steps, steps + 1):
     )  # fmt: skip
     shape = {"vocab_size": 64, "hidden_size": width // 2, "intermediate_size": width, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples)
+    trainer = TimedTrainer(model=model, args=arguments, train_dataset=samples)
     trainer.train(resume_from_checkpoint=until > steps)
     for entry in trainer.state.log_history:
-        if "loss" in entry:
+        if "loss" in entry and entry["step"] > done:
             print(f"step {entry['step']} loss {entry['loss']!r}", flush=True)
+    done = until
 torch.distributed.destroy_process_group()

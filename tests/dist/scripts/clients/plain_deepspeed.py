@@ -9,10 +9,18 @@ It goes on from the newest checkpoint in ./checkpoints, and reads its last one b
 import json
 import os
 import sys
+import time
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+
+
+def timed(what, function):
+    began = time.monotonic_ns()
+    function("checkpoints")
+    print(what, began, time.monotonic_ns())
+
 
 kind, steps = sys.argv[1], int(sys.argv[2])
 width = int(os.environ.get("WIDTH", "1024"))
@@ -31,7 +39,7 @@ if kind == "pipeline":
 else:
     model = torch.nn.Sequential(*layers)
 engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-engine.load_checkpoint("checkpoints")
+timed("load", engine.load_checkpoint)
 data = torch.randn(2, width, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).split(1)
 while engine.global_steps < steps:
     if kind == "pipeline":
@@ -45,6 +53,6 @@ while engine.global_steps < steps:
     if os.environ.get("FAIL_AT") == f"{engine.global_steps}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}":
         sys.exit(7)
     if engine.global_steps % 2 == 0:
-        engine.save_checkpoint("checkpoints")
-engine.load_checkpoint("checkpoints")
+        timed("save", engine.save_checkpoint)
+timed("load", engine.load_checkpoint)
 torch.distributed.destroy_process_group()
