@@ -12,7 +12,7 @@ from ..project.twin import Prediction
 from .document import Block, Document, Heading, Notes, Table
 
 _TITLE = "Prediction: nothing below was measured"
-_HEADER = ("", "s", "from", "to", "left out: error", "grows with")
+_HEADER = ("", "s", "low", "high", "error", "terms")
 
 
 def document(prediction: Prediction) -> Document:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
 from tests.unit.tools.restart_drill.test_restart_drill import injection, restart, trained
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.glossary import ENTRIES, ORDINARY, UNITS
-from tools.ckpt_analysis.render import sweep
+from tools.ckpt_analysis.project.drills import Deployment, Drill
+from tools.ckpt_analysis.project.twin import Predicted, Prediction
+from tools.ckpt_analysis.render import sweep, twin
 from tools.ckpt_analysis.sweeps.read import Sweep
+from tools.common.extrapolation import Extrapolation
 from tools.common.tables import Column, titles
 from tools.restart_drill.output import describe
 
@@ -88,6 +92,25 @@ def test_heads_of_sweeps_are_defined(columns: tuple[Column[Any], ...]) -> None:
 def test_heads_of_a_sweeps_files_are_defined() -> None:
     view = sweep.View(Sweep(Path(), "", "", 1, [], {}, []), [])
     assert undefined(titles(sweep.files_columns(view))) == []
+
+
+def test_keys_and_heads_of_predictions_are_defined() -> None:
+    """Of another layout, learnt from runs of several sizes."""
+    place = Deployment(*(1.0 for _ in fields(Deployment)))
+    drill = Drill("", "lazy", place, {})
+    predicted = Predicted("load_s", 1.0, 1.0, 1.0, {"read": 0.5, "barrier": 0.5}, ["bytes"], 0.0)
+    reach = Extrapolation("ranks", 1.0, 2.0, 2.0, too_far=False)
+    shown = twin.document(Prediction("prediction", "lazy", place, [drill], 1.0, [predicted], [reach]))
+    found = json.loads(shown.json())
+    assert {"deployment", "predicted", "too_far", "imported_once"} <= keys_of(found)
+    assert undefined(keys_of(found)) == [] and undefined(heads_of(shown.markdown())) == []
+
+
+@pytest.mark.slow
+def test_names_of_metrics_for_prometheus_are_defined(trace: str, tmp_path: Path) -> None:
+    assert main(["export", trace, "-o", str(tmp_path / "restart_trace.prom"), "--quiet"]) == 0
+    names = re.findall(r"^# TYPE restart_trace_(\S+)", (tmp_path / "restart_trace.prom").read_text(), re.MULTILINE)
+    assert len(names) > 20 and undefined(names, "prometheus") == []
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ _COLOURS = {
     "cuda_context": "#997700",
     "communicators": "#AAAA00",
     "host_memory": "#EECC66",
-    "compile": "#6699CC",
+    "compile": "#5522EE",
     "warmup": "#994455",
     "model_build": "#77AADD",
     "data_build": "#99DDFF",
