@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,18 +17,20 @@ class Background:
 
     def __init__(self) -> None:
         self._workers: dict[Operation, tuple[object, ...]] = {}  # with its thread and its future
-        self._of_thread = threading.local()  # `future`: that which the thread works for
+        # `future`: a weak reference to that which the thread works for, as a pool's thread keeps no result either.
+        self._of_thread = threading.local()
         self._awaited: tuple[object, int] | None = None  # thread or future that training waits for, and since when (ns)
         # A wait is noted by its end or by that of the operation, whichever comes first. Reentrant for signal handlers.
         self._lock = threading.RLock()
 
     def works_for(self, future: object) -> None:
         """From here on this thread works for the result of `future`."""
-        self._of_thread.future = future
+        self._of_thread.future = weakref.ref(future)
 
     def began(self, operation: Operation) -> None:
         """This thread, which is not the training thread, makes the operation."""
-        self._workers[operation] = threading.current_thread(), getattr(self._of_thread, "future", None)
+        future = getattr(self._of_thread, "future", None)
+        self._workers[operation] = threading.current_thread(), None if future is None else future()
 
     def given_to(self, operation: Operation, future: object) -> None:
         """Another process makes the operation, and `future` will tell its end."""

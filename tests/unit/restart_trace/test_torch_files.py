@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,17 @@ def test_a_wait_is_noted_once_where_it_ends_with_the_save() -> None:
         pass
     save_ends.join()
     assert noted == ["wait_previous"]
+
+
+def test_a_thread_of_a_pool_keeps_no_result() -> None:
+    """It may be a copy of a whole state."""
+    background, future = Background(), Future[None]()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(background.works_for, future).result()
+        pool.submit(int).result()  # the thread has let go of what it did before
+        kept = weakref.ref(future)
+        del future
+        assert kept() is None
 
 
 @pytest.mark.slow
