@@ -49,7 +49,7 @@ def architecture_of(model: ModelConfig) -> str:
     if flags:
         raise ConversionError(
             f"{', '.join(flags)}: {name}, which hf-convert writes for a model with {kind}, cannot express it "
-            "exactly; export a model that was trained without it"
+            "exactly; export a model that was trained otherwise"
         )
     return name
 
