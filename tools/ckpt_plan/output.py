@@ -11,7 +11,7 @@ from megatron.config.uris import is_uri
 from megatron.fileio.objects.parts import LISTED, download_requests, range_requests, upload_requests
 
 from ..common.formatting import size
-from ..common.tables import text_table
+from ..common.tables import text_table, wrapped
 from .device_memory import DEVICE_SIZES
 from .engines import engine_plan
 from .kinds import KINDS
@@ -20,7 +20,7 @@ from .plan import UPSTREAM, Plan, PlannedFile, RankPlan
 from .run_needs import RunNeeds, to_dict
 from .run_needs import render as render_needs
 
-_MANY_RANKS = 16
+_MANY_RANKS, _MANY_ON_A_SCREEN = 16, 4
 
 
 def to_json(plan: Plan, needs: RunNeeds | None = None) -> str:
@@ -115,7 +115,7 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bo
         f"{len(plan.files)} files, {plan.total_bytes} bytes ({size(plan.total_bytes, 2)})",
         *(f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind], 2)}" for kind in KINDS),
         "",
-        *_rank_lines(plan.ranks),
+        *_rank_lines(plan.ranks, _MANY_ON_A_SCREEN if brief else _MANY_RANKS),
         *_device_lines(plan.ranks),
         "",
     ]
@@ -129,15 +129,15 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bo
             f"to object storage: {count['save_put']} PUT and POST for a save, {count['save_list']} LIST; from there "
             f"{count['load_get']} GET for a load, where one node needs each file"
         )
-    lines += [f"note: {note}" for note in notes(plan)]
+    lines += [line for note in notes(plan) for line in wrapped(f"note: {note}", rest="  ")]
     return "\n".join(lines) + "\n" + ("" if needs is None else render_needs(needs, show_all=show_all))
 
 
-def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
-    """One line per rank; if there are many ranks, one line per distinct amount."""
+def _rank_lines(ranks: Sequence[RankPlan], many: int) -> list[str]:
+    """One line per rank; of more than `many` ranks, one line per distinct amount."""
     groups: dict[tuple[Any, ...], list[RankPlan]] = {}
     for rank in ranks:
-        key = (rank.rank,) if len(ranks) <= _MANY_RANKS else (rank.at.pp, rank.at.dp == 0, len(rank.files))
+        key = (rank.rank,) if len(ranks) <= many else (rank.at.pp, rank.at.dp == 0, len(rank.files))
         groups.setdefault(key, []).append(rank)
     header = ("rank", "tp", "pp", "dp", "files", "bytes", "device memory", "host memory")
     rows: list[tuple[str, ...]] = []
@@ -164,7 +164,8 @@ def _device_lines(ranks: Sequence[RankPlan]) -> list[str]:
     most = max(ranks, key=lambda rank: rank.device_bytes)
     parts = ", ".join(f"{name.replace('_', ' ')} {size(value, 2)}" for name, value in most.device.items())
     fits = [f"{'fits' if most.device_bytes <= each else 'does not fit'} {size(each, 0)}" for each in DEVICE_SIZES]
-    return [f"the fullest device, rank {most.rank}: {size(most.device_bytes, 2)} = {parts}; {', '.join(fits)}"]
+    text = f"the fullest device, rank {most.rank}: {size(most.device_bytes, 2)} = {parts}; {', '.join(fits)}"
+    return wrapped(text, rest="  ")
 
 
 def _span(values: list[int]) -> str:

@@ -636,6 +636,9 @@ def test_what_a_run_needs_fits_a_screen_unless_all_of_it_is_asked_for(capsys: py
     assert main([*words, "--run", "--", "--save", "/x"]) == 0
     brief = capsys.readouterr().out
     assert len(brief.splitlines()) <= 40 and "configuration, where" not in brief and "manifest.json" not in brief
+    assert main(["--model", "13b", "--run", "--", "--save", "/x"]) in (0, 1)
+    many = capsys.readouterr().out.splitlines()
+    assert sum(-(-len(line) // 100) for line in many if line) + many.count("") <= 35  # a script's DRY_RUN adds five
     assert main([*words, "--run", "--all", "--", "--save", "/x"]) == 0
     whole = capsys.readouterr().out
     assert "configuration, where it is not the default:" in whole and "manifest.json" in whole
