@@ -133,6 +133,25 @@ def test_of_few_ranks_one_with_more_bytes_is_not_called_slow(
     assert ("out of the job" in found.advice) != uneven and found.data["rank"] == 0
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (8, SLOW)])
+def test_only_a_pipeline_is_advised_to_spread_the_layers_of_its_stages(
+    tmp_path: Path, stages: int, ranks: int, slow: int
+) -> None:
+    """In a job that hooks traced; this project's trainer has no such section of DeepSpeed's."""
+
+    def make(log: RankLog) -> None:
+        layout = {"tp": 1, "pp": stages, "dp": ranks // stages}
+        place = {"tp": 0, "pp": log.rank // layout["dp"], "dp": log.rank % layout["dp"]}
+        log.records[0] |= place | {"world_size": ranks, "layout": layout}
+        more = 2 if log.rank == slow else 1
+        save(log, 1000 * more, 1000 * (2 - more), num_bytes=1000 * more)
+
+    (found,) = findings(tmp_path, "straggling_rank", make, ranks=ranks, options=Options(instrument="hooks"))
+    assert found.data["rank"] == slow and "more to do" in found.advice
+    assert ("pipeline_stage" in found.advice) == (stages > 1)
+
+
 @pytest.mark.parametrize(("slow_ms", "met"), [(1300, True), (1299, False)])
 def test_straggling_host(tmp_path: Path, slow_ms: float, met: bool) -> None:
     def make(log: RankLog) -> None:
