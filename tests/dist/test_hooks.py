@@ -95,9 +95,14 @@ def losses(run: Run) -> list[str]:
 
 
 def lines(run: Run) -> list[set[str]]:
-    """The lines that each rank printed, without what two runs have differently: numbers, and how often a line comes."""
+    """The lines that each rank printed, without what two runs have differently: numbers, how often a line comes, and
+    progress bars, which are drawn again and filled up by the time that passes."""
     return [
-        {re.sub(r"\d[\d.,e:+-]*", "#", line) for line in run.log(rank).splitlines() if " loss " not in line}
+        {
+            re.sub(r"\d[\d.,e:+-]*", "#", line)
+            for line in run.log(rank).splitlines()
+            if not re.search(r" loss |%\|", line)
+        }
         for rank in range(RANKS)
     ]
 
