@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from restart_trace import under_way
 from restart_trace.clock import now_ns, read_anchor
 from restart_trace.probes import Probe, forgiving
+from restart_trace.raised import Raised
 from restart_trace.sampler import Sampler
 from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
 from restart_trace.sink import NullSink
@@ -153,14 +154,12 @@ class Operation:
         nvtx, thread = self._recorder.nvtx, threading.get_ident()
         if nvtx is not None:
             nvtx.range_push(f"{self._name}/{phase}" + (f"/{detail}" if detail else ""))
-        error: str | None = None
+        raised = Raised()
         number = under_way.begin(under_way.OWN_WORK, self._name, self._labels["tag"], phase, detail, file)
         start = self.opened_ns(joined=joined)
         try:
-            yield handle
-        except BaseException as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            raise
+            with raised:
+                yield handle
         finally:
             end = now_ns()
             handle.duration_ns = end - start
@@ -170,7 +169,8 @@ class Operation:
             # thread.
             if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
-            self.add(phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error)
+            size, error = handle.bytes, raised.error
+            self.add(phase, detail, start, end, file=file, num_bytes=size, blocking=blocking, error=error)
 
     def add(
         self,
@@ -375,14 +375,12 @@ class Recorder:
     ) -> Iterator[Operation]:
         """An operation that lasts as long as the body; arguments as in `begin`."""
         op = self.begin(name, tag=tag, step=step, engine=engine, contiguous=contiguous)
-        error: str | None = None
+        raised = Raised()
         try:
-            yield op
-        except BaseException as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            raise
+            with raised:
+                yield op
         finally:
-            op.end(error)
+            op.end(raised.error)
 
     def iteration(self, step: int, start_ns: int, end_ns: int, loss: float | None = None) -> None:
         record: dict[str, Any] = {"type": "iteration", "step": step, "start_ns": start_ns, "end_ns": end_ns}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from restart_trace import clock, under_way
+from restart_trace.raised import Raised
 from restart_trace.recorder import Operation, Recorder, SpanHandle
 from restart_trace.regular import open_regular
 from restart_trace.schema import RANK_FILE_PATTERN
@@ -121,12 +122,10 @@ class Startup:
         inner = Interruptions()
         number = under_way.begin(depends_on, "startup", name)
         start = self._op.opened_ns()
-        error: str | None = None
+        raised = Raised()
         try:
-            yield inner
-        except BaseException as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            raise
+            with raised:
+                yield inner
         finally:
             end = clock.now_ns()
             under_way.end(number)
@@ -135,7 +134,7 @@ class Startup:
                 self._op.add(name, None, start, began)
                 self._op.add(phase, detail, began, ended)
                 start = ended
-            self._op.add(name, None, start, end, error=error)
+            self._op.add(name, None, start, end, error=raised.error)
 
     @contextmanager
     def phase_beside_operation(self, name: str) -> Iterator[None]:

@@ -23,6 +23,7 @@ from restart_trace.hooks import waits
 from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
+from restart_trace.raised import Raised
 
 _ZIP = b"PK\x03\x04"  # first bytes of torch's current format
 _OF_MEMORY = (
@@ -148,21 +149,19 @@ class Serialization:
         """Around torch.save, which writes its archive to `target`; `path`: None if that is in memory."""
         begin = _position(target)
         watch = self._of_thread.writing = _Watch()
-        error: str | None = None
+        raised = Raised()
         with running.apart() as start:
             try:
-                yield
-            except BaseException as exc:
-                error = f"{type(exc).__name__}: {exc}"
-                raise
+                with raised:
+                    yield
             finally:
                 self._of_thread.writing = None
                 end = now_ns()
                 file = None if path is None else running.name_of(path)
                 of_storage = {} if path is None else {"duration_ns": end - start - watch.total_ns, "file": file}
-                running.add("serialize", None, start, end, error=error, **of_storage)
+                running.add("serialize", None, start, end, error=raised.error, **of_storage)
                 if path is not None:
-                    size = None if error else _written(target, begin)
+                    size = None if raised.error else _written(target, begin)
                     running.add("flush", "write", start, end, duration_ns=watch.total_ns, file=file, num_bytes=size)
                     if size is not None:
                         running.count(size, path)
@@ -209,17 +208,15 @@ class Serialization:
                 call.kwargs = given | {"f": file}
             else:
                 call.args = (file, *call.args[1:])
-            error: str | None = None
+            raised = Raised()
             try:
-                yield
-            except BaseException as exc:
-                error = f"{type(exc).__name__}: {exc}"
-                raise
+                with raised:
+                    yield
             finally:
                 end, name, read_ns = now_ns(), running.name_of(path), watch.total_ns
                 running.add("load", "read", start, end, duration_ns=read_ns, file=name, num_bytes=watch.bytes)
                 rest_ns = end - start - read_ns
-                running.add("load", "deserialize", start, end, duration_ns=rest_ns, file=name, error=error)
+                running.add("load", "deserialize", start, end, duration_ns=rest_ns, file=name, error=raised.error)
                 running.count(watch.bytes, path)
 
     @contextmanager

@@ -26,6 +26,7 @@ from restart_trace.hooks.timeline import Timeline
 from restart_trace.hooks.variables import RANK_PID_VARIABLE
 from restart_trace.mounts import storage_fields
 from restart_trace.process import RankIdentity, rank_fields
+from restart_trace.raised import Raised
 from restart_trace.recorder import Recorder, given
 from restart_trace.schema import COUNT, RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
@@ -402,17 +403,15 @@ class Session:
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:
         """The body is the rest of the save or load, which then ends unless the body sets `running.unfinished`."""
-        error: str | None = None
+        raised = Raised()
         try:
-            yield
-        except BaseException as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            raise
+            with raised:
+                yield
         finally:
             self._of_thread.running = None
-            if error or not running.unfinished:
+            if raised.error or not running.unfinished:
                 self.background.ends(running.operation)
-                running.operation.end(error)
+                running.operation.end(raised.error)
 
     def iteration(self, step: int, source: str, first_ns: int, start_ns: int, end_ns: int) -> None:
         """Record iteration `step`, numbered by `source`, from start_ns to end_ns; training began at first_ns."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from restart_trace.clock import now_ns
+from restart_trace.raised import Raised
 from restart_trace.recorder import Operation
 
 
@@ -49,14 +50,12 @@ class Timeline:
         """As `phase`, for a piece that may become another phase by `change`."""
         self._cut()
         self._open.append(piece)
-        error: str | None = None
+        raised = Raised()
         try:
-            yield
-        except BaseException as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            raise
+            with raised:
+                yield
         finally:
-            self._cut(last=piece, error=error)
+            self._cut(last=piece, error=raised.error)
             self._open.pop()
 
     def change(self, piece: Piece, phase: str, detail: str | None = None) -> None:
