@@ -142,7 +142,9 @@ def _from_file(name: str, given: dict[str, Any], where: str) -> DeviceFacts:
     compared = [key for key in _NOT_COMPARED if key in given]
     if len(compared) == 1:  # of the other nothing would be known
         (lacking,) = _NOT_COMPARED.keys() - compared
-        raise ConfigError(f"{where}: {lacking} is missing; give it, too, of the step that {compared[0]} is of")
+        raise ConfigError(
+            f"{where}: {compared[0]} is given without {lacking}; give both of the measured step, or neither"
+        )
     _check_numbers(given, where)
     return replace(_DEVICES[like or "h100"], name=name, **_NOT_COMPARED | given)
 

@@ -359,8 +359,14 @@ def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[st
         ('{"mine": {"like": "h100", "peak_tflops": 0}}', "peak_tflops 0: must be a number above 0"),
         ('{"mine": {"like": "h100", "launch_us": -1}}', "launch_us -1: must be a number at least 0"),
         ('{"mine": {"like": "h100", "peak_tflops": true}}', "peak_tflops True: must be a number above 0"),
-        ('{"mine": {"like": "h100", "compared_ranks": 8}}', "mine: compared_parameters is missing; give it, too"),
-        ('{"mine": {"like": "h100", "compared_parameters": 1e9}}', "mine: compared_ranks is missing; give it, too"),
+        (
+            '{"mine": {"like": "h100", "compared_ranks": 8}}',
+            "mine: compared_ranks is given without compared_parameters; give both",
+        ),
+        (
+            '{"mine": {"like": "h100", "compared_parameters": 1e9}}',
+            "mine: compared_parameters is given without compared_ranks; give both",
+        ),
     ],
 )
 def test_files_of_facts_that_are_refused(tmp_path: Path, content: str, message: str) -> None:
