@@ -114,7 +114,7 @@ def test_from_outside_they_are_found_as_they_were_made_whatever_their_descriptor
     slot.resize(4096)
     slot.seal({"made": "first"})
     mapped = mmap.mmap(slot.data, 4096)
-    low = [os.dup(slot.data) for _ in range(2)]
+    low = [os.dup(slot.data) for _ in range(64)]  # more than threads of other tests take when they are free again
     (early,) = new_slots(1)
     early[1].seal({"made": "second"})
     for fd in low:
