@@ -20,6 +20,7 @@ from restart_trace.recorder import untraced_operation
 
 NAMES = ["layer_01-model_00-model_states.pt", "mp_rank_00_model_states.pt"]
 BLOCK = 64 * 1024
+MOST = 0.9  # of a file's pages: the kernel may take some back at any time
 
 
 def files(num_bytes: int = 3 * MIB) -> list[FileState]:

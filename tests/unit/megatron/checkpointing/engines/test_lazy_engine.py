@@ -26,6 +26,7 @@ from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import (
     BLOCK,
+    MOST,
     NAMES,
     check,
     engine,
@@ -193,7 +194,7 @@ def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
         directory.mkdir()
         (saved,) = engine(direct_io=mode).save(files(), directory, untraced_operation())
         with (directory / saved.name).open("rb") as file:
-            assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) is cached
+            assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) > MOST) is cached
 
 
 def test_space_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +255,7 @@ def test_what_lies_in_the_page_cache_needs_no_other_memory(tmp_path: Path) -> No
     check(found, files())
     assert loading._arena._memory is None or len(loading._arena._memory) <= 16 * 4096
     with (tmp_path / saved.name).open("rb") as file:
-        assert ResidentPages(file.fileno()).share(0, saved.num_bytes) > 0.9
+        assert ResidentPages(file.fileno()).share(0, saved.num_bytes) > MOST
     # A change to what was loaded is no change to the checkpoint, and its removal none to what was loaded.
     found[NAMES[0]]["weights"].zero_()
     check(load(tmp_path, [saved]), files())

@@ -18,7 +18,7 @@ from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io
-from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
+from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, MOST, NAMES, check, engine, files, load
 from tests.unit.trace_helpers import PROCESS, read
 
 
@@ -85,7 +85,7 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
     (saved,) = saving.save(files(9 * MIB + 40), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     with path.open("rb") as file:
-        assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) == cached
+        assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) > MOST) == cached
     loading = engine(io_threads=threads, direct_io=direct_io)
     live, flat = live_files(files(9 * MIB + 40))
     found = loading.load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
@@ -94,7 +94,7 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
     assert loading._arena._memory is None or len(loading._arena._memory) <= 16 * 4096
     with path.open("rb") as file:  # read around the page cache, where it was not there already
         resident = ResidentPages(file.fileno())
-        assert (resident.share(0, saved.num_bytes) == 1) == (cached or direct_io == "off")
+        assert (resident.share(0, saved.num_bytes) > MOST) == (cached or direct_io == "off")
 
 
 def test_only_the_end_of_the_file_lies_in_the_page_cache(tmp_path: Path) -> None:
