@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 class Ahead:
     """What was restored before its start began: the live state is that of `candidate`, if there is one.
 
-    `common`: its mp_rank file, `random_state` that after it was restored.
+    `common`: its mp_rank file, `random_state` that after it was restored; `weights_read`: by whom, for the log.
     """
 
     candidate: Candidate | None = None
     common: Mapping[str, Any] | None = None
     random_state: Mapping[str, Any] | None = None
+    weights_read: str = ""
     began: bool = False  # a load has changed the live state, which is not the initial one any more
 
     def forget(self) -> None:

@@ -133,11 +133,15 @@ def test_what_standby_ranks_do_ahead_leaves_no_trace_in_a_training_from_its_begi
 
 @pytest.mark.slow
 def test_standby_ranks_go_on_from_what_they_have_loaded_ahead(tmp_path: Path, dataset: list[str]) -> None:
-    """First from iteration 10, which they loaded after that of 5."""
-    flags = "--standby", "--standby-load"
-    trace = trained_and_killed(tmp_path, [*dataset, *DROPOUT], *flags, standby=2, held_at=13)
+    """First from iteration 10, which they loaded after that of 5, with replicas that read a part each."""
+    flags, divided = ("--standby", "--standby-load"), "--ckpt-fully-parallel-load"
+    trace = trained_and_killed(tmp_path, [*dataset, *DROPOUT, divided], *flags, standby=2, held_at=13)
     (event,) = [r for r in records(trace, 1, 1) if r["type"] == "event" and r["phase"] == "loaded_ahead"]
     assert event["detail"] == "global_step10"
+    (told,) = [line for line in (tmp_path / "log").read_text().splitlines() if f"{divided}: " in line]
+    assert "each replica read a part of the weights" in told and told.endswith(
+        "; standby ranks did that before this start"
+    )
     assert not [r for r in records(trace, 1, 1) if r["type"] == "span" and r.get("detail") == "read"]
 
 

@@ -81,6 +81,7 @@ def test_the_bits_are_those_that_were_saved(zygote: Zygote, dataset: list[str], 
     assert run.ok, run.output[-6000:]
     assert each.trained_as_before("resumed")
     assert all(spans(each, "resumed", rank, "broadcast") == 1 for rank in range(LAYOUT.world_size))
+    assert run.output.count(f"{FLAG}: each replica read a part of the weights and sent it to the others") == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -109,6 +110,9 @@ def test_what_arrives_otherwise_than_it_was_read_is_read_by_each_rank(lazy: Job)
     assert lazy.trained_as_before("flipped")
     assert run.output.count("weights arrived otherwise than they were read (layer_0") == 1
     assert " on rank 1, from rank 0): each rank reads all of its own" in run.log(0)
+    assert [line.split(f"{FLAG}: ")[1] for line in run.output.splitlines() if f"{FLAG}: " in line] == [
+        "each rank read all of its weights, as some arrived otherwise than they were read"
+    ]
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-start-over"]], ids=["as it is", "allow start over"])
@@ -185,4 +189,4 @@ def test_one_replica_is_told_that_it_has_no_effect(lazy: Job) -> None:
 def test_a_load_onto_another_layout_is_told_that_it_has_no_effect(lazy: Job) -> None:
     flags = ["--load", str(lazy.save), "--train-iters", str(LAST + 1), "--lr-decay-iters", "9"]
     run = lazy.launcher.train(Layout(1, 1, 2), *lazy.flags, *flags, FLAG)
-    assert "--ckpt-fully-parallel-load: no effect on a load onto another layout" in run.log(0)
+    assert run.log(0).count("--ckpt-fully-parallel-load: no effect on a load onto another layout") == 1

@@ -253,14 +253,16 @@ class _CandidateLoad:
         ctx, candidate, op = self.ctx, self.opened.candidate, self.op
         if ctx.ahead is not None:
             if ctx.ahead.candidate == candidate:
-                return _take_loaded_ahead(ctx, ctx.ahead, self.engine, op)
+                progress = _take_loaded_ahead(ctx, ctx.ahead, self.engine, op)
+                self._tell_of_flag(f"{ctx.ahead.weights_read}; standby ranks did that before this start")
+                return progress
             ctx.ahead.forget()
         if ctx.prefetch is not None and self.opened.memory_save is None:
             ctx.prefetch.hand_over(op, candidate.directory)
         if self._is_other_layout():
-            if ctx.config.checkpoint.ckpt_fully_parallel_load:
-                logger.info("--ckpt-fully-parallel-load: no effect on a load onto another layout")
-            return first_undamaged(self.opened.shared_copies(self.reader, op), self._reshard)
+            progress = first_undamaged(self.opened.shared_copies(self.reader, op), self._reshard)
+            self._tell_of_flag("no effect on a load onto another layout")
+            return progress
         states: dict[str, Any] = {}
         exchanged = self._divides_weights() and self._read_a_part(states)
         if not exchanged:
@@ -270,10 +272,13 @@ class _CandidateLoad:
         options = ctx.config.checkpoint
         if options.verify_restored_state and not options.finetune:
             self._verify()
+        weights_read = self._who_read_weights(exchanged)
+        self._tell_of_flag(weights_read)
         if candidate.manifest is None:
             logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
         elif ctx.ahead is not None:
             ctx.ahead.candidate, ctx.ahead.common, ctx.ahead.random_state = candidate, common, get_rng_state()
+            ctx.ahead.weights_read = weights_read
         return progress
 
     @property
@@ -300,12 +305,25 @@ class _CandidateLoad:
 
     def _divides_weights(self) -> bool:
         """Whether each DP replica is to read a part of the weights (--ckpt-fully-parallel-load); of all ranks alike."""
-        if not self.ctx.config.checkpoint.ckpt_fully_parallel_load or self.ctx.place.layout.dp == 1:
-            return False
-        if self.opened.memory_save is None:
-            return True
-        logger.info("--ckpt-fully-parallel-load: no effect on a load from host memory, which is faster than a network")
-        return False
+        return self._is_flag_given and self.opened.memory_save is None
+
+    @property
+    def _is_flag_given(self) -> bool:
+        """Without replicas --ckpt-fully-parallel-load is none; the start has said so."""
+        return self.ctx.config.checkpoint.ckpt_fully_parallel_load and self.ctx.place.layout.dp > 1
+
+    def _who_read_weights(self, exchanged: bool) -> str:
+        """In a load on the layout that saved, for the log."""
+        if exchanged:
+            return "each replica read a part of the weights and sent it to the others"
+        if self.opened.memory_save is not None:
+            return "no effect on a load from host memory, which is faster than a network"
+        return "each rank read all of its weights, as some arrived otherwise than they were read"
+
+    def _tell_of_flag(self, effect: str) -> None:
+        """Log the `effect` of --ckpt-fully-parallel-load, if it is given; once in a load, after it."""
+        if self._is_flag_given:
+            logger.info("--ckpt-fully-parallel-load: %s", effect)
 
     def _read_a_part(self, states: dict[str, Any]) -> bool:
         """As `_read_on_all_ranks`, but of the weights each replica reads a part, and all exchange these.
