@@ -25,7 +25,7 @@ from tests.cluster.jobs import (
     named_nodes,
 )
 from tests.cluster.slurm import Slurm
-from tests.dist.harness import HANGS_S, losses, wait_for
+from tests.dist.harness import HANGS_S, losses, records, wait_for
 from tools.restart_bench.launcher_entries import FROM_ONE_NODE, IN_PLACE, ON_EACH_NODE
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,23 @@ def test_over_a_hostfile(killed: tuple[str, ...], resumes: str, nodes: int, clus
         job.train_and_kill(LAUNCHER=launcher, **({"HOST_GRACE": "2"} if launcher == "deepspeed" else {}))
     job.resume(LAUNCHER=resumes)
     assert_resumed_exactly(job)
+
+
+def test_replicas_on_different_nodes_read_a_part_each(cluster: Cluster, preset: Preset) -> None:
+    """--ckpt-fully-parallel-load: the ranks of a node have one stage, and its replica is on the next node."""
+    job = preset.job("parallel_load", cluster.compute_nodes, LAUNCHER="fork", ENGINE="torch")
+    job.settings["HOSTFILE"] = str(preset.hostfile(job))
+    job.train_and_kill()
+    job.settings["EXTRA_ARGS"] += " --ckpt-fully-parallel-load"  # beside --verify-restored-state
+    job.resume()
+    assert_resumed_exactly(job)
+    loads = [
+        [r for r in records(job.trace, 1, rank) if r["type"] == "span" and r["operation"] == "load"]
+        for rank in range(job.world_size)
+    ]
+    layers = [{Path(r["file"]).name for r in spans if "layer_" in r.get("file", "")} for spans in loads]
+    assert all(layers) and len(set().union(*layers)) == sum(map(len, layers)), "each layer is read by one rank"
+    assert all(sum(r.get("detail") == "broadcast" for r in spans) == 1 for spans in loads)
 
 
 @pytest.mark.parametrize(
