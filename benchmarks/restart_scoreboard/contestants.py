@@ -21,6 +21,7 @@ from megatron.net.free_port import free_port
 
 HERE = Path(__file__).parent
 TORCHFT = "benchmarks.restart_scoreboard.torchft_ddp"
+INPROCESS = "benchmarks.restart_scoreboard.nvrx_inprocess"
 OURS = "pretrain_gpt.py"
 
 
@@ -35,6 +36,7 @@ class Contestant:
     written: what its user writes besides the plain script
     docs: where its recommended use stands
     goes_on: whether the ranks that are left go on with the next iteration, instead of from a checkpoint
+    reserves: ranks that wait to take the place of one that is killed
     """
 
     what: str
@@ -44,6 +46,7 @@ class Contestant:
     written: tuple[Path, ...] = ()
     docs: str = ""
     goes_on: bool = False
+    reserves: int = 0
 
     @property
     def lines(self) -> int | None:
@@ -81,12 +84,18 @@ def _launcher(*words: str, variables: Sequence[str] = ()) -> Callable[[Setting, 
     return build
 
 
-def _torchft(setting: Setting, save: Path) -> list[str]:
-    programs = f"PATH={Path(sys.executable).parent}:/usr/bin:/bin"
-    script = ["bash", str(HERE / "torchft.sh"), str(setting.world_size), str(free_port()), str(setting.restarts)]
-    return [*environment_of_plain(setting), programs, *script, *arguments_of_plain(setting, save)]
+def _script(name: str, words: Callable[[Setting], list[int]]) -> Callable[[Setting, Path], list[str]]:
+    """A script here, with `words` and the arguments of the plain script."""
+
+    def build(setting: Setting, save: Path) -> list[str]:
+        programs = f"PATH={Path(sys.executable).parent}:/usr/bin:/bin"
+        script = ["bash", str(HERE / name), *map(str, words(setting))]
+        return [*environment_of_plain(setting), programs, *script, *arguments_of_plain(setting, save)]
+
+    return build
 
 
+_RESERVES = 1  # of the wrapper: faults of one rank and of all take turns, and after the latter all are there again
 _RENDEZVOUS = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:PORT")
 CONTESTANTS = {
     BASELINE: Contestant("a plain DeepSpeed script, run again with torchrun by a loop of the shell", _ours(BASELINE)),
@@ -109,9 +118,18 @@ CONTESTANTS = {
         package="dlrover",
         docs="https://github.com/intelligent-machine-learning/dlrover",
     ),
+    "nvrx-inprocess": Contestant(
+        "the same script's main() under the in-process wrapper of nvidia-resiliency-ext, with a rank in reserve",
+        _script("nvrx_inprocess.sh", lambda setting: [setting.world_size, _RESERVES, free_port(), free_port()]),
+        INPROCESS,
+        "nvidia-resiliency-ext",
+        (HERE / "nvrx_inprocess.py", HERE / "nvrx_inprocess.sh"),
+        "https://nvidia.github.io/nvidia-resiliency-ext/inprocess/usage_guide.html",
+        reserves=_RESERVES,
+    ),
     "torchft": Contestant(
         "the same model in a script for torchft: DDP over replica groups of one rank, which come and go",
-        _torchft,
+        _script("torchft.sh", lambda setting: [setting.world_size, free_port(), setting.restarts]),
         TORCHFT,
         "torchft-nightly",
         (HERE / "torchft_ddp.py", HERE / "torchft.sh"),
@@ -131,6 +149,7 @@ CONTESTANTS = {
 }
 # What is not tried, and why.
 LEFT_OUT = {
-    "nvidia-resiliency-ext's in-process wrapper": "its documentation requires NCCL, so a GPU",
-    "torchft's HSDP, torchrun over nodes with spares and Slurm's requeue": "they need several hosts, this is one",
+    "torchft's HSDP, torchrun over nodes with a spare": "they are for lost hosts, and this is one host "
+    "(docs/results/restart_speed.md)",
+    "Slurm's requeue": "slurmctld holds a requeued job back for 120 s, and then starts it as plain is started",
 }

@@ -144,10 +144,10 @@ class Training:
         return self._name not in STANDBY or waiting == self._setting.world_size
 
     def _kill(self, kind: str, drawn: random.Random) -> None:
-        ranks = self._ranks()
-        if len(ranks) != self._setting.world_size:
-            raise MeasurementError(f"{len(ranks)} ranks were found, {self._setting.world_size} were expected")
-        one = drawn.randrange(len(ranks))
+        ranks, wanted = self._ranks(), self._setting.world_size
+        if not wanted <= len(ranks) <= wanted + self._contestant.reserves:
+            raise MeasurementError(f"{len(ranks)} ranks were found, {wanted} were expected")
+        one = drawn.randrange(wanted)  # the reserves come last
         self._launch.send(signal.SIGKILL, ranks if kind == "all" else [ranks[one]])
 
     def _ranks(self) -> list[psutil.Process]:
@@ -158,6 +158,8 @@ class Training:
         for process in self._launch.everything():
             with contextlib.suppress(psutil.Error, OSError):
                 environment, words = process.environ(), process.cmdline()
+                if process.cwd() == "/":  # a monitor that a rank of nvidia-resiliency-ext has forked
+                    continue
                 if "RANK" in environment and any(word.endswith(self._contestant.trainer) for word in words):
                     found.append((environment.get("REPLICA_GROUP_ID", ""), int(environment["RANK"]), process.pid))
         return [psutil.Process(pid) for _, _, pid in sorted(found)]

@@ -37,6 +37,7 @@ CHILD_PROCESSES = {
     "benchmarks.launchers.plain_deepspeed", "benchmarks.adapters.job", "megatron.launch.rank",
     "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
     "tools.restart_drill.soak.snapshot", "benchmarks.restart_scoreboard.torchft_ddp",
+    "benchmarks.restart_scoreboard.nvrx_inprocess",
 }  # fmt: skip
 SCRIPTS = [
     *sorted(path for path in BENCH.rglob("*.*") if path.suffix in (".sh", ".sbatch") and path.read_text()[:2] == "#!"),

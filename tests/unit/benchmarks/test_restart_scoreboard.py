@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.launchers.variants import PLAIN, Setting
+from benchmarks.restart_scoreboard import contestants
 from benchmarks.restart_scoreboard.cli import parse_arguments, reason
 from benchmarks.restart_scoreboard.contestants import CONTESTANTS, OURS, TORCHFT
 from benchmarks.restart_scoreboard.report import Result, analyse, render, wrong_losses
 from benchmarks.restart_scoreboard.training import Fault, Trained
+from tests.dist.harness import HANGS_S, end_all, wait_for
 
 
 def trained(*losses: str, seconds: float = 10.0) -> Trained:
@@ -71,8 +77,36 @@ def test_all_train_the_same_on_the_same_data_and_restart_as_often(name: str, tmp
     if "--max_restarts" in argv:
         assert argv[argv.index("--max_restarts") + 1] == ("0" if name == "plain" else "6")
         assert argv[argv.index("-m", argv.index("--max_restarts")) + 1] == PLAIN
-    else:
+    elif name == "torchft":
         assert argv[argv.index("bash") + 2 :][:3:2] == ["4", "6"]  # between them is a port
+    else:  # it restarts as often as there are reserves, and then is run again
+        assert argv[argv.index("bash") + 2 :][:2] == ["4", str(CONTESTANTS[name].reserves)]
+
+
+def test_ranks_under_the_in_process_wrapper_end_with_the_one_that_has_its_store(tmp_path: Path) -> None:
+    """And with no other: nvrx_inprocess.sh, with ranks that do nothing."""
+    rank = tmp_path / "python"
+    rank.write_text("#!/bin/sh\necho $$ > pid_$RANK\n[ $RANK = 1 ] && exit 9\nexec sleep 1000\n")
+    rank.chmod(0o755)
+    script = Path(contestants.__file__).with_name("nvrx_inprocess.sh")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    launch = subprocess.Popen(["bash", script, "2", "1", "1001", "1002"], cwd=tmp_path, env=environment)
+    try:
+        wait_for(lambda: len(pids(tmp_path)) == 3, "its ranks")
+        wait_for(lambda: not psutil.pid_exists(pids(tmp_path)[1]) or launch.poll() is not None, "the end of rank 1")
+        assert launch.poll() is None
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        assert launch.wait(HANGS_S) == 128 + signal.SIGKILL
+        wait_for(lambda: not psutil.pid_exists(pids(tmp_path)[2]), "the end of rank 2")
+    finally:
+        launch.kill()
+        end_all(lambda: [psutil.Process(pid) for pid in pids(tmp_path).values() if psutil.pid_exists(pid)])
+
+
+def pids(directory: Path) -> dict[int, int]:
+    """By rank, of those that have begun."""
+    found = {int(path.name[4:]): path.read_text().strip() for path in directory.glob("pid_*")}
+    return {rank: int(text) for rank, text in found.items() if text}
 
 
 @pytest.mark.parametrize(
