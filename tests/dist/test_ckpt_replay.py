@@ -155,11 +155,13 @@ def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
-@pytest.mark.parametrize("durability", ["fsync", "none"])
-def test_torch_checkpointing(tmp_path: Path, durability: str) -> None:
+@pytest.mark.parametrize(
+    ("durability", "options"), [("fsync", ["--dp", "2", "--ranks", "0-1"]), ("none", ["--dp", "1", "--no-cold"])]
+)
+def test_torch_checkpointing(tmp_path: Path, durability: str, options: list[str]) -> None:
     """Meta's library beside an engine: what it loads is what was saved; its save counts to the end of an fsync."""
     argv = [
-        "--model", "tiny", "--tp", "1", "--pp", "1", "--dp", "2", "--ranks", "0-1", "--engine", "torch_checkpointing",
+        "--model", "tiny", "--tp", "1", "--pp", "1", *options, "--engine", "torch_checkpointing",
         "--repeat", "1", "--steps-between", "1", "--step-work", "idle", "--no-storage", "--format", "json",
         "--checkpoint-durability", durability, "--trace-dir", str(tmp_path / "trace"), "--dir", str(tmp_path / "out"),
     ]  # fmt: skip
@@ -173,7 +175,7 @@ def test_torch_checkpointing(tmp_path: Path, durability: str) -> None:
     found = json.loads(done.stdout)["engines"]["torch_checkpointing"]
     assert found["verified"] and found["asynchronous"] and found["engine_used"] == "TorchCheckpointing"
     assert found["blocked_s"]["median"] < found["durable_s"]["median"]
-    assert found["load_cold_s"] and found["load_warm_s"]
+    assert (found["load_cold_s"] is None) == ("--no-cold" in options) and found["load_warm_s"]
     spans = [record for record in records(tmp_path / "trace") if record["type"] == "span"]
     flushes = {span.get("detail") for span in spans if span["phase"] == "flush"}
     assert flushes == ({"write", "fsync"} if durability == "fsync" else {"write"})

@@ -38,6 +38,7 @@ from .plan import (
     MEMORY,
     MEMORY_PEER,
     RAW,
+    SAVE,
     TORCH_CHECKPOINTING,
     Request,
     Task,
@@ -131,7 +132,8 @@ class RankContext:
         elif self.engine_name == TORCH_CHECKPOINTING:
             from .torch_checkpointing import TorchCheckpointing
 
-            engine = TorchCheckpointing(options, self.recorder, self._wait_in_background)
+            saves = self.task.kind == SAVE
+            engine = TorchCheckpointing(options, self.recorder, self._wait_in_background, saves=saves)
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:

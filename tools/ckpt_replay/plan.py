@@ -30,7 +30,7 @@ RAW = {
 # Meta's torch_checkpointing (torch_checkpointing.py), for directories alone.
 CONNECTOR, TORCH_CHECKPOINTING = "s3torchconnector", "torch_checkpointing"
 LIBRARIES = (CONNECTOR, TORCH_CHECKPOINTING)
-_WITH_DCP = {CONNECTOR, *(name for name, entry in ENGINES.items() if entry.package == "dcp")}
+_WITH_DCP = {*LIBRARIES, *(name for name, entry in ENGINES.items() if entry.package == "dcp")}
 
 # Engine memory without storage: saves in this host's slots, and loads from there; or copies of the saves in a process
 # that takes the place of another host, and loads from those (host_memory.py).

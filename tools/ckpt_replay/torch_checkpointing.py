@@ -30,23 +30,26 @@ from .library import LibrarySave, state_of, targets_of, tensors_of
 class TorchCheckpointing:
     """The library for one rank of the default process group.
 
-    `wait_for_all`: returns when all ranks have called it; called on a thread of its own.
+    `wait_for_all`: returns when all ranks have called it; called on a thread of its own. `saves`: False for one that
+    only loads, which begins no process that writes.
     """
 
     asynchronous = True
     loads_in_place = True
 
-    def __init__(self, options: EngineOptions, recorder: Recorder, wait_for_all: Callable[[], None]) -> None:
+    def __init__(
+        self, options: EngineOptions, recorder: Recorder, wait_for_all: Callable[[], None], *, saves: bool
+    ) -> None:
         from torch_checkpointing import CheckpointManager
         from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         writer = CheckpointWriterConfig()
         writer.file_write_max_threads = options.io_threads or writer.file_write_max_threads
         # O_DIRECT, the default, fails on ext4 in 0.1.1: what torch.save writes is not aligned.
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        saver = AsyncCheckpointSaverConfig(writer_config=writer)
+        saver = (AsyncCheckpointSaverConfig if saves else SyncCheckpointSaverConfig)(writer_config=writer)
         self._manager = CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
         self._recorder = recorder
         self._wait_for_all = wait_for_all
