@@ -5,18 +5,19 @@ A test that takes the fixture `device` also runs on a CPU; every other one is sk
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
+HERE = os.path.join(Path(__file__).parent, "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_device = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if HERE not in item.path.parents:
+        if not str(item.path).startswith(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available() and "device" not in getattr(item, "fixturenames", ()):
