@@ -36,14 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each worker takes the next file of this order, so that none is left with a long one at the end. Those of tests/cluster
 # mostly wait: beside each other they would leave processors idle, so that they come by turns with files that compute.
 FIRST = (
-    "cluster/test_launchers.py", "faults/test_sweep.py", "dist/test_restart_drill.py", "dist/test_readme.py",
-    "cluster/test_node_loss.py", "dist/test_soak.py", "cluster/test_soak.py", "dist/test_any_job.py",
-    "dist/test_commit_protocol.py", "dist/test_engines_training.py", "cluster/test_peers.py", "dist/test_hooks.py",
-    "dist/test_ckpt_replay.py", "cluster/test_bad_hosts.py", "dist/test_stop_signals.py", "dist/test_launch.py",
-    "cluster/test_sweep.py", "dist/test_compilation.py", "cluster/test_waits.py", "dist/test_redistribute.py",
-    "dist/test_restart_sweep.py", "dist/test_parallel_equivalence.py", "dist/test_bit_exact.py",
-    "dist/test_memory_shrink.py", "unit/test_scripts.py", "unit/tools/ckpt_analysis/render/html/test_browser.py",
-    "unit/tools/test_preprocess_data.py",
+    "cluster/test_launchers.py", "faults/test_sweep.py", "dist/test_restart_drill.py", "cluster/test_waits.py",
+    "dist/test_soak.py", "dist/test_readme.py", "cluster/test_node_loss.py", "dist/test_compilation.py",
+    "dist/test_any_job.py", "cluster/test_soak.py", "dist/test_commit_protocol.py", "dist/test_engines_training.py",
+    "cluster/test_sweep.py", "dist/test_hooks.py", "dist/test_ckpt_replay.py", "cluster/test_peers.py",
+    "dist/test_stop_signals.py", "dist/test_save_directory.py", "dist/test_launch.py", "cluster/test_bad_hosts.py",
+    "dist/test_redistribute.py", "dist/test_restart_sweep.py", "dist/test_universal_checkpoint.py",
+    "dist/test_parallel_equivalence.py", "dist/test_bit_exact.py", "dist/test_memory_shrink.py", "unit/test_scripts.py",
+    "unit/tools/ckpt_analysis/render/html/test_browser.py", "unit/tools/test_preprocess_data.py",
+    "unit/megatron/adapters/test_faults.py", "unit/megatron/checkpointing/store/bucket/test_prefix.py",
+    "unit/megatron/checkpointing/store/bucket/test_saving.py",
 )  # fmt: skip
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

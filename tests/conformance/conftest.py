@@ -12,7 +12,7 @@ from tests.conformance.subjects import Subject, engines_under_test
 from tests.dist import forked_writers
 from tests.dist.harness import Zygote
 
-_HERE = os.path.join(Path(__file__).parent, "")  # compared as text: as paths it takes a quarter of a second of each worker
+_HERE = os.path.join(Path(__file__).parent, "")  # compared as text: as paths it takes each worker a quarter of a second
 # What libraries say of being used as they are meant to be: by one rank alone, through torch.jit.
 _KNOWN_WARNINGS = (
     "ignore:torch.distributed is disabled, unavailable or uninitialized",
