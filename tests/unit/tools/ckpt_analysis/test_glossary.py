@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,11 @@ def test_labels_of_the_page_are_defined(trace: str, names: list[str], tmp_path: 
     assert main(["report", *(name + trace for name in names), "-o", str(tmp_path)]) == 0
     (written,) = tmp_path.glob("*.html")
     page = Page(written.read_text())
-    buttons = [below.text for head, below in pairwise(page.elements) if head.attributes.get("scope") == "col"]
-    heads = {button.replace("\u00a0", " ").strip() for button in buttons}
+    heads = {
+        (button.text + (unit.text if unit.attributes.get("class") == "unit" else "")).replace("\u00a0", " ").strip()
+        for head, button, unit in zip(page.elements, page.elements[1:], page.elements[2:], strict=False)
+        if head.attributes.get("scope") == "col"
+    }
     labels = {term.text.strip() for term in page.all("dt")}
     plots = [plot["data"] for variants in page.plots().values() for plot in variants]
     legends = {line["name"] for data in plots for line in data if line.get("name") and line.get("showlegend", True)}

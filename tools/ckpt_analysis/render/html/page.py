@@ -251,9 +251,12 @@ def _anchor(term: str) -> str:
     return "def-" + re.sub(r"[^a-z0-9]+", "-", term.lower()).strip("-")
 
 
-def _unit(heading: str) -> str:
-    """A heading whose unit stays on the line of the word before it."""
-    return re.sub(r" (s|GB/s)$", "\u00a0\\1", heading)
+def _unit(heading: str) -> Any:
+    """A heading whose unit stays on the line of the word before it, or in a narrow window has its own."""
+    from markupsafe import Markup, escape
+
+    text = re.sub(r" (s|GB/s)$", "<span class=unit>\u00a0\\1</span>", str(escape(heading)))
+    return Markup(text.replace("_", "_<wbr>"))
 
 
 def _marked(text: str) -> Any:
