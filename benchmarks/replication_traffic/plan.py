@@ -8,13 +8,13 @@ from pathlib import Path
 
 NONE, NAIVE, INTERLEAVE = "none", "naive", "interleave"
 VARIANTS = (NONE, INTERLEAVE, NAIVE)
+WARM_UP = 10  # iterations before the first block, interleaved: steps are profiled
 VARIABLE = "REPLICATION_TRAFFIC_PLAN"  # file of the plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`warm_up` interleaved iterations, in which steps are profiled; then `rounds` times a block of `block` iterations
-    for each variant, of which the first `settle` do not count.
+    """`rounds` times a block of `block` iterations for each variant, of which the first `settle` do not count.
 
     `compute_s`: seconds that a rank waits in the forward pass of a micro-batch, and twice that in the backward pass, as
     for an accelerator. `gathered_bytes`: of each rank, gathered by all ranks of its stage in each pass. `directory`:
@@ -22,7 +22,6 @@ class Plan:
     """
 
     directory: str
-    warm_up: int
     rounds: int
     block: int
     settle: int
@@ -31,11 +30,11 @@ class Plan:
 
     @property
     def iterations(self) -> int:
-        return self.warm_up + self.rounds * self.block * len(VARIANTS)
+        return WARM_UP + self.rounds * self.block * len(VARIANTS)
 
     def variant(self, iteration: int) -> str:
         """What becomes of the save at the end of an iteration, counted from 1. The next one bears the cost."""
-        at = iteration - self.warm_up
+        at = iteration - WARM_UP
         if at < 0:
             return INTERLEAVE
         if iteration >= self.iterations:
@@ -44,11 +43,11 @@ class Plan:
 
     def counts(self, iteration: int) -> bool:
         """Whether the cost of the save at the end of `iteration` is measured: its block has settled."""
-        at = iteration - self.warm_up
+        at = iteration - WARM_UP
         return at >= 0 and iteration + 1 < self.iterations and at % self.block >= self.settle
 
     def round(self, iteration: int) -> int:
-        return (iteration - self.warm_up) // (self.block * len(VARIANTS))
+        return (iteration - WARM_UP) // (self.block * len(VARIANTS))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -36,6 +36,7 @@ from megatron.config.deepspeed_config import (
 )
 from megatron.config.deepspeed_file import load_deepspeed_file
 from megatron.config.flags import FlagSpec, on_off, spec_of
+from megatron.config.model import OF_EXPERTS
 from megatron.config.unsupported_flags import NO_EFFECT, UNSUPPORTED
 from restart_trace.version import __version__
 
@@ -133,6 +134,7 @@ def _add(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Fl
         shown += " (required)"
     elif field.default not in (None, ()):
         default = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+        default = " ".join(map(str, default)) if isinstance(default, tuple) else default
         shown += f" (default: {default})"
     group.add_argument(
         *spec.names,
@@ -195,6 +197,7 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     """
     given = dict(vars(args))
     notes = [_note_of_no_effect(name, values) for name, *values in given.pop("no_effect", ())]
+    notes += _without_experts(given)
     given |= _process_place(given, env)
     path = given.get("deepspeed_config")
     raw = {} if path is None else load_deepspeed_file(path)
@@ -231,6 +234,25 @@ def _note_of_no_effect(name: str, values: list[str]) -> Note:
     if inert.accepted is not None and not set(values) <= set(inert.accepted):
         raise ConfigError(f"{given} is not supported: {inert.otherwise}")
     return Note(logging.INFO, f"{given}: no effect, {inert.why}")
+
+
+def _without_experts(given: dict[str, Any]) -> list[Note]:
+    """Take the flags of experts out of `given`, if it says that the model is dense; a note for each of them.
+
+    Upstream's scripts of dense models give them, too.
+    """
+    if set(given.get("num_experts", [1])) != {1}:
+        return []
+    notes = []
+    for field in dataclasses.fields(ModelConfig):
+        spec = spec_of(field)
+        if spec is None or field.name not in OF_EXPERTS or given.get(field.name, "residual") == "residual":
+            continue
+        value = given.pop(field.name)
+        values = value if isinstance(value, list) else [] if spec.parse is None else [value]
+        why = "the model is dense" + (": --num-experts is 1" if field.name != "num_experts" else "")
+        notes.append(Note(logging.INFO, f"{' '.join([spec.names[0], *map(str, values)])}: no effect, {why}"))
+    return notes
 
 
 def _params_dtype(given: dict[str, Any], in_file: str | None) -> str:

@@ -77,6 +77,7 @@ class Config:
         self._check_stages()
         self._check_profile()
         self._check_compiled()
+        self._check_experts()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
     def log_notes(self, logger: logging.Logger) -> None:
@@ -183,6 +184,17 @@ class Config:
                 "--recompute-granularity selective (or --recompute-activations) says so, too: use full, or drop one of "
                 "them"
             )
+
+    def _check_experts(self) -> None:
+        if not self.model.has_experts:
+            return
+        shown = f"--num-experts {' '.join(map(str, self.model.num_experts))}"
+        if self.parallel.splits_sequence:
+            raise ConfigError(
+                f"{shown}: a gate sees whole sequences, and --sequence-parallel splits them over TP; drop one of them"
+            )
+        if self.training.torch_compile:
+            raise ConfigError(f"{shown}: --torch-compile compiles no mixture of experts; drop one of them")
 
     @property
     def profile_dir(self) -> str | None:

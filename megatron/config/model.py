@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron.config.errors import ConfigError, require_one_of
 from megatron.config.flags import REQUIRED, FlagGroup, flag
 
 PARAMS_DTYPES = ("bf16", "fp16", "fp32")
 ABSOLUTE, ROTARY, ALIBI, NO_POSITIONS = POSITION_EMBEDDING_TYPES = ("absolute", "rotary", "alibi", "none")
+
+OF_EXPERTS = (
+    "num_experts", "expert_interval", "topk", "mlp_type", "moe_train_capacity_factor", "moe_eval_capacity_factor",
+    "moe_min_capacity", "moe_token_dropping", "moe_top2_2nd_expert_sampling", "moe_loss_coeff",
+)  # fmt: skip
+"""Settings that mean nothing in a dense model."""
 
 
 def position_embedding_type(rotary: bool, table: bool) -> str:
@@ -68,6 +75,30 @@ class ModelConfig(FlagGroup):
         "this fork: the flag changes the function, not the kernel",
         names=("--no-bias-gelu-fusion",),
     )
+    num_experts: tuple[int, ...] = flag(
+        (1,),
+        "experts of the MLP of each layer that has more than one, by --expert-interval, or a number for each of these "
+        "layers; all data-parallel ranks hold all of them",
+    )
+    expert_interval: int = flag(2, "every so many layers one has experts", least=1)
+    topk: int = flag(1, "experts of each token, 1 or 2", least=1)
+    mlp_type: str = flag(
+        "standard",
+        "residual: a token passes an MLP that all share beside its expert (arXiv:2201.05596)",
+        choices=("standard", "residual"),
+    )
+    moe_train_capacity_factor: float = flag(
+        1.0, "tokens that an expert takes: this times its equal share, rounded up; others pass by the layer", above=0
+    )
+    moe_eval_capacity_factor: float = flag(1.0, "the same in evaluations", above=0)
+    moe_min_capacity: int = flag(4, "an expert takes at least so many tokens", least=0)
+    moe_token_dropping: bool = flag(True, "experts take all tokens", names=("--disable-moe-token-dropping",))
+    moe_top2_2nd_expert_sampling: bool = flag(
+        True,
+        "with --topk 2 the second most probable expert, instead of one drawn by the probabilities",
+        names=("--disable-moe-top2-2nd-expert-sampling",),
+    )
+    moe_loss_coeff: float = flag(0.1, "factor of the loss that keeps experts equally used", least=0)
     untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the LM head")
     add_bias_linear: bool = flag(True, "no biases in linear layers", names=("--disable-bias-linear",))
     attention_dropout: float = flag(0.1, "dropout of the attention probabilities", below=1)
@@ -99,6 +130,7 @@ class ModelConfig(FlagGroup):
     params_dtype: str = "fp32"  # from --bf16 and --fp16, which exclude each other
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_experts", tuple(self.num_experts))
         self.check_values()
         self._fill_defaults()
         self.check_values()  # those that were filled in
@@ -109,6 +141,7 @@ class ModelConfig(FlagGroup):
         if self.checkpoint_num_layers > 1 and not self.checkpoint_activations:
             self.refuse("checkpoint_num_layers", "add --checkpoint-activations")
         self._check_positions()
+        self._check_experts()
         if self.embed_layernorm and self.normalization != "layernorm":
             raise ConfigError(
                 f"--embed-layernorm is a LayerNorm, and --normalization {self.normalization} says otherwise: drop one "
@@ -138,6 +171,36 @@ class ModelConfig(FlagGroup):
     def uses_alibi(self) -> bool:
         """--position-embedding-type alibi."""
         return self.position_embedding_type == ALIBI
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has more than one expert."""
+        return any(experts > 1 for experts in self.experts_per_layer)
+
+    @property
+    def has_residual_mlp(self) -> bool:
+        """--mlp-type residual."""
+        return self.mlp_type == "residual"
+
+    @property
+    def experts_per_layer(self) -> list[int]:
+        """Experts of the MLP of each layer; 1: an MLP without a gate."""
+        number = self.num_layers // self.expert_interval
+        given = self.num_experts * number if len(self.num_experts) == 1 else self.num_experts
+        found = [1] * self.num_layers
+        found[self.expert_interval - 1 :: self.expert_interval] = given
+        return found
+
+    def mlps_of_a_token(self, experts: int) -> int:
+        """How many MLPs a token passes in a layer with so many experts, if none drops it."""
+        return 1 if experts == 1 else self.topk + self.has_residual_mlp
+
+    def expert_capacity(self, tokens: int, experts: int, *, training: bool) -> int | None:
+        """How many of the `tokens` of a micro batch one of `experts` takes; None: all that are sent to it."""
+        if not self.moe_token_dropping:
+            return None
+        factor = self.moe_train_capacity_factor if training else self.moe_eval_capacity_factor
+        return min(tokens, max(math.ceil(tokens / experts * factor * self.topk), self.moe_min_capacity, 1))
 
     @property
     def rotary_dim(self) -> int:
@@ -201,6 +264,24 @@ class ModelConfig(FlagGroup):
             other = f"--checkpoint-num-layers {self.checkpoint_num_layers}"
             self.refuse("recompute_num_layers", f"{other} says otherwise; drop one of them")
         object.__setattr__(self, "checkpoint_num_layers", self.recompute_num_layers)
+
+    def _check_experts(self) -> None:
+        shown = " ".join(map(str, self.num_experts))
+        layers = self.num_layers // self.expert_interval
+        if len(self.num_experts) not in (1, layers):
+            raise ConfigError(
+                f"--num-experts {shown}: give one number, or one for each of the {layers} layers with experts, every "
+                f"{self.expert_interval} (--expert-interval) of --num-layers {self.num_layers}"
+            )
+        if min(self.num_experts, default=0) < 1:
+            raise ConfigError(f"--num-experts {shown}: each must be at least 1")
+        if max(self.num_experts) > 1 and layers == 0:
+            self.refuse("expert_interval", f"is more than --num-layers {self.num_layers}, so no layer has experts")
+        fewest = min((experts for experts in self.num_experts if experts > 1), default=self.topk)
+        if self.topk > min(fewest, 2):
+            self.refuse("topk", "a token goes to 1 or 2 experts")
+        if self.has_residual_mlp and not self.has_experts:
+            self.refuse("mlp_type", "the model is dense; give --num-experts N, more than 1")
 
     def _check_positions(self) -> None:
         if self.max_position_embeddings < self.seq_length:

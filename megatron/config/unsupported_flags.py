@@ -70,7 +70,8 @@ UNSUPPORTED = _by_flag("""
 --reset-position-ids --reset-attention-mask: samples attend across documents, as upstream's do by default; drop it
 --repeated-dataloader --use-dataset-only
     : data is read once, in the order of the sample index, and resumes after the consumed samples; drop it
---num-experts-switch: mixture of experts is not part of this fork; train a dense model
+--num-experts-switch: another mixture of experts, without a limit of tokens; use --num-experts
+--use-tutel: tokens are sent to experts by torch's own operations; drop it
 --encoder-num-layers: use --num-layers
 --kill-switch-file --adlr-autoresume --adlr-autoresume-interval: give --exit-signal-handler and send SIGTERM
 --encoder-seq-length: use --seq-length
@@ -107,8 +108,8 @@ scaled_dot_product_attention accumulates in fp32 and needs no help with fp16's r
 --use-checkpoint-args: the flags define the model; a checkpoint of another model is refused, with the names of the \
 flags that differ
 --no-data-sharding: it concerns retrieval models only
---create-moe-param-group --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling
-    --enable-expert-tensor-parallelism --use-tutel: the model is dense: --num-experts is 1
+--create-moe-param-group: data-parallel ranks hold the same experts, so ZeRO-1 divides them as all other parameters
+--enable-expert-tensor-parallelism: experts are always split over TP
 """)
 # Each switches off what is not there, or asks for what is always done.
 
@@ -122,17 +123,10 @@ class NoEffect(NamedTuple):
     nargs: int | str = 1  # of argparse: how many values it takes
 
 
-_MOE = UNSUPPORTED["--num-experts-switch"]
-_DENSE = "the model is dense: --num-experts is 1"
-
 NO_EFFECT: dict[str, NoEffect] = {
     **{name: NoEffect(why, nargs=0) for name, why in _SWITCHES.items()},
-    "--num-experts": NoEffect("the model is dense", ("1",), _MOE, nargs="+"),
-    "--mlp-type": NoEffect(_DENSE, ("standard",), _MOE),
-    **dict.fromkeys(
-        ("--moe-expert-parallel-size", "--expert-interval", "--topk", "--moe-train-capacity-factor")
-        + ("--moe-eval-capacity-factor", "--moe-min-capacity", "--moe-loss-coeff"),
-        NoEffect(_DENSE),
+    "--moe-expert-parallel-size": NoEffect(
+        "data-parallel ranks hold the same experts", ("1",), "all data-parallel ranks hold all experts; use 1"
     ),
     "--ds-sequence-parallel-size": NoEffect(
         "a sequence is split over the TP ranks alone, by --sequence-parallel",

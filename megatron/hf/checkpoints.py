@@ -16,7 +16,7 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import Candidate, discover
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ModelConfig
 from megatron.hf.errors import ConversionError
 from megatron.hf.tensors import Parameter
 from megatron.parallel.parameter_slice import ParameterSlice
@@ -32,10 +32,12 @@ SETTINGS = (
     "seq_length", "max_position_embeddings", "position_embedding_type", "use_rotary_position_embeddings",
     "rotary_percent", "rope_theta", "add_position_embedding", "embed_layernorm", "normalization", "layernorm_epsilon",
     "swiglu", "bias_gelu_fusion", "untie_embeddings_and_output_weights", "add_bias_linear", "attention_dropout",
-    "hidden_dropout", "init_method_std", "params_dtype",
+    "hidden_dropout", "init_method_std", "params_dtype", "num_experts", "expert_interval",
 )  # fmt: skip
 # Of checkpoints of earlier versions, which did not have these settings: the others say it.
-_OF_EARLIER_VERSIONS = {"position_embedding_type": None, "embed_layernorm": False}
+_OF_EARLIER_VERSIONS = {
+    "position_embedding_type": None, "embed_layernorm": False, "num_experts": "1", "expert_interval": 2,
+}  # fmt: skip
 
 
 def newest_checkpoint(load: Path, tag: str | None) -> Candidate:
@@ -82,12 +84,13 @@ class SavedModel:
             raise CheckpointDamagedError(f"{path}: {self.vocab_size} tokens of {self.padded_vocab_size} rows")
 
     def _model_of(self, path: Path) -> ModelConfig:
-        known = _OF_EARLIER_VERSIONS | vars(self.arguments) | self.manifest.model
+        known = vars(self.arguments) | _OF_EARLIER_VERSIONS | self.manifest.model
         try:
+            known["num_experts"] = tuple(map(int, str(known["num_experts"]).split()))
             return ModelConfig(**{name: known[name] for name in SETTINGS})
         except KeyError as exc:
             raise ConversionError(f"{path}: does not say {exc.args[0]}; resume the run, save, and export that") from exc
-        except ConfigError as exc:
+        except ValueError as exc:  # ConfigError is one
             raise ConversionError(f"{path}: {exc}") from exc
 
     def layer(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:

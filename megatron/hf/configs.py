@@ -45,6 +45,7 @@ def architecture_of(model: ModelConfig) -> str:
         name, kind, wrong = BLOOM, "ALiBi", _not_of_bloom(model)
     else:
         name, kind, wrong = GPT2, "no rotary embeddings", _not_of_gpt2(model)
+    wrong[f"--num-experts {' '.join(map(str, model.num_experts))}"] = model.has_experts
     flags = [flag for flag, is_wrong in wrong.items() if is_wrong]
     if flags:
         raise ConversionError(

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from megatron.config import ModelConfig
 from megatron.model.embedding import EmbeddingPipe, LMHeadPipe, TiedHead, tied_logits
+from megatron.model.experts import AuxiliaryLoss
 from megatron.model.norms import LayerNorm, RMSNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
@@ -51,9 +52,10 @@ class GPTModelPipe(PipelineModule):
         self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp, sequence_parallel=sequence_parallel)
         self.model_config = config
         place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device)
+        self.auxiliary_loss = AuxiliaryLoss(config.moe_loss_coeff) if config.has_experts else None
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         super().__init__(
-            layers=_layer_specs(config, padded_vocab_size, place),
+            layers=_layer_specs(config, padded_vocab_size, place, self.auxiliary_loss),
             loss_fn=lambda logits, labels: loss_func(logits, labels, self.tp),
             topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
             activation_checkpoint_interval=interval,
@@ -85,9 +87,14 @@ class GPTModelPipe(PipelineModule):
         return layers + tied
 
 
-def _layer_specs(config: ModelConfig, padded_vocab_size: int, place: Placement) -> list[Any]:
+def _layer_specs(
+    config: ModelConfig, padded_vocab_size: int, place: Placement, auxiliary: AuxiliaryLoss | None
+) -> list[Any]:
     ends = (config, padded_vocab_size, place)
-    blocks = [LayerSpec(ParallelTransformerLayerPipe, config, place) for _ in range(config.num_layers)]
+    blocks = [
+        LayerSpec(ParallelTransformerLayerPipe, config, place, experts, auxiliary)
+        for experts in config.experts_per_layer
+    ]
     norm_class = RMSNorm if config.normalization == "rmsnorm" else LayerNorm
     norm = LayerSpec(norm_class, config.hidden_size, config.layernorm_epsilon, place)
     if config.untie_embeddings_and_output_weights:

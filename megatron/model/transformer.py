@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.alibi import alibi_bias
+from megatron.model.experts import AuxiliaryLoss, MoE
 from megatron.model.norms import build_norm
 from megatron.model.recomputation import Layer, feed_recomputed
 from megatron.model.rotary import rotary_cos_sin, split_and_rotate
@@ -124,9 +126,12 @@ class ParallelTransformerLayerPipe(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Input and output [b, s, hidden], or with --sequence-parallel a part of the sequence, [b, s / TP, hidden].
+    `experts`: of its MLP, if these are more than one; their loss goes to `auxiliary`.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, place: Placement, experts: int = 1, auxiliary: AuxiliaryLoss | None = None
+    ) -> None:
         super().__init__()
         self.tp = place.tp
         self.recomputes = config.recomputes_selectively
@@ -135,7 +140,8 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.input_layernorm = build_norm(*norm)
         self.self_attention = ParallelAttention(config, place)
         self.post_attention_layernorm = build_norm(*norm)
-        self.mlp = ParallelMLP(config, place)
+        build = functools.partial(ParallelMLP, config, place)
+        self.mlp = build() if auxiliary is None or experts == 1 else MoE(config, experts, place, auxiliary, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = _feed(self.input_layernorm, self.self_attention, x, self.recomputes)

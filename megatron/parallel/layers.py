@@ -102,6 +102,18 @@ class RowParallelLinear(DrawnLayer):
         return y if self.bias is None else y + replicated(self.bias, self.tp)
 
 
+class ReplicatedLinear(DrawnLayer):
+    """y = x W^T + b with W and b on every rank; not for parts of a sequence."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, place: Placement) -> None:
+        super().__init__(init_std)
+        self.weight = place.parameter(output_size, input_size)
+        self.bias = place.parameter(output_size) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class VocabParallelEmbedding(DrawnLayer):
     """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
 

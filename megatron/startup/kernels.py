@@ -78,12 +78,12 @@ def from_earlier_stage(config: Config, device: Any, dtype: Any) -> Any:
 
 
 def _one_of_each_kind(layers: list[Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
-    """The layers of a stage without repetitions of a class; what is no module, such as a tied head, counts each."""
+    """The layers of a stage, of those of the same parts one; what is no module, such as a tied head, counts each."""
     import torch
 
     seen = set()
     for layer in layers:
-        kind = type(layer) if isinstance(layer, torch.nn.Module) else layer
+        kind = tuple(map(type, layer.modules())) if isinstance(layer, torch.nn.Module) else layer
         if kind not in seen:
             seen.add(kind)
             yield layer

@@ -66,6 +66,8 @@ class TrainingLog:
         ]
         if self._losses:
             parts.append(f"lm loss: {sum(self._losses) / len(self._losses):.6E}")
+        if statistics.moe_loss is not None:
+            parts.append(f"moe loss: {statistics.moe_loss:.6E}")
         if model.params_dtype == "fp16":
             parts.append(f"loss scale: {engine.optimizer.loss_scale:.1f}")
         grad_norm = engine.get_global_grad_norm()
@@ -105,6 +107,8 @@ class TrainingLog:
         ):
             if wanted and value is not None:
                 points[f"{name}/{name}"] = float(value)
+        if statistics.moe_loss is not None:
+            points["lm-loss-training/moe loss"] = statistics.moe_loss
         points |= statistics.optimizer_states
         self._write(points, progress)
         if training.log_memory_to_tensorboard:

@@ -1,10 +1,10 @@
-"""Statistics of the whole model, on request: parameter norm, zeros in the gradient, optimizer states.
+"""Statistics of the whole model: parameter norm, zeros in the gradient, optimizer states; auxiliary loss of experts.
 
 Each parameter counts once, whatever the layout: TP rank 0 counts a parameter that is replicated over TP, the first
 stage counts a tied one, and the result is the mean over the DP replicas, each of which holds all weights. Master
 weights, moments and reduced gradients are partitioned over DP by ZeRO-1, so their parts add up; the padding at the end
 of a partition is not counted. Each figure costs one small all-reduce over all ranks, and is computed only if a flag
-asks for it.
+asks for it, or the model has experts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Statistics:
     """Statistics after an iteration; None or empty if no flag asks for them."""
 
     params_norm: float | None = None
+    moe_loss: float | None = None  # mean since the last time that it was due; None: of a dense model
     zeros_in_grad: int | None = None  # also None after an iteration whose step was skipped
     optimizer_states: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by upstream's names
 
@@ -58,6 +59,7 @@ class TrainingStatistics:
         due = on_board or iteration % training.log_interval == 0
         zeros, self._zeros = self._zeros, None
         return Statistics(
+            moe_loss=self._moe_loss() if due else None,
             params_norm=self._params_norm() if due and training.log_params_norm else None,
             zeros_in_grad=self._sum_of_zeros(zeros) if due and training.log_num_zeros_in_grad else None,
             optimizer_states=self._optimizer_states()
@@ -73,6 +75,13 @@ class TrainingStatistics:
             if (slice_of(param, name).dim is not None or self._at.tp == 0)
             and not getattr(param, "ds_pipe_replicated", False)
         }
+
+    def _moe_loss(self) -> float | None:
+        auxiliary = self._engine.module.auxiliary_loss
+        if auxiliary is None:
+            return None
+        # The sum over stages; all TP ranks have the same, and replicas count equally.
+        return self._reduce([auxiliary.take()])[0] / (self._layout.tp * self._layout.dp)
 
     def _params_norm(self) -> float:
         total = 0.0

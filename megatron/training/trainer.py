@@ -679,6 +679,9 @@ def _begin_iteration(trainer: Trainer) -> int:
         logger.info("iteration %d: the global batch size is %d now", progress.iteration + 1, batch_size)
         engine.set_train_batch_size(batch_size)
     engine.lr_scheduler.begin_iteration(batch_size, progress.consumed_train_samples)
+    if engine.module.auxiliary_loss is not None:
+        loss_scale = engine.optimizer.loss_scale if trainer.config.model.fp16 else 1.0
+        engine.module.auxiliary_loss.begin_iteration(loss_scale, engine.gradient_accumulation_steps())
     return batch_size
 
 

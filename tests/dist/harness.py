@@ -32,6 +32,7 @@ LLAMA_STYLE = [
     "--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--swiglu",
     "--normalization", "rmsnorm", "--disable-bias-linear",
 ]  # fmt: skip
+EXPERTS = ["--num-experts", "4"]  # of every second layer
 BLOOM_STYLE = ["--position-embedding-type", "alibi", "--embed-layernorm"]
 
 

@@ -31,6 +31,7 @@ class PlainConfig:
     num_kv_heads: int
     epsilon: float = 1e-5
     bloom: bool = False
+    experts: int = 1  # of every second layer; each token goes to the two most probable
 
     @property
     def head_dim(self) -> int:
@@ -53,8 +54,14 @@ class PlainTraining:
     ignored_token: int | None  # predicting from it does not count
 
 
-def logits_of(weights: Weights, config: PlainConfig, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s] token ids to [b, s, vocabulary]. `weights` are named LAYER.NAME as in a checkpoint's layer files."""
+def logits_of(
+    weights: Weights, config: PlainConfig, tokens: torch.Tensor, unequal: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """[b, s] token ids to [b, s, vocabulary]. `weights` are named LAYER.NAME as in a checkpoint's layer files.
+
+    `unequal` takes the loss of the gate of each layer with experts (arXiv:2006.16668, l_aux).
+    """
+    unequal = [] if unequal is None else unequal
     x = weights["1.word_embeddings.weight"][tokens]
     if config.bloom:
         x = _norm(weights, "1.word_embeddings.norm", config, x)
@@ -64,7 +71,10 @@ def logits_of(weights: Weights, config: PlainConfig, tokens: torch.Tensor) -> to
         normed = _norm(weights, f"{layer}.input_layernorm", config, x)
         x = x + _attention(weights, f"{layer}.self_attention", config, normed)
         normed = _norm(weights, f"{layer}.post_attention_layernorm", config, x)
-        x = x + _mlp(weights, f"{layer}.mlp", config, normed)
+        if config.experts > 1 and layer % 2:
+            x = x + _experts(weights, f"{layer}.mlp.deepspeed_moe", config, normed, unequal)
+        else:
+            x = x + _mlp(weights, f"{layer}.mlp", config, normed)
     x = _norm(weights, str(config.num_layers + 2), config, x)
     head = f"{config.num_layers + 3}.lm_head.weight" if config.llama else "1.word_embeddings.weight"
     return x @ weights[head].T
@@ -126,13 +136,30 @@ def _mlp(weights: Weights, name: str, config: PlainConfig, x: torch.Tensor) -> t
     return _linear(weights, f"{name}.dense_4h_to_h", h)
 
 
-def loss_of(weights: Weights, config: PlainConfig, text: torch.Tensor, ignored: int | None) -> torch.Tensor:
-    """Mean loss of predicting each token of `text` [b, s + 1] from those before it."""
+def _experts(
+    weights: Weights, name: str, config: PlainConfig, x: torch.Tensor, unequal: list[torch.Tensor]
+) -> torch.Tensor:
+    """Every expert computes every token, and the weights of all but two are 0."""
+    probabilities = functional.softmax(x @ weights[f"{name}.gate.wg.weight"].T, dim=-1)
+    highest, which = probabilities.topk(2, dim=-1)
+    share = torch.zeros_like(probabilities).scatter(-1, which, highest / highest.sum(-1, keepdim=True))
+    firsts = functional.one_hot(which[..., 0], config.experts).float()
+    unequal.append(config.experts * (probabilities.mean((0, 1)) * firsts.mean((0, 1))).sum())
+    names = [f"{name}.experts.deepspeed_experts.{expert}" for expert in range(config.experts)]
+    results = torch.stack([_mlp(weights, expert, config, x) for expert in names], dim=-1)
+    return (results * share.unsqueeze(-2)).sum(-1)
+
+
+def loss_of(
+    weights: Weights, config: PlainConfig, text: torch.Tensor, ignored: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean loss of predicting each token of `text` [b, s + 1] from those before it, and that of all gates."""
+    unequal: list[torch.Tensor] = []
     tokens, targets = text[:, :-1], text[:, 1:]
-    log_probabilities = functional.log_softmax(logits_of(weights, config, tokens), dim=-1)
+    log_probabilities = functional.log_softmax(logits_of(weights, config, tokens, unequal), dim=-1)
     losses = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     counted = torch.ones_like(losses) if ignored is None else (tokens != ignored).float()
-    return (losses * counted).sum() / counted.sum()
+    return (losses * counted).sum() / counted.sum(), 0.1 * torch.stack([torch.zeros(()), *unequal]).sum()
 
 
 def learning_rate(training: PlainTraining, iteration: int) -> float:
@@ -162,9 +189,9 @@ def train_plainly(
         for micro_batch in range(training.num_micro_batches):
             first = (iteration * training.num_micro_batches + micro_batch) * training.micro_batch_size
             text = torch.stack([sample(first + i) for i in range(training.micro_batch_size)])
-            loss = loss_of(weights, config, text, training.ignored_token) / training.num_micro_batches
-            loss.backward()
-            total += float(loss.detach())
+            loss, of_gates = loss_of(weights, config, text, training.ignored_token)
+            ((loss + of_gates) / training.num_micro_batches).backward()
+            total += float(loss.detach()) / training.num_micro_batches
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), training.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, iteration)

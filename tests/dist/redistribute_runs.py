@@ -10,7 +10,7 @@ import safetensors
 import torch
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Run
+from tests.dist.harness import BLOOM_STYLE, EXPERTS, LLAMA_STYLE, Run
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
 from tests.placement_reader import Reader, bits
 
@@ -29,6 +29,7 @@ STYLES = {
     "classic": CLASSIC,
     # A number of heads that is no power of two, which ALiBi's slopes depend on.
     "bloom": [*CLASSIC, *BLOOM_STYLE, "--num-attention-heads", "12"],
+    "moe": [*LLAMA, *EXPERTS, "--mlp-type", "residual", "--disable-moe-token-dropping"],
     "classic_fp16": [*CLASSIC, "--fp16", "--initial-loss-scale", "1024"],
     # 501 tokens, padded to what TP divides and no further: another TP needs other rows.
     "llama_odd": [

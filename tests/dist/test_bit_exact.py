@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
+from tests.dist.harness import BLOOM_STYLE, EXPERTS, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.hold import HELD_TRAINING
 from tests.dist.tiny_runs import (
     DROPOUT,
@@ -197,11 +197,10 @@ def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, whole
     assert_same_checkpoint(saved / "global_step5", resumed / "global_step5")
 
 
-def test_a_model_like_blooms_goes_on_after_sigkill(launcher: Launcher, whole: Whole) -> None:
-    """ALiBi, and a norm of the word embeddings that the first stage has alone, though the last has these, too."""
-    layout, flags = STAGES_OF_TWO, [*CLASSIC, *BLOOM_STYLE, "--bf16"]
-    saved, save = whole(layout, *flags), launcher.directory / "killed"
-    flags += [*FIVE, *buffered_saving(save, 3), "--load", str(save)]
+def killed_and_resumed(launcher: Launcher, layout: Layout, flags: list[str]) -> tuple[Path, str]:
+    """Five iterations with a SIGKILL after the fourth, resumed from the third: the directory, and what was printed."""
+    save = launcher.directory / "killed"
+    flags = [*flags, *FIVE, *buffered_saving(save, 3), "--load", str(save)]
 
     def kill_after_iteration_4(pids: list[int]) -> None:
         wait_for(lambda: 4 in losses(save / "restart_trace"), "iteration 4")
@@ -210,13 +209,35 @@ def test_a_model_like_blooms_goes_on_after_sigkill(launcher: Launcher, whole: Wh
     held = {"HELD_CYCLES": "1", "HELD_AFTER": "4"}
     killed = launcher.run(layout, *flags, during=kill_after_iteration_4, script=HELD_TRAINING, env=held)
     assert killed.exit_codes == [-9] * layout.world_size, killed.output[-4000:]
-    launcher.train(layout, *flags)
+    return save, launcher.train(layout, *flags).output
+
+
+def test_a_model_like_blooms_goes_on_after_sigkill(launcher: Launcher, whole: Whole) -> None:
+    """ALiBi, and a norm of the word embeddings that the first stage has alone, though the last has these, too."""
+    layout, flags = STAGES_OF_TWO, [*CLASSIC, *BLOOM_STYLE, "--bf16"]
+    saved = whole(layout, *flags)
+    save, _ = killed_and_resumed(launcher, layout, flags)
     assert losses_of_ranks(save, layout, cycle=1) == from_iteration(losses_of_ranks(saved, layout), 4)
     assert_same_checkpoint(saved / "global_step5", save / "global_step5")
     first, _, last, _ = hashes(save / "global_step5", layout)
     of_norm = [f"weight/tied_modules.embed.word_embeddings.norm.{part}" for part in ("bias", "weight")]
     assert sorted(name for name in first if "embeddings.norm" in name) == of_norm
     assert not [name for name in last if "embeddings.norm" in name]
+
+
+@pytest.mark.parametrize(("layout", "precision"), [(ALL_THREE, "bf16"), (STAGES, "fp16")], ids=str)
+def test_a_mixture_of_experts_goes_on_after_sigkill(
+    launcher: Launcher, whole: Whole, layout: Layout, precision: str
+) -> None:
+    """Experts that take no more than 2 of 32 tokens choose them at random: the random state must be the same."""
+    flags = [*CLASSIC, *EXPERTS, "--expert-interval", "1", "--moe-train-capacity-factor", "0.2"]
+    flags += ["--moe-min-capacity", "1", *PRECISIONS[precision]]
+    saved = whole(layout, *flags)
+    save, output = killed_and_resumed(launcher, layout, flags)
+    assert losses_of_ranks(save, layout, cycle=1) == from_iteration(losses_of_ranks(saved, layout), 4)
+    assert_same_checkpoint(saved / "global_step5", save / "global_step5")
+    printed = [float(loss) for loss in re.findall(r"moe loss: (\S+)", output)]
+    assert len(printed) == 2 and all(0.19 < loss < 0.4 for loss in printed)  # 0.1 of each of two layers at the least
 
 
 def test_momentum_of_sgd(launcher: Launcher, whole: Whole) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Zygote
+from tests.dist.harness import BLOOM_STYLE, EXPERTS, LLAMA_STYLE, Zygote
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, RECOMPUTE, TRAINING, Launcher, load_file, parallel
 from tools.ckpt_plan.kinds import TENSOR_KINDS, tensor_bytes_by_kind
 from tools.ckpt_plan.plan import Plan, make_plan
@@ -49,6 +49,7 @@ CASES = [
     Case("gpt_bf16_padded", Layout(1, 1, 2), ["--bf16"], model=tuple(ODD)),
     Case("gpt_fp32_padded", Layout(1, 2, 2), [], model=tuple(ODD)),
     Case("bloom_bf16", Layout(2, 2, 1), ["--bf16", *BLOOM_STYLE]),
+    Case("moe_bf16", Layout(2, 2, 1), ["--bf16", *EXPERTS, "--mlp-type", "residual"]),
     Case("llama_bf16_sgd", Layout(1, 2, 1), ["--bf16", *LLAMA_STYLE, "--optimizer", "sgd"]),
     Case("llama_no_optim", Layout(2, 1, 2), ["--bf16", *LLAMA_STYLE, "--no-save-optim"]),
     Case("gpt_no_rng", Layout(1, 1, 1), ["--bf16", "--no-save-rng"]),

@@ -23,7 +23,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.parallel.topology import Layout
 from megatron.tokenizer import tokenizer_info
-from tests.dist.harness import BLOOM_STYLE, LLAMA_STYLE, Zygote
+from tests.dist.harness import BLOOM_STYLE, EXPERTS, LLAMA_STYLE, Zygote
 from tests.dist.plain_gpt import PlainConfig, PlainTraining, train_plainly
 from tests.dist.tiny_runs import NO_DROPOUT, SINGLE, Launcher, buffered_saving, load_file, losses_of_ranks
 
@@ -31,14 +31,16 @@ TOLERANCE = 5e-6
 NORM_TOLERANCE = 6e-4  # the log rounds gradient norms to three decimals
 
 ITERATIONS = 6
-CLIP = {"llama": "2.2", "classic": "2.2", "bloom": "0.9"}  # among the norms of the iterations
+CLIP = {"llama": "2.2", "classic": "2.2", "bloom": "0.9", "moe": "2.2"}  # among the norms of the iterations
 STD = "0.1"  # large enough for attention to be far from uniform and activations from linear
 MODEL = [
     "--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "8",
     "--seq-length", "64", *NO_DROPOUT,
 ]  # fmt: skip
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "4"]
-STYLES = {"llama": LLAMA, "classic": MODEL, "bloom": [*MODEL, *BLOOM_STYLE]}
+# Without a limit of their tokens: which of these an expert drops would depend on random numbers of stages.
+MOE = [*MODEL, *EXPERTS, "--topk", "2", "--disable-moe-top2-2nd-expert-sampling", "--disable-moe-token-dropping"]
+STYLES = {"llama": LLAMA, "classic": MODEL, "bloom": [*MODEL, *BLOOM_STYLE], "moe": MOE}
 TRAINING = [
     "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--lr-warmup-iters", "2",
     "--lr-decay-style", "cosine", "--weight-decay", "0.1", "--log-interval", "1",
@@ -50,6 +52,7 @@ ALL_THREE, FOUR_OF_TP = Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=1)
 CASES = [
     ("llama", ALL_THREE), ("classic", ALL_THREE), ("llama", FOUR_OF_TP), ("classic", Layout(tp=1, pp=4, dp=1)),
     ("llama", Layout(tp=1, pp=1, dp=2)), ("bloom", ALL_THREE),
+    ("moe", ALL_THREE),
 ]  # fmt: skip
 WITH_CHECKPOINT = (SINGLE, ALL_THREE, FOUR_OF_TP)
 
@@ -163,7 +166,15 @@ def test_curve_is_that_of_plain_torch(trained: Trainer, dataset: list[str], styl
         iterations=ITERATIONS, micro_batch_size=2, num_micro_batches=4, lr=lr, min_lr=min_lr, warmup=2,
         weight_decay=0.1, clip_grad=float(CLIP[style]), optimizer=optimizer, ignored_token=eod_of(dataset),
     )  # fmt: skip
-    config = PlainConfig(style == "llama", 4, 64, 8, 4 if style == "llama" else 8, bloom=style == "bloom")
+    config = PlainConfig(
+        style == "llama",
+        4,
+        64,
+        8,
+        4 if style == "llama" else 8,
+        bloom=style == "bloom",
+        experts=4 if style == "moe" else 1,
+    )
     sample = samples_of(dataset)
     expected = train_plainly(initial_weights(found.initial), config, training, sample)
     assert_same_curve(found.curve, expected)
@@ -174,7 +185,9 @@ def test_curve_is_that_of_plain_torch(trained: Trainer, dataset: list[str], styl
 
 
 @pytest.mark.parametrize(
-    ("style", "layout"), [("llama", ALL_THREE), ("llama", FOUR_OF_TP), ("classic", ALL_THREE)], ids=shown
+    ("style", "layout"),
+    [("llama", ALL_THREE), ("llama", FOUR_OF_TP), ("classic", ALL_THREE), ("moe", ALL_THREE)],
+    ids=shown,
 )
 def test_initial_weights_are_those_of_one_process(trained: Trainer, style: str, layout: Layout) -> None:
     """The shards of all ranks, put together, are the same model bit for bit."""
@@ -206,9 +219,11 @@ def test_loss_falls(zygote: Zygote, dataset: list[str], tmp_path: Path, style: s
 def joined(shards: list[torch.Tensor], name: str, style: str) -> torch.Tensor:
     """One whole parameter from its shards of all TP ranks, as ../golden/upstream_run lays them out."""
     layer, _, parameter = name.partition(".")
+    parameter = re.sub(r"mlp\.deepspeed_moe\.experts\.deepspeed_experts\.\d+", "mlp", parameter)
     if parameter.startswith(("dense_4h_to_h", "self_attention.dense", "mlp.dense_4h_to_h")) and shards[0].dim() > 1:
         return torch.cat(shards, dim=1)
     replicated = "layernorm" in parameter or parameter in ("weight", "bias") or "position_embeddings" in parameter
+    replicated = replicated or parameter.endswith("gate.wg.weight")
     if replicated or parameter in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias"):
         assert all(torch.equal(shard, shards[0]) for shard in shards)
         return shards[0]

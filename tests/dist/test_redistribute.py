@@ -61,6 +61,11 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
     walk_over(half_precision, [Layout(2, 1, 2), Layout(1, 4, 1), Layout(1, 1, 1)])
 
 
+@pytest.mark.parametrize("model", ["moe"], indirect=True)
+def test_a_walk_with_experts_in_every_second_layer(model: Model) -> None:
+    walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
+
+
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
 def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None:
     walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])

@@ -76,7 +76,7 @@ ALLOWED = {
 }  # the table has those of them that have consequences
 OF_DIRECTORIES = {row.changed: row for row in ROWS if not row.flags}
 
-# Three runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
+# Four runs of two layers. Of a dropped flag the word begins with "!" where a start changes them.
 COMMON = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 --split 100,0,0 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --num-workers 0 --eval-iters 0 "
@@ -90,6 +90,7 @@ DECAYING = (
     f"{LEARNED} --lr-decay-tokens 1000 --lr-warmup-tokens 9 --start-weight-decay 0.05 --end-weight-decay 0.1 "
     "--weight-decay-incr-style linear"
 )
+EXPERTS = f"{LEARNED} --num-experts 4 --topk 2"
 ROTARY = (
     f"{COMMON} --fp16 --use-rotary-position-embeddings --optimizer sgd --lr-decay-style constant "
     "--tokenizer-type NullTokenizer --vocab-size 1000"
@@ -106,6 +107,7 @@ REFUSED_OF_LEARNED = [
     "!--train-iters --train-samples 16 --lr-warmup-samples 2", "--lr-warmup-fraction 0.5",
     "--weight-decay 0.2",
 ]  # fmt: skip
+REFUSED_OF_EXPERTS = ["--num-experts 8", "--expert-interval 1", "--mlp-type residual"]
 # Flags that a start accepts only with others: these are in the run already, so that each is changed alone.
 REFUSED_OF_DECAYING = [
     "--lr-decay-tokens 2000", "--lr-warmup-tokens 11", "--start-weight-decay 0.02", "--end-weight-decay 0.2",
@@ -114,6 +116,7 @@ REFUSED_OF_DECAYING = [
 REFUSED = [
     *((LEARNED, changes) for changes in REFUSED_OF_LEARNED),
     *((DECAYING, changes) for changes in REFUSED_OF_DECAYING),
+    *((EXPERTS, changes) for changes in REFUSED_OF_EXPERTS),
 ]
 
 
@@ -152,6 +155,12 @@ ACCEPTED = {
         "--loss-scale-window 7 --hysteresis 3 --accumulate-allreduce-grads-in-fp32 "
         "--sgd-momentum 0.5 --vocab-size 1001",
     ),
+    "experts": Start(
+        EXPERTS,
+        "--topk 1 --moe-train-capacity-factor 2 --moe-eval-capacity-factor 3 --moe-min-capacity 8 "
+        "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --moe-loss-coeff 0.2",
+    ),
+    "finetune experts": Start(EXPERTS, "--finetune --topk 1 --moe-loss-coeff 0.2"),
     "scale": Start(ROTARY, "--loss-scale 8"),
     "loop": Start(
         LEARNED,
@@ -183,8 +192,7 @@ ACCEPTED = {
     "memory": Start(
         LEARNED,
         "--save {tmp}/memory --save-interval 1 --checkpoint-engine memory --persist-interval 2 --peer-timeout 5 "
-        "--failure-domain {domains} --replication-traffic interleave --comm-profile-steps 20 --span-threshold 10 "
-        "--span-alpha 0.6 --max-blocks-in-span 2 --snapshot-buffer-size 4 --recompute-granularity full "
+        "--failure-domain {domains} --replication-traffic interleave --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 2",
         exact=True,
     ),
@@ -248,7 +256,7 @@ def changed_flags(changes: str) -> list[str]:
 
 
 class Saved(NamedTuple):
-    """Checkpoints after 2 of 4 iterations of the three runs, an uninterrupted run's losses, and the files of starts."""
+    """Checkpoints after 2 of 4 iterations of the runs, an uninterrupted run's losses, and the files of starts."""
 
     launcher: Launcher
     given: dict[str, object]
@@ -275,7 +283,9 @@ def saved(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
         "vocab": tmp / "vocab.json", "merges": tmp / "merges.txt", "domains": tmp / "domains",
         "deepspeed": tmp / "ds.json", "index": tmp / "index",
     }  # fmt: skip
-    load = {LEARNED: tmp / "learned", DECAYING: tmp / "decaying", ROTARY: tmp / "rotary"}
+    load = {
+        LEARNED: tmp / "learned", DECAYING: tmp / "decaying", EXPERTS: tmp / "experts", ROTARY: tmp / "rotary",
+    }  # fmt: skip
     for base, save in load.items():
         flags = ["--save", save, "--save-interval", "2", "--verify-restored-state", "--checkpoint-durability", "none"]
         launcher.train(SINGLE, *command(given, base), *flags)
@@ -338,7 +348,7 @@ def test_each_flag_is_given_another_value() -> None:
 
 def test_what_is_refused_is_refused_before_the_imports(saved: Saved) -> None:
     """Each flag alone, and by the words of its row; with the flag that the row names it is accepted."""
-    tried = [*((base, "") for base in (LEARNED, DECAYING)), *REFUSED]
+    tried = [*((base, "") for base in (LEARNED, DECAYING, EXPERTS)), *REFUSED]
     starts = light_starts([[*saved.words(base, changes), "--load", str(saved.load[base])] for base, changes in tried])
     for (_, changes), start in zip(tried, starts, strict=True):
         if not changes:

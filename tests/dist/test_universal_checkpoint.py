@@ -33,6 +33,7 @@ CASES = [
     pytest.param("classic", ALL_THREE, Layout(1, 4, 1), marks=pytest.mark.nightly(minutes=1)),  # fp16's optimizer
     ("classic_fp16", Layout(2, 1, 2), Layout(1, 2, 1)),
     ("bloom", Layout(2, 2, 1), Layout(1, 1, 2)),
+    ("moe", Layout(2, 2, 1), Layout(1, 1, 2)),
 ]
 # The conversion drops the 12 rows of no token, which take part in the softmax: the loss moves by far less than
 # their share (12/512) as upstream has trained them down; seen: 2e-4.

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
 
+from .tensors import stage_bounds
+
 _FP32 = 4
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 LOSS_CHUNK_BYTES = 128 << 20  # CHUNK_BYTES of megatron/parallel/cross_entropy.py, which imports torch
 
 
-def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> int:
-    """Bytes of one transformer layer on a rank, per token."""
+def layer_bytes(
+    model: ModelConfig, tp: int, sequence_parallel: bool = False, *, experts: int = 1, tokens: int = 1
+) -> int:
+    """Bytes of one transformer layer on a rank, per token of a micro batch of `tokens`."""
     size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key = model.num_key_value_heads * model.kv_channels
@@ -32,10 +36,34 @@ def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) ->
     kept = 0 if model.recomputes_selectively else 1
     mlp = size * model.ffn_hidden_size * ((2 if model.swiglu else 1) + kept)
     inputs = 2 * size * hidden * kept
-    masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel stores them
+    if experts > 1:
+        return (
+            attention // tp + _between(model, size * hidden * kept) + _experts_bytes(model, mlp // tp, experts, tokens)
+        )
     # The same on every rank, or each rank's part of the sequence.
-    between = (inputs + 2 * norm_bytes(model) + masks) // (tp if sequence_parallel else 1)
-    return between + (attention + mlp) // tp
+    return _between(model, inputs) // (tp if sequence_parallel else 1) + (attention + mlp) // tp
+
+
+def _between(model: ModelConfig, inputs: int) -> int:
+    masks = 2 * model.hidden_size if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel stores them
+    return inputs + 2 * norm_bytes(model) + masks
+
+
+def _experts_bytes(model: ModelConfig, mlp: int, experts: int, tokens: int) -> int:
+    """Bytes of a mixture of experts per token, where one of its MLPs keeps `mlp` bytes of each token.
+
+    Experts keep their slots, used or not; without a limit of their tokens, as many as if all are used equally. What the
+    gate keeps of each token and expert: its probability.
+    """
+    size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
+    capacity = model.expert_capacity(tokens, experts, training=True)
+    slots = model.topk if capacity is None else experts * capacity / tokens
+    kept = 0 if model.recomputes_selectively else 1
+    of_gate = _FP32 * hidden if size < _FP32 else size * hidden * kept
+    found = of_gate + _FP32 * experts + slots * (mlp + size * hidden) + model.topk * size * hidden
+    if model.has_residual_mlp:  # its input, unless the gate keeps that, and the two results
+        found += mlp + 2 * size * hidden + (size * hidden * kept if size < _FP32 else 0)
+    return round(found)
 
 
 def norm_bytes(model: ModelConfig) -> int:
@@ -74,6 +102,13 @@ def in_flight(config: Config, stage: int) -> int:
     return min(parallel.pipeline_model_parallel_size - stage, max(micro_batches, 1))
 
 
+def _experts_of(config: Config, layers: int, stage: int) -> list[int]:
+    """Experts of each of the `layers` transformer layers of a stage, which those of earlier stages precede."""
+    stages = config.parallel.pipeline_model_parallel_size
+    first = stage_bounds(config.model.num_layers, stages)[stage] - 2 if stage else 0
+    return config.model.experts_per_layer[first : first + layers]
+
+
 def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage: int) -> int:
     """Bytes that a rank of pipeline stage `stage`, which has `layers` transformer layers, holds at its peak.
 
@@ -84,13 +119,15 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
     tokens = config.training.micro_batch_size * model.seq_length
     split = parallel.splits_sequence
     boundary = ELEMENT_SIZE[model.params_dtype] * model.hidden_size // (tp if split else 1)
-    of_layer = layer_bytes(model, tp, split)
-    kept, once = layers * of_layer, 0
+    of_layers = [
+        layer_bytes(model, tp, split, experts=experts, tokens=tokens) for experts in _experts_of(config, layers, stage)
+    ]
+    kept, once = sum(of_layers), 0
     if model.checkpoint_activations:
         chunk = min(model.checkpoint_num_layers, layers)
         saved = boundary // tp if parallel.partition_activations else boundary
         kept = 0 if parallel.checkpoint_in_cpu else -(-layers // max(chunk, 1)) * saved
-        once = chunk * of_layer
+        once = chunk * max(of_layers, default=0)
     if model.embed_layernorm and stage == 0:
         kept += norm_bytes(model) // (tp if split else 1)
     kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's receive and send buffers

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model import gpt_model
+from megatron.model.experts import AuxiliaryLoss
 from megatron.model.gpt_model import TORCH_DTYPES, GPTModelPipe
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
@@ -35,8 +36,9 @@ class StageOnMeta(GPTModelPipe):
         torch.nn.Module.__init__(self)
         self.tp = TensorParallelGroup(rank=at.tp, size=layout.tp)
         self.model_config = config
+        self.auxiliary_loss = AuxiliaryLoss(config.moe_loss_coeff) if config.has_experts else None
         place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], torch.device("meta"))
-        self._layer_specs = gpt_model._layer_specs(config, padded_vocab_size, place)
+        self._layer_specs = gpt_model._layer_specs(config, padded_vocab_size, place, self.auxiliary_loss)
         self._topo = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
         self.num_stages = layout.pp
         self.global_rank = layout.rank(*at)

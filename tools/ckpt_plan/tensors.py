@@ -114,22 +114,35 @@ def _layers(model: ModelConfig, padded_vocab_size: int, tp: int) -> list[_Layer]
     """The pipeline layers as megatron.model.gpt_model numbers them."""
     hidden, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
     query, kv = (model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads))
-    matrices = [  # (shape, split dimension, matrices fused along it)
-        ((query + 2 * kv, hidden), 0, (query, kv, kv)),
-        ((hidden, query), 1, (query,)),
-        ((ffn * (1 + model.swiglu), hidden), 0, (ffn,) * (1 + model.swiglu)),
-        ((hidden, ffn), 1, (ffn,)),
-    ]
+    attention = _linears(
+        [((query + 2 * kv, hidden), 0, (query, kv, kv)), ((hidden, query), 1, (query,))], tp, bias=bias
+    )
+    mlp = _linears(
+        [((ffn * (1 + model.swiglu), hidden), 0, (ffn,) * (1 + model.swiglu)), ((hidden, ffn), 1, (ffn,))],
+        tp, bias=bias,
+    )  # fmt: skip
     norm = hidden * (2 if model.normalization == "layernorm" else 1)
-    weights = sum(_elements(ParameterSlice(*matrix, tp_size=tp)) for matrix in matrices)
-    # The biases of matrices that are split by rows are split, the others are on every rank.
-    biases = sum(shape[0] // tp if dim == 0 else shape[0] for shape, dim, _ in matrices) if bias else 0
     embedding = _word_embedding(model, padded_vocab_size, tp)
     positions = model.max_position_embeddings * hidden if model.add_position_embedding else 0
     of_words = 2 * hidden if model.embed_layernorm else 0
     head = embedding if model.untie_embeddings_and_output_weights else _Layer()
-    blocks = [_Layer(weights, biases + 2 * norm)] * model.num_layers
+    blocks = []
+    for experts in model.experts_per_layer:
+        routed = experts > 1
+        mlps = experts + (routed and model.has_residual_mlp)
+        gate = hidden * experts if routed else 0
+        shares = 2 if routed and model.has_residual_mlp else 0
+        decayed = attention.decayed + mlps * mlp.decayed + gate + shares * hidden
+        blocks.append(_Layer(decayed, attention.plain + mlps * mlp.plain + shares + 2 * norm))
     return [_Layer(), _Layer(embedding.decayed + positions, of_words), *blocks, _Layer(0, norm), head]
+
+
+def _linears(matrices: Sequence[tuple[tuple[int, int], int, tuple[int, ...]]], tp: int, *, bias: bool) -> _Layer:
+    """Linear layers, each (shape of the weight, dimension split over TP, matrices fused along it)."""
+    weights = sum(_elements(ParameterSlice(*matrix, tp_size=tp)) for matrix in matrices)
+    # The biases of matrices that are split by rows are split, the others are on every rank.
+    biases = sum(shape[0] // tp if dim == 0 else shape[0] for shape, dim, _ in matrices) if bias else 0
+    return _Layer(weights, biases)
 
 
 def _word_embedding(model: ModelConfig, padded_vocab_size: int, tp: int) -> _Layer:

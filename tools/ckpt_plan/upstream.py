@@ -28,6 +28,8 @@ _SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
 
 def check_model(model: ModelConfig) -> None:
     """Raises ConfigError naming a flag of a model that upstream does not have."""
+    if model.has_experts:
+        raise ConfigError("--num-experts: upstream writes experts into files of their own; drop it or --upstream")
     flags = {"--position-embedding-type alibi": model.uses_alibi, "--embed-layernorm": model.embed_layernorm}
     for flag, given in flags.items():
         if given:

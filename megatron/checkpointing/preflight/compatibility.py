@@ -50,6 +50,7 @@ _LARGEST_TP = 128
 def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
     """What must be equal for the tensors of a checkpoint to fit."""
     identity = {name: getattr(model, name) for name in REFUSED_OF_MODEL}
+    identity["num_experts"] = " ".join(map(str, model.num_experts))  # a manifest has no lists here
     if model.add_position_embedding:
         identity["max_position_embeddings"] = model.max_position_embeddings
     return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": model.params_dtype}
@@ -57,7 +58,9 @@ def model_identity(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]
 
 def _identity_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """model_identity as a checkpoint has it, with what earlier versions and upstream could not have otherwise."""
-    lacking: dict[str, Any] = {"embed_layernorm": False}
+    lacking: dict[str, Any] = {
+        "embed_layernorm": False, "num_experts": "1", "expert_interval": 2, "mlp_type": "standard",
+    }  # fmt: skip
     rotary, table = (checkpoint.get(name) for name in ("use_rotary_position_embeddings", "add_position_embedding"))
     if rotary is not None and table is not None:
         lacking["position_embedding_type"] = position_embedding_type(rotary, table)

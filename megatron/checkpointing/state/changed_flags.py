@@ -70,7 +70,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the tensors of the checkpoint would not fit":
             "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads kv_channels normalization "
             "swiglu position_embedding_type use_rotary_position_embeddings add_position_embedding embed_layernorm "
-            "untie_embeddings_and_output_weights add_bias_linear",
+            "untie_embeddings_and_output_weights add_bias_linear num_experts expert_interval mlp_type",
         "the tensors of the checkpoint would not fit; allowed with position embeddings that have no table":
             "max_position_embeddings",
         "if the padded vocabulary has another size; else allowed": "make_vocab_size_divisible_by",
@@ -91,13 +91,17 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the new value applies from here; the loss scale continues where it was":
             "min_loss_scale loss_scale_window hysteresis",
         "the new limit applies from here": "clip_grad",
+        "the new value applies from here; experts take more or fewer tokens, or others":
+            "moe_train_capacity_factor moe_eval_capacity_factor moe_min_capacity moe_token_dropping "
+            "moe_top2_2nd_expert_sampling",
+        "the new factor applies from here": "moe_loss_coeff",
         "the new value applies from here; the moments are restored unchanged":
             "adam_beta1 adam_beta2 adam_eps sgd_momentum",
         "losses before and after are means over different tokens and cannot be compared": "eod_mask_loss",
     },
     Kind.MODEL: {
         "the new value applies, and the model no longer computes the function that the weights were trained for":
-            "rotary_percent rope_theta layernorm_epsilon bias_gelu_fusion",
+            "rotary_percent rope_theta layernorm_epsilon bias_gelu_fusion topk",
         f"{_UNLESS_SAME_TOKENIZER}tokens and weights no longer match: the weights know the old tokenizer's ids":
             "tokenizer_model vocab_file merge_file",
         "tokens and weights no longer match: the weights know the old tokenizer's ids": "tokenizer_type vocab_size",
@@ -160,7 +164,6 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "it changes how and when this launch saves":
             "save save_interval keep_last no_save_optim no_save_rng export_hf_interval export_hf_dir export_hf_wait "
             "checkpoint_engine checkpoint_durability persist_interval replicas failure_domain replication_traffic "
-            "comm_profile_steps span_threshold span_alpha max_blocks_in_span snapshot_buffer_size "
             "peer_timeout host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
             "storage_cache storage_deadline allow_other_checkpoints library_options",
         "it says what this launch loads, and how":
@@ -206,6 +209,18 @@ _MATTERS_IF: dict[str, Callable[[argparse.Namespace], bool]] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), lambda args: args.optimizer == "adam"),
     "sgd_momentum": lambda args: args.optimizer == "sgd",
     "split": lambda args: bool(args.data_path),
+    **dict.fromkeys(
+        (
+            "topk",
+            "moe_train_capacity_factor",
+            "moe_eval_capacity_factor",
+            "moe_min_capacity",
+            "moe_token_dropping",
+            "moe_top2_2nd_expert_sampling",
+            "moe_loss_coeff",
+        ),
+        lambda args: max(args.num_experts) > 1,
+    ),
     "vocab_size": lambda args: args.tokenizer_type == "NullTokenizer",
 }
 _OF_OPTIMIZER_STATE = ("initial_loss_scale",)  # restored with it, and the flag's own without

@@ -145,8 +145,12 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
         for part in norm_parts
         for prefix in ("input_layernorm.", "post_attention_layernorm.", "")
     ]
+    mlp = _mlp_pattern(model)
     if model.add_bias_linear:
-        replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
+        replicated += [r"\d+.self_attention.dense.bias", rf"{mlp}.dense_4h_to_h.bias"]
+    if model.has_experts:
+        replicated += [r"\d+.mlp.deepspeed_moe.gate.wg.weight"]
+        replicated += [rf"\d+.mlp.coefficient.{part}" for part in ("weight", "bias") if model.has_residual_mlp]
     if model.add_position_embedding:
         replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
     if model.embed_layernorm:
@@ -161,11 +165,8 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
         "vocabulary_parameter_patterns": vocabulary,
         "pipeline_replicated_parameter_patterns": vocabulary if tied else [],
         "tp_replicated_parameter_patterns": replicated,
-        "parameter_with_row_parallelism_patterns": [
-            r"\d+.mlp.dense_4h_to_h.weight",
-            r"\d+.self_attention.dense.weight",
-        ],
-        "parameter_with_2_sub_params_cat_dim_0": [rf"\d+.mlp.dense_h_to_4h.{part}" for part in linear_parts]
+        "parameter_with_row_parallelism_patterns": [rf"{mlp}.dense_4h_to_h.weight", r"\d+.self_attention.dense.weight"],
+        "parameter_with_2_sub_params_cat_dim_0": [rf"{mlp}.dense_h_to_4h.{part}" for part in linear_parts]
         if model.swiglu
         else [],
         "parameter_with_sub_params": [
@@ -178,3 +179,10 @@ def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padd
         ],
         "sub_param_shard_widths": {pattern: [[size // tp] * tp for size in sizes] for pattern, sizes in fused.items()},
     }
+
+
+def _mlp_pattern(model: ModelConfig) -> str:
+    """Of the names of all MLPs: those of blocks, of experts, and those that experts have beside them."""
+    if not model.has_experts:
+        return r"\d+.mlp"
+    return r"\d+.mlp(\.deepspeed_moe\.experts\.deepspeed_experts\.\d+|\.mlp)?"

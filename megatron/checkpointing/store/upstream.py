@@ -116,10 +116,12 @@ def describe(directory: Path, state: Any, *, universal: bool = False) -> Foreign
             raise CheckpointDamagedError(f"{path}: {name} is {size!r}, and must be a number from 1 on")
     if not own:
         _refuse_bigscience(path, known)
+        _refuse_experts(path, known)
     _refuse_what_is_not_here(path, state, known)
     model = _BEFORE | {"num_key_value_heads": known["num_attention_heads"]}
     model |= {name: value for name, value in known.items() if isinstance(value, (int, float, str)) or value is None}
     model["params_dtype"] = "bf16" if known["bf16"] else "fp16" if known["fp16"] else "fp32"
+    model["num_experts"] = " ".join(map(str, _experts_in(known)))
     layout = Layout(known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"], state["dp_world_size"])
     info = state.get("universal_checkpoint_info") or {}
     return ForeignCheckpoint(
@@ -153,12 +155,22 @@ def _refuse_bigscience(path: Path, args: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+def _experts_in(args: Mapping[str, Any]) -> list[Any]:
     experts = args.get("num_experts") or [1]
-    if any(count != 1 for count in (experts if isinstance(experts, list) else [experts])):
+    return list(experts) if isinstance(experts, (list, tuple)) else [experts]
+
+
+def _refuse_experts(path: Path, args: Mapping[str, Any]) -> None:
+    """Upstream writes experts into files of their own."""
+    experts = _experts_in(args)
+    if any(count != 1 for count in experts):
         raise CheckpointMismatchError(
-            f"{path}: a mixture of experts (--num-experts {experts}), which is not supported; load a dense model"
+            f"{path}: upstream's mixture of experts (--num-experts {' '.join(map(str, experts))}), which cannot be "
+            "loaded; load a dense model"
         )
+
+
+def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any]) -> None:
     if state.get("module") is not None:
         raise CheckpointMismatchError(
             f"{path}: it holds the weights of the whole model, as upstream saves them with --no-pipeline-parallel, and "

@@ -45,7 +45,7 @@ def count_layers(
     with _group_of(tp) as group:
         parallel = TensorParallelGroup(0, tp, group, sequence_parallel)
         place = Placement(parallel, TORCH_DTYPES[model.params_dtype], device)
-        _, first, block, *_, norm, last = gpt_model._layer_specs(model, padded_vocab_size, place)
+        _, first, block, *_, norm, last = gpt_model._layer_specs(model, padded_vocab_size, place, None)
         tokens = torch.empty((micro_batch_size, model.seq_length), dtype=torch.int64, device=device)
         length = model.seq_length // (tp if parallel.splits_sequence else 1)
 

@@ -129,6 +129,8 @@ def step_time(
             "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases; give another "
             "type, or drop --step-time"
         )
+    if config.model.has_experts:
+        raise ConfigError("--num-experts: --step-time predicts dense models; drop one of them")
     if recomputation is not None:
         config = with_mode(config, recomputation)
         planned = (config, layout, planned[2])

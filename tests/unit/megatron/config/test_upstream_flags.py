@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 REFUSALS = [
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
-    ("--num-experts 8", 1, "--num-experts 8 is not supported: mixture of experts"),
-    ("--num-experts 1 8", 1, "--num-experts 1 8 is not supported: mixture of experts"),
+    ("--num-experts 8 --moe-expert-parallel-size 4", 1, "--moe-expert-parallel-size 4 is not supported: all data"),
     ("--ds-sequence-parallel-size 2", 1, "--ds-sequence-parallel-size 2 is not supported: sequences"),
     ("--sequence-parallel --tensor-model-parallel-size 2 --seq-length 33", 2, "--seq-length 33: not divisible by"),
     ("--sequence-parallel --tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "

@@ -7,6 +7,7 @@ recorded. Their DeepSpeed files are another matter: an empty one stands for each
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -20,7 +21,7 @@ RUNS: dict[str, list[tuple[int, str]]] = json.loads(
     (Path(__file__).resolve().parents[3] / "golden" / "upstream_scripts.json").read_text()
 )
 _DS = "examples_deepspeed/"
-_MOE = "mixture of experts is not part of this fork"
+_MOE = "all data-parallel ranks hold all experts"
 _DISTILL = "knowledge distillation is not part of this fork"
 _SEQUENCE = "sequences are split over the TP ranks alone"
 _CPU = "--cpu-optimizer is not supported: "
@@ -103,6 +104,21 @@ def test_a_dense_script_of_the_moe_folder_means_what_it_says(tmp_path: Path) -> 
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     texts = [note.text for note in config.notes]
     assert "--num-experts 1: no effect, the model is dense" in texts
+
+
+def test_a_pyramid_of_experts_lies_where_upstream_has_it(tmp_path: Path) -> None:
+    """Every second of 24 layers; the last two of these have twice as many experts."""
+    script = _DS + "MoE/ds_pretrain_gpt_350M_PR-MoE32or64.sh"
+    ((ranks, line),) = RUNS[script]
+    replicated = re.sub(r"--moe-expert-parallel-size \d+", "--moe-expert-parallel-size 1", line)
+    RUNS["replicated"] = [(ranks, replicated)]
+    try:
+        (config,) = configure("replicated", tmp_path)
+    finally:
+        del RUNS["replicated"]
+    assert config.model.experts_per_layer == [1, 32] * 10 + [1, 64] * 2
+    assert config.model.mlp_type == "residual" and config.model.moe_loss_coeff == 0.01
+    assert config.model.expert_capacity(2048, 32, training=True) == 64
 
 
 def upstreams_iterations(ramp: tuple[int, int, int], final: int, train_samples: int) -> int:

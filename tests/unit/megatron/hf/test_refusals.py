@@ -72,6 +72,7 @@ def theirs(ours: Path, tmp_path: Path) -> Path:
         (BLOOM | {"num_key_value_heads": 2}, "--num-key-value-heads 2: BloomForCausalLM"),
         (BLOOM | {"kv_channels": 16}, "--kv-channels 16: BloomForCausalLM"),
         (GPT2 | {"embed_layernorm": True}, "--embed-layernorm: GPT2LMHeadModel"),
+        (GPT2 | {"num_experts": (4,)}, "--num-experts 4: GPT2LMHeadModel"),
     ],
 )
 def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:

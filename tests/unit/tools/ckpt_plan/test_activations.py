@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.model.alibi import alibi_bias
+from megatron.model.experts import AuxiliaryLoss
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
@@ -38,12 +39,13 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
     return config_from_flags(f"{GPT} {layout} {flags}".split(), 1, 100)[0]
 
 
-def kept_by_autograd(config: Config, tp: TensorParallelGroup, device: torch.device = CPU) -> int:
+def kept_by_autograd(config: Config, tp: TensorParallelGroup, device: torch.device = CPU, experts: int = 1) -> int:
     """Bytes that are held for the backward pass of one layer, parameters and tables that all layers share left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
     place = Placement(tp, dtype, device)
     length = SEQ // tp.size if tp.splits_sequence else SEQ
-    layer = ParallelTransformerLayerPipe(config.model, place)
+    auxiliary = AuxiliaryLoss(config.model.moe_loss_coeff) if experts > 1 else None
+    layer = ParallelTransformerLayerPipe(config.model, place, experts, auxiliary)
     x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, device=device, requires_grad=True)
     layer(x)  # makes the tables
     made = Storages()
@@ -95,6 +97,36 @@ def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
     config = config_of(flags)
     expected = BATCH * SEQ * (layer_bytes(config.model, 1) + more_on_a_cpu(config))
     assert expected == kept_by_autograd(config, TensorParallelGroup())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--bf16 {LLAMA}", "", "--topk 2 --moe-train-capacity-factor 1.5", "--bf16 --mlp-type residual",
+        f"--bf16 {LLAMA} --recompute-granularity selective",
+    ],
+)  # fmt: skip
+def test_experts_keep_their_slots(flags: str) -> None:
+    """Within 3 %: not counted are numbers of slots and weights, and results of so few features as here."""
+    config = config_of(f"--num-experts 4 --hidden-dropout 0 {flags}")
+    found = layer_bytes(config.model, 1, experts=4, tokens=BATCH * SEQ)
+    kept = kept_by_autograd(config, TensorParallelGroup(), experts=4)
+    assert found == pytest.approx(kept / (BATCH * SEQ), rel=0.03)
+
+
+def test_layers_with_experts_are_counted_where_they_are() -> None:
+    """Every third of four, on the second of two stages; recomputed chunks have the larger of their layers."""
+    flags = "--num-experts 4 --expert-interval 3 --hidden-dropout 0 --global-batch-size 2"
+    config, dense = config_of(flags, pp=2), config_of("--hidden-dropout 0 --global-batch-size 2", pp=2)
+    model, tokens = config.model, BATCH * SEQ
+    more = tokens * (layer_bytes(model, 1, experts=4, tokens=tokens) - layer_bytes(model, 1))
+    assert more > 0
+    found = [activation_bytes(config, 128, 2, stage) - activation_bytes(dense, 128, 2, stage) for stage in (0, 1)]
+    assert found == [0, more]
+    recomputed = config_of(f"{flags} --checkpoint-activations", pp=2)
+    plain = config_of("--hidden-dropout 0 --global-batch-size 2 --checkpoint-activations", pp=2)
+    assert activation_bytes(recomputed, 128, 2, 1) - activation_bytes(plain, 128, 2, 1) == more
 
 
 def more_on_a_cpu(config: Config) -> int:

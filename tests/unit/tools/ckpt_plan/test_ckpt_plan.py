@@ -130,6 +130,9 @@ def test_presets_are_those_of_the_launchers() -> None:
           "--optimizer", "sgd"], 3),
         (["--bf16", "--position-embedding-type", "alibi", "--embed-layernorm", "--pipeline-model-parallel-size", "2",
           "--tensor-model-parallel-size", "2"], 1),
+        (["--bf16", "--num-experts", "4", "--mlp-type", "residual", "--pipeline-model-parallel-size", "2",
+          "--tensor-model-parallel-size", "2"], 1),
+        (["--num-experts", "2", "--expert-interval", "1"], 2),
         (["--bf16", "--save", "none", "--save-interval", "2", "--no-save-optim",
           "--tensor-model-parallel-size", "2"], 2),
     ],
@@ -264,6 +267,13 @@ def test_upstream_has_no_model_of_blooms(flags: list[str]) -> None:
     planned = config_from_flags([*FLAGS, *flags], 1, None)
     make_plan(planned, "torch")
     with pytest.raises(ConfigError, match=f"^{' '.join(flags)}: upstream Megatron-DeepSpeed has no such model; drop"):
+        make_plan(planned, "upstream")
+
+
+def test_upstreams_files_of_experts_are_not_planned() -> None:
+    planned = config_from_flags([*FLAGS, "--num-experts", "4"], 1, None)
+    make_plan(planned, "torch")
+    with pytest.raises(ConfigError, match="^--num-experts: upstream writes experts into files of their own; drop"):
         make_plan(planned, "upstream")
 
 

@@ -346,6 +346,12 @@ def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[st
     assert "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases" in err
 
 
+def test_experts_are_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = answer(capsys, "--step-time", "h100", "--", *FLAGS.split(), "--num-experts", "4")
+    assert status == 2
+    assert "--num-experts: --step-time predicts dense models; drop one of them" in err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
