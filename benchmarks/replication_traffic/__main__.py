@@ -27,6 +27,7 @@ from benchmarks.common.program import printed
 from benchmarks.common.ranks import ROOT, MeasurementError
 from benchmarks.replication_traffic.figures import Figures, figures_of, render
 from benchmarks.replication_traffic.plan import VARIABLE, Plan
+from benchmarks.replication_traffic.results import write_results
 from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
 from tools.restart_drill.launch import DrillError
@@ -38,6 +39,8 @@ _VOCAB = 8191
 _EPILOG = """\
 examples:
   python -m tests.cluster run --nodes 4 -- %(prog)s --rounds 5
+  python -m tests.cluster run --nodes 4 -- %(prog)s --warm-up 30 --results gemini -- --comm-profile-steps 20
+      flags of the training come after --
 
 exit status: 0 measured, 2 could not run
 """
@@ -58,6 +61,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("python -m benchmarks.replication_traffic", __doc__ or "", _EPILOG)
     add = parser.add_argument
     add("--rounds", type=int, default=5, metavar="N", help="blocks of each variant (default: 5)")
+    add("--warm-up", type=int, default=10, metavar="N", help="iterations before the first block, in which steps are "
+        "profiled (default: 10)")  # fmt: skip
     add("--block", type=int, default=10, metavar="N", help="iterations of a block (default: 10)")
     add("--settle", type=int, default=3, metavar="N", help="of these, the first that do not count (default: 3)")
     add("--compute-ms", type=float, default=80.0, metavar="MS", help="wait in a forward pass, twice that in a backward "
@@ -66,9 +71,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "pass (default: 6)")  # fmt: skip
     add("--kbit", type=int, default=1_000_000, metavar="N", help="kbit/s of each link (default: 1000000)")
     add("--dir", type=Path, metavar="DIR", help="on a file system that all nodes share (default: temporary files)")
+    add("--results", type=Path, metavar="DIR", help="write results.json, Figure_7.svg and Figure_8.svg there, as the "
+        "artifact of GEMINI does")  # fmt: skip
     add("--format", choices=("text", "json"), default="text", help="json has every sample (default: text)")
-    arguments = parser.parse_args(argv)
-    require_at_least(parser, arguments, 1, "rounds", "kbit")
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:end])
+    arguments.of_training = list(argv[end + 1 :])
+    require_at_least(parser, arguments, 1, "rounds", "kbit", "warm_up")
     require_at_least(parser, arguments, 0, "settle", "compute_ms", "gather_mb")
     if arguments.settle >= arguments.block:
         parser.error(f"--settle {arguments.settle}: leaves nothing of --block {arguments.block}")
@@ -88,6 +97,8 @@ def _report(arguments: argparse.Namespace) -> str:
     before = machine()
     with tempfile.TemporaryDirectory(prefix="replication_", dir=arguments.dir) as directory:
         found = _measured(Path(directory), arguments)
+    if arguments.results is not None:
+        write_results(found, arguments.results)
     return json.dumps(found.as_json() | {"machine": before}) if arguments.format == "json" else render(found, before)
 
 
@@ -97,7 +108,7 @@ def _measured(directory: Path, arguments: argparse.Namespace) -> Figures:
     if len(hosts) != _NODES:
         raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {_NODES}")
     gathered = int(arguments.gather_mb * 1e6) * 2 // (_NODES * _RANKS)
-    lengths = arguments.rounds, arguments.block, arguments.settle
+    lengths = arguments.warm_up, arguments.rounds, arguments.block, arguments.settle
     plan = Plan(str(directory), *lengths, arguments.compute_ms / 1e3, gathered)
     plan.write(directory / "plan.json")
     _make_data(directory)
@@ -105,7 +116,7 @@ def _measured(directory: Path, arguments: argparse.Namespace) -> Figures:
     try:
         for host in hosts:
             program.call("slow-link", host, str(arguments.kbit))
-        _train(directory, hosts, plan)
+        _train(directory, hosts, plan, arguments.of_training)
     finally:
         for host in hosts:
             program.call("repair", host)
@@ -119,11 +130,11 @@ def _make_data(directory: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def _train(directory: Path, hosts: Sequence[str], plan: Plan) -> None:
+def _train(directory: Path, hosts: Sequence[str], plan: Plan, flags: Sequence[str]) -> None:
     """The training, to its end; none of its processes is left. Raises MeasurementError."""
     script = [str(ROOT / "benchmarks" / "replication_traffic" / "rank.py"), *_FLAGS]
     script += ["--train-iters", str(plan.iterations), "--data-path", str(directory / "data")]
-    script += ["--save", str(directory / "ckpt"), "--restart-trace-dir", str(directory / "trace")]
+    script += ["--save", str(directory / "ckpt"), "--restart-trace-dir", str(directory / "trace"), *flags]
     environment = {
         "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "eth0"), "PATH": os.environ["PATH"],

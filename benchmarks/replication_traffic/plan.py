@@ -8,13 +8,13 @@ from pathlib import Path
 
 NONE, NAIVE, INTERLEAVE = "none", "naive", "interleave"
 VARIANTS = (NONE, INTERLEAVE, NAIVE)
-WARM_UP = 10  # iterations before the first block, interleaved: steps are profiled
 VARIABLE = "REPLICATION_TRAFFIC_PLAN"  # file of the plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`rounds` times a block of `block` iterations for each variant, of which the first `settle` do not count.
+    """`warm_up` interleaved iterations, in which steps are profiled; then `rounds` times a block of `block` iterations
+    for each variant, of which the first `settle` do not count.
 
     `compute_s`: seconds that a rank waits in the forward pass of a micro-batch, and twice that in the backward pass, as
     for an accelerator. `gathered_bytes`: of each rank, gathered by all ranks of its stage in each pass. `directory`:
@@ -22,6 +22,7 @@ class Plan:
     """
 
     directory: str
+    warm_up: int
     rounds: int
     block: int
     settle: int
@@ -30,11 +31,11 @@ class Plan:
 
     @property
     def iterations(self) -> int:
-        return WARM_UP + self.rounds * self.block * len(VARIANTS)
+        return self.warm_up + self.rounds * self.block * len(VARIANTS)
 
     def variant(self, iteration: int) -> str:
         """What becomes of the save at the end of an iteration, counted from 1. The next one bears the cost."""
-        at = iteration - WARM_UP
+        at = iteration - self.warm_up
         if at < 0:
             return INTERLEAVE
         if iteration >= self.iterations:
@@ -43,11 +44,11 @@ class Plan:
 
     def counts(self, iteration: int) -> bool:
         """Whether the cost of the save at the end of `iteration` is measured: its block has settled."""
-        at = iteration - WARM_UP
+        at = iteration - self.warm_up
         return at >= 0 and iteration + 1 < self.iterations and at % self.block >= self.settle
 
     def round(self, iteration: int) -> int:
-        return (iteration - WARM_UP) // (self.block * len(VARIANTS))
+        return (iteration - self.warm_up) // (self.block * len(VARIANTS))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -10,7 +10,10 @@ from megatron.config.errors import ConfigError, refuse
 from megatron.config.flags import FlagGroup, flag
 from megatron.config.uris import URI_FORM, ObjectUri, is_uri, location_of
 
-_OF_MEMORY = ("persist_interval", "replicas", "failure_domain", "peer_timeout", "replication_traffic")
+_OF_INTERLEAVED = ("comm_profile_steps", "span_threshold", "span_alpha", "max_blocks_in_span", "snapshot_buffer_size")
+_OF_MEMORY = (
+    "persist_interval", "replicas", "failure_domain", "peer_timeout", "replication_traffic", *_OF_INTERLEAVED,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,32 @@ class CheckpointConfig(FlagGroup):
         "idle, as profiled steps did (docs/peers.md)",
         choices=("naive", "interleave"),
     )
+    comm_profile_steps: int | None = flag(
+        None, "--replication-traffic interleave: steps to profile (default: 4; GEMINI's artifact: 20)", least=2
+    )
+    span_threshold: float | None = flag(
+        None,
+        "--replication-traffic interleave: use idle spans longer than so many ms (default: 2; GEMINI's artifact: 10)",
+        least=0,
+    )
+    span_alpha: float | None = flag(
+        None,
+        "--replication-traffic interleave: share of each idle span to use (default: 1, with a margin around traffic; "
+        "GEMINI's artifact: 0.6)",
+        above=0,
+    )
+    max_blocks_in_span: int | None = flag(
+        None,
+        "--replication-traffic interleave: blocks that a copy sends in an idle span (default: all that fit; GEMINI's "
+        "artifact: 2)",
+        least=1,
+    )
+    snapshot_buffer_size: float | None = flag(
+        None,
+        "--replication-traffic interleave: size of a block, in 2^20 values of 4 bytes (default: what the network takes "
+        "in 2 ms, at least 256 KiB; GEMINI's artifact: 4)",
+        above=0,
+    )
     peer_timeout: float = flag(
         10.0, "engine memory: seconds without an answer after which a host that holds copies counts as stalled", above=0
     )
@@ -232,6 +261,15 @@ class CheckpointConfig(FlagGroup):
         for name in ("failure_domain", "replication_traffic"):
             if name in given and self.replicas == 1:
                 self.refuse(name, "--replicas 1 keeps no copy on another host; drop one of the flags")
+        paced = [name for name in _OF_INTERLEAVED if name in given]
+        if paced and self.replication_traffic != "interleave":
+            self.refuse(
+                paced[0],
+                f"--replication-traffic {self.replication_traffic} sends copies at once; use interleave, or drop the "
+                "flag",
+            )
+        if self.span_alpha is not None and self.span_alpha > 1:
+            self.refuse("span_alpha", "is a share; give at most 1")
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.peers.pacing import Pacing
 from megatron.peers.wire import Channel, Key, PeerError, connect, file_size, key_of
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
@@ -83,12 +84,12 @@ def tell(port: int, at_most_s: float, **message: Any) -> None:
 
 
 def send_copies(
-    own: Peer, slot: int, peers: Sequence[Peer], keep: str | None, deadline_s: float, interleave: bool = False
+    own: Peer, slot: int, peers: Sequence[Peer], keep: str | None, deadline_s: float, interleave: Pacing | None = None
 ) -> Sent:
     """Have the save in a slot of this host copied to `peers`; `errors` says what went wrong with which.
 
     `slot`: its number among those of this host. `keep`: the save that no peer may overwrite. `interleave`: send
-    while training leaves the network idle, and at once when it waits (`traffic`). Raises PeerError.
+    while training leaves the network idle, so paced, and at once when it waits (`traffic`). Raises PeerError.
     """
     request = {"slot": slot, "peers": peers, "keep": keep, "timeout_s": deadline_s, "interleave": interleave}
     answer = ask(own, deadline_s, ask="send", **request)

@@ -29,6 +29,7 @@ from megatron.net.secret import required_secret
 from megatron.peers.ahead import Ahead
 from megatron.peers.client import Peer, ask
 from megatron.peers.memory_slots import Slot, new_slots
+from megatron.peers.pacing import Pacing
 from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
 from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
@@ -287,11 +288,12 @@ class Holder:
             raise PeerError(f"was to send slot {message['slot']}, which holds nothing")
         errors: dict[Peer, str] = {}
         copies: dict[Peer, Copy] = {}
+        pacing = message.get("interleave")
 
         def send(peer: Peer) -> None:
             try:
-                if message.get("interleave"):
-                    copies[peer] = self._traffic.begin(peer.address, peer.port)
+                if pacing is not None:
+                    copies[peer] = self._traffic.begin(peer.address, peer.port, Pacing(*pacing))
                 _send_copy(peer, slot, record, message, copies.get(peer))
             except PeerError as error:
                 errors[peer] = f"{peer} {error}"

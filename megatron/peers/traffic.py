@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.peers.pacing import MEASURED, Pacing
 from megatron.peers.rdma import Port
 from megatron.peers.wire import PeerError
 from restart_trace.clock import now_ns
@@ -36,7 +37,7 @@ HELD_NS = 60_000_000_000  # at most, from the request for a copy on: a lost host
 STALLED_NS = 10_000_000_000  # before steps are profiled, no step has ended for so long: a copy is held no longer
 _NAME = "megatron_step_times"
 _WORDS = 3  # of 8 bytes for each rank: steps begun, ns when the last began, whether training waits for a save
-_PROFILED = 4  # steps
+_PROFILED = 4  # steps, unless Pacing says how many
 _BUSY_IN = 2  # of these use the network at an instant that counts as busy
 _VALID = 500  # steps, after which others are profiled: batches grow, data moves
 _SAMPLE_S = 0.002
@@ -47,7 +48,7 @@ _CHUNK = 256 << 10  # bytes
 _CHUNK_NS = 2_000_000  # a chunk is larger if the network takes more in this time
 _BURST_NS = 10_000_000  # for which a bucket holds tokens: a thread may be late by that without a loss
 _PROBE = 1.1  # the bucket is filled faster by that, else a rate that was taken too low would stay
-_SHORTEST_NS = 2_000_000  # an idle span that is shorter is not used
+_SHORTEST_NS = 2_000_000  # an idle span that is shorter is not used, unless Pacing says which
 _MARGIN = 0.02  # of a step: kept free before and after traffic, for steps are not quite alike
 _LATE = 2.0  # steps' time after which none is under way: ranks evaluate, load or have ended
 _POLL_NS = 5_000_000
@@ -73,22 +74,29 @@ class Profile(NamedTuple):
     length: int
     idle: Sequence[Span]
 
-    def pause_before(self, since: int, chunk: int) -> int:
+    def pause_before(self, since: int, chunk: int, past: Span | None = None) -> int:
         """Ns to wait until a chunk that takes `chunk` ns may be sent, `since` ns after the step began; 0: now.
 
-        At the end of a step nobody knows when the next one begins: then it is time to ask again.
+        At the end of a step nobody knows when the next one begins: then it is time to ask again. `past`: the span in
+        which no more may be sent, nor before it.
         """
         for span in self.idle:
-            if max(since, span.start) + chunk <= span.stop:
+            if max(since, span.start) + chunk <= span.stop and (past is None or span.start > past.start):
                 return max(0, span.start - since)
         return _POLL_NS
 
+    def span_at(self, since: int) -> Span | None:
+        """The idle span `since` ns after the step began."""
+        return next((span for span in self.idle if span.start <= since < span.stop), None)
 
-def profile_of(steps: Sequence[Step], rates: Sequence[float]) -> Profile:
+
+def profile_of(steps: Sequence[Step], rates: Sequence[float], pacing: Pacing = MEASURED) -> Profile:
     """The median length, and when fewer than `_BUSY_IN` of the steps use any link, with a margin around traffic.
 
     `rates`: bytes a second that each link can carry.
     """
+    shortest = _SHORTEST_NS if pacing.shortest_ms is None else int(pacing.shortest_ms * 1e6) + 1
+    alpha = 1.0 if pacing.alpha is None else pacing.alpha
     length = int(statistics.median(step.length for step in steps))
     edges: list[tuple[int, int]] = []
     for step in steps:
@@ -106,8 +114,8 @@ def profile_of(steps: Sequence[Step], rates: Sequence[float]) -> Profile:
             busy.append(Span(began - margin, at + margin))
     idle, position = [], 0
     for start, stop in [*busy, Span(length, length)]:
-        if start - position >= _SHORTEST_NS:
-            idle.append(Span(position, min(start, length)))
+        if start - position >= shortest:
+            idle.append(Span(position, position + int(alpha * (min(start, length) - position))))
         position = max(position, stop)
     return Profile(length, idle)
 
@@ -267,8 +275,10 @@ class Observation:
         return max(STALLED_NS, int(_LATE * self.longest_ns))
 
 
-def observe_steps(links: Sequence[LinkRate], times: Sequence[StepTimes], seen: Observation) -> list[Step]:
-    """Watch some whole steps: what the links carry, but for the time in which training waits for a save.
+def observe_steps(
+    links: Sequence[LinkRate], times: Sequence[StepTimes], seen: Observation, count: int = _PROFILED
+) -> list[Step]:
+    """Watch `count` whole steps: what the links carry, but for the time in which training waits for a save.
 
     A step in which copies went otherwise says nothing of training's traffic, and does not count.
     """
@@ -276,7 +286,7 @@ def observe_steps(links: Sequence[LinkRate], times: Sequence[StepTimes], seen: O
     carried: list[tuple[Span, Sequence[int]]] = []
     number, began, waited = times[0].steps, 0, 0  # the step under way does not count: its beginning was not seen
     before = None
-    while len(steps) < _PROFILED:
+    while len(steps) < count:
         time.sleep(_SAMPLE_S)
         found = [link.sample() for link in links]
         counted = [one for one in found if one is not None]
@@ -329,6 +339,8 @@ class Copy:
         self._traffic = traffic
         self.asked_ns = now_ns()  # 0: it is to be held no longer
         self.waited_ns = 0
+        self.blocks = 0  # sent in `span` of step number `step`, while training does not wait
+        self.span: tuple[int, Span] | None = None
         self.at_once_bytes = 0  # sent whatever training does
         self.stalled_bytes = 0  # of these: since no step had ended for long, and none had been profiled
 
@@ -360,11 +372,13 @@ class Traffic:
         self.profile: Profile | None = None  # of the newest steps that were profiled
         self._profiled_at = 0  # number of a step
         self._profiling = False
+        self._pacing = MEASURED
         self.seen = Observation()  # of steps, until a profile is there
 
-    def begin(self, address: str, port: int) -> Copy:
-        """A copy to that peer. Raises PeerError."""
+    def begin(self, address: str, port: int, pacing: Pacing = MEASURED) -> Copy:
+        """A copy to that peer. `pacing`: the same for all copies of a host. Raises PeerError."""
         with self._lock:
+            self._pacing = pacing
             if self._link is None:
                 interface = interface_towards(address, port)
                 self._link = LinkRate(lambda: read_counters(interface))
@@ -377,9 +391,10 @@ class Traffic:
         return Copy(self)
 
     def _take_profile(self, links: Sequence[LinkRate], seen: Observation) -> None:
-        steps = observe_steps(links, self._times, seen)
+        pacing = self._pacing
+        steps = observe_steps(links, self._times, seen, pacing.profile_steps or _PROFILED)
         with self._lock:
-            self.profile = profile_of(steps, [link.bytes_per_s for link in links])
+            self.profile = profile_of(steps, [link.bytes_per_s for link in links], pacing)
             self._profiled_at = self._times[0].steps
             self._profiling = False
 
@@ -409,13 +424,27 @@ class Traffic:
             copy.stalled_bytes += count
             return count, 0
         rate = link.bytes_per_s or math.inf
-        if rate < math.inf:
+        if self._pacing.block_bytes is not None:
+            count = min(count, self._pacing.block_bytes)
+        elif rate < math.inf:
             count = min(count, max(_CHUNK, int(rate * _CHUNK_NS / 1e9)))
-        pause = profile.pause_before(since, int(count / rate * 1e9))
+        pause = profile.pause_before(since, int(count / rate * 1e9), self._full_span(copy, profile, since))
         if pause:
             return 0, min(pause, _POLL_NS)
         link.sample()
         with self._lock:
             self._bucket.rate = rate * _PROBE
             pause = self._bucket.pause(count, now)
-        return (0, pause) if pause else (count, 0)
+        if pause:
+            return 0, pause
+        copy.blocks += 1
+        return count, 0
+
+    def _full_span(self, copy: Copy, profile: Profile, since: int) -> Span | None:
+        """The idle span `since` ns after the step began, if the copy has sent all blocks that may go in it."""
+        span = profile.span_at(since)
+        if span is None:
+            return None
+        if copy.span != (self._times[0].steps, span):
+            copy.span, copy.blocks = (self._times[0].steps, span), 0
+        return span if self._pacing.blocks is not None and copy.blocks >= self._pacing.blocks else None

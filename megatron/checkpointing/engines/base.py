@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.peers.pacing import Pacing
 from restart_trace.recorder import Operation
 from restart_trace.regular import NotRegularFileError, check_regular
 
@@ -54,6 +55,7 @@ class EngineOptions:
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     peer_timeout_s: float = 10.0  # --peer-timeout
     copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
+    copy_pacing: Pacing = Pacing()  # --comm-profile-steps and the flags after it
     library: tuple[tuple[str, Any], ...] = ()  # options of the engine's library, from a --deepspeed_config stanza
 
 

@@ -7,6 +7,7 @@ import os
 from megatron.checkpointing.engines.base import MIB, EngineOptions
 from megatron.config import CheckpointConfig
 from megatron.config.uris import is_uri
+from megatron.peers.pacing import Pacing
 
 
 def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -> EngineOptions:
@@ -33,5 +34,17 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         device_timeout_s=60 * timeout_minutes,
         peer_timeout_s=flags.peer_timeout,
         copy_steps=flags.save_interval if flags.replication_traffic == "interleave" else None,
+        copy_pacing=_copy_pacing(flags),
         library=flags.library_options,
+    )
+
+
+def _copy_pacing(flags: CheckpointConfig) -> Pacing:
+    elements = flags.snapshot_buffer_size  # in 2^20 of fp32, as in GEMINI's artifact
+    return Pacing(
+        profile_steps=flags.comm_profile_steps,
+        shortest_ms=flags.span_threshold,
+        alpha=flags.span_alpha,
+        blocks=flags.max_blocks_in_span,
+        block_bytes=None if elements is None else int(4 * elements * MIB),
     )

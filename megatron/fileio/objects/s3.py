@@ -147,10 +147,13 @@ class Bucket:
         return self._client.meta.endpoint_url
 
     def with_deadline(self, deadline_s: float) -> Bucket:
-        """This bucket for requests that may take `deadline_s` at most; they count in its traffic, too."""
-        if deadline_s >= self._deadline_s:
+        """This bucket for requests that may take `deadline_s` at most, also where the store tells them to slow down;
+        they count in its traffic, too."""
+        if deadline_s >= self._slowed_s:
             return self
-        hurried = Bucket(self.name, deadline_s=deadline_s, threads=self._threads, listed=self._listed)
+        hurried = Bucket(
+            self.name, deadline_s=min(deadline_s, self._deadline_s), threads=self._threads, listed=self._listed
+        )
         hurried.traffic = self.traffic
         hurried._slowed_s = deadline_s
         return hurried

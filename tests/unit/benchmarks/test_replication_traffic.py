@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.replication_traffic.__main__ import main
 from benchmarks.replication_traffic.figures import analyse, render
-from benchmarks.replication_traffic.plan import INTERLEAVE, NAIVE, NONE, WARM_UP, Plan
+from benchmarks.replication_traffic.plan import INTERLEAVE, NAIVE, NONE, Plan
+from benchmarks.replication_traffic.results import write_results
 
 S = 1_000_000_000
 LINK = 1e9  # bytes a second
 STEPS = {NONE: S, INTERLEAVE: S + S // 25, NAIVE: 2 * S}
-PLAN = Plan("", rounds=2, block=4, settle=1, compute_s=0.0, gathered_bytes=0)
+PLAN = Plan("", warm_up=10, rounds=2, block=4, settle=1, compute_s=0.0, gathered_bytes=0)
 
 
 def trace() -> tuple[list[dict[str, object]], list[list[int]]]:
@@ -36,7 +40,7 @@ def trace() -> tuple[list[dict[str, object]], list[list[int]]]:
 def test_a_save_is_charged_to_the_step_after_it() -> None:
     records, sent = trace()
     found = analyse(records, sent, PLAN, LINK)
-    assert PLAN.iterations == WARM_UP + 2 * 3 * 4
+    assert PLAN.iterations == 10 + 2 * 3 * 4
     for name, length in STEPS.items():
         one = found.variants[name]
         steps = [seconds for block in one.steps for seconds in block]
@@ -50,6 +54,24 @@ def test_a_save_is_charged_to_the_step_after_it() -> None:
         "interleave takes 1.040 of the step without checkpoints (target: at most 1.05: met); 10% of its bytes" in text
     )
     assert "| naive | 2.000 | 2.000 to 2.000 | 2.000 (2.000 to 2.000) | 1.000 | 0.500 | 0.250 |" in text
+
+
+def test_results_are_named_as_geminis_artifact_names_them(tmp_path: Path) -> None:
+    records, sent = trace()
+    write_results(analyse(records, sent, PLAN, LINK), tmp_path / "gemini")
+    found = json.loads((tmp_path / "gemini" / "results.json").read_text())["GPT"]
+    counted = {name: len(times) for name, times in found.pop("step_times").items()}
+    assert counted == {NONE: 6, INTERLEAVE: 6, NAIVE: 5}, "the last step has no end"
+    assert found == {
+        "checkpoint_size": 100 / 1e6,
+        "idle_time": 0.5,
+        "checkpoint_time": 0.5,
+        "gemini_idle_time": 0.52,
+        "naive_idle_time": 1.0,
+    }
+    for number, title in ((7, "Iteration time"), (8, "Network idle time")):
+        figure = (tmp_path / "gemini" / f"Figure_{number}.svg").read_text()
+        assert all(f"<!-- {text}" in figure for text in (title, NONE, INTERLEAVE, NAIVE))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def store_one_connection(e: Evidence, limits: Thresholds) -> list[Observation]:
     """For each kind the operation in which a rank has hardly more than one request in flight for the longest time."""
     found = []
     for kind, stats, traffic in _worst(e, lambda traffic: -traffic.connections):
-        if traffic.connections >= limits["connections"] or traffic.window_s < limits["least_s"]:
+        fast = traffic.connections >= limits["connections"] or traffic.window_s < limits["least_s"]
+        if fast or not traffic.bytes:  # a save of which nothing arrived says nothing of connections
             continue
         found.append(
             Observation(

@@ -48,7 +48,10 @@ def store_traffic(frames: Frames, probes: pl.DataFrame) -> dict[int, StoreTraffi
         return {}
     small = pl.col("bytes") <= ONE_REQUEST_BYTES
     objects = (
-        frames.spans_of(what=pl.col("detail").cast(pl.String).is_in(["upload", "download"]) & (pl.col("bytes") > 0))
+        frames.spans_of(
+            what=pl.col("detail").cast(pl.String).is_in(["upload", "download"])
+            & ((pl.col("bytes") > 0) | pl.col("error").is_not_null())
+        )
         .group_by("group", "rank")
         .agg(
             pl.len().alias("objects"),

@@ -181,7 +181,8 @@ class MemoryEngine(LazyEngine):
         assert own is not None
         number = [other.data for other in self._slots_of_host].index(slot.data)
         keep = None if newest is None else newest["save"]
-        interleave = self._step_times is not None and self.options.copy_steps is not None
+        interleaves = self._step_times is not None and self.options.copy_steps is not None
+        interleave = self.options.copy_pacing if interleaves else None
         try:
             sent = send_copies(own, number, self._peers, keep, self.options.peer_timeout_s, interleave)
         except PeerError as exc:

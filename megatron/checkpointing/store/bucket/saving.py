@@ -202,6 +202,9 @@ class ObjectDirectory:
 
     def clear(self, temporary: Path) -> None:
         """Remove the files that were on their way."""
+        if self._streams is not None:  # a save that failed before `store`
+            self._streams.measure()
+            self._streams = None
         shutil.rmtree(temporary, ignore_errors=True)
 
     def close(self) -> None:
@@ -250,6 +253,10 @@ class Streams:
         upload = ObjectUpload(self._bucket, self._prefix + name, num_bytes, data_start, block_bytes, self._op)
         self._uploads[name] = upload
         return upload
+
+    def measure(self) -> None:
+        """Tell the operation of the requests until now."""
+        self._op.measure(**self._bucket.traffic.since(self.before))
 
     def sent(self) -> dict[str, Uploaded]:
         """What is there as a whole, by name."""

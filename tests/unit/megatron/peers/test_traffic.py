@@ -15,6 +15,7 @@ from subprocess import PIPE
 import pytest
 
 from megatron.peers.client import Peer, Sent, send_copies
+from megatron.peers.pacing import MEASURED, Pacing
 from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import (
     HELD_NS,
@@ -64,6 +65,16 @@ def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
     assert profile_of(steps, [RATE]) == Profile(1000 * MS, [Span(0, 290 * MS), Span(420 * MS, 970 * MS)])
     assert profile_of([Step(10 * MS, [])] * 4, [0.0]).idle == [Span(0, 10 * MS)]
     assert profile_of([Step(10 * MS, carried((0, 10)))] * 4, [RATE]).idle == []
+
+
+def test_spans_that_are_too_short_are_left_out_and_of_the_others_a_share_is_used() -> None:
+    steps = [Step(1000 * MS, carried((100, 200), (210, 600)))] * 4
+    assert profile_of(steps, [RATE]).idle == [Span(0, 80 * MS), Span(620 * MS, 1000 * MS)]
+    assert profile_of(steps, [RATE], Pacing(shortest_ms=80)).idle == [Span(620 * MS, 1000 * MS)]
+    assert profile_of(steps, [RATE], Pacing(shortest_ms=79, alpha=0.5)).idle == [
+        Span(0, 40 * MS),
+        Span(620 * MS, 810 * MS),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +197,32 @@ def test_copies_keep_to_the_profile_unless_training_waits(times: StepTimes) -> N
     assert copy.at_once_bytes == 3 * 4096
 
 
+def test_a_copy_sends_so_many_blocks_in_a_span_and_as_many_in_the_next(times: StepTimes) -> None:
+    traffic, began = Traffic([times]), now_ns()
+    traffic.profile = STEP
+    times.begin(began)
+    copy, other = [traffic.begin("127.0.0.1", 9, Pacing(blocks=2, block_bytes=1000)) for _ in range(2)]
+    assert [traffic.ask(copy, 4096, began + at * MS) for at in (100, 110, 120)] == [(1000, 0), (1000, 0), (0, 5 * MS)]
+    assert traffic.ask(other, 4096, began + 120 * MS) == (1000, 0), "each copy has its own"
+    assert [traffic.ask(copy, 4096, began + at * MS) for at in (430, 440, 450)] == [(1000, 0), (1000, 0), (0, 5 * MS)]
+    times.begin(began + 1000 * MS)
+    assert traffic.ask(copy, 500, began + 1100 * MS) == (500, 0), "the first span of the next step"
+    times.set_waiting(True)
+    assert traffic.ask(copy, 4096, began + 1450 * MS) == (4096, 0), "training waits for all"
+
+
+def test_as_many_steps_are_observed_as_asked_for(times: StepTimes) -> None:
+    at = 0
+
+    def read() -> Counters:
+        nonlocal at
+        at += 10 * MS
+        times.begin(at)
+        return Counters(at, 0, 0)
+
+    assert len(observe_steps([LinkRate(read)], [times], Observation(), 7)) == 7
+
+
 def test_a_step_in_which_copies_went_is_not_profiled(times: StepTimes) -> None:
     """Of steps of 20 ms the second is disturbed."""
     at, seen = 0, Observation()
@@ -292,7 +329,7 @@ def sent_by(host: Host, taker: Taker) -> tuple[threading.Thread, list[Sent]]:
     found: list[Sent] = []
 
     def send() -> None:
-        found.append(send_copies(host.peer, 0, [taker.peer], None, DEADLINE_S, interleave=True))
+        found.append(send_copies(host.peer, 0, [taker.peer], None, DEADLINE_S, interleave=MEASURED))
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -335,7 +372,7 @@ def test_a_copy_whose_rank_has_ended_is_held_no_longer(host: Host) -> None:
     times.begin(now_ns())
     taker = Taker(len(saved))
     with connect(host.peer.address, host.peer.port, DEADLINE_S) as channel:
-        told = {"slot": 0, "peers": [taker.peer], "keep": None, "timeout_s": 0.4, "interleave": True}
+        told = {"slot": 0, "peers": [taker.peer], "keep": None, "timeout_s": 0.4, "interleave": MEASURED}
         channel.tell(launch="launch0", ask="send", **told)
         assert taker.asked.wait(DEADLINE_S)
         assert taker.first_ns == 0

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.checkpointing.engines.options import engine_options
 from megatron.config import CheckpointConfig, ConfigError
+from megatron.peers.pacing import MEASURED, Pacing
 from megatron.training.slot_memory import Need, lack_of_memory
 
 GIB = 1 << 30
@@ -49,11 +51,28 @@ def test_a_restart_in_place_asks_for_no_more() -> None:
             "--replication-traffic interleave: --replicas 1 keeps no copy on another host",
         ),
         ({"checkpoint_engine": "memory", "replication_traffic": "idle"}, "--replication-traffic idle"),
+        (
+            {"checkpoint_engine": "memory", "span_alpha": 0.6},
+            "--span-alpha 0.6: --replication-traffic naive sends copies at once; use interleave",
+        ),
+        (
+            {"checkpoint_engine": "memory", "replication_traffic": "interleave", "span_alpha": 1.1},
+            "--span-alpha 1.1: is a share; give at most 1",
+        ),
     ],
 )
 def test_flags_that_do_not_fit(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         CheckpointConfig(save="x", save_interval=1, **flags)  # pyright: ignore[reportArgumentType]
+
+
+def test_flags_of_geminis_artifact_pace_copies() -> None:
+    flags = CheckpointConfig(
+        save="x", save_interval=1, checkpoint_engine="memory", replication_traffic="interleave", comm_profile_steps=20,
+        span_threshold=10, span_alpha=0.6, max_blocks_in_span=2, snapshot_buffer_size=4,
+    )  # fmt: skip
+    assert engine_options(flags, 0, 10.0).copy_pacing == Pacing(20, 10, 0.6, 2, 16 << 20)
+    assert engine_options(CheckpointConfig(), 0, 10.0).copy_pacing == MEASURED
 
 
 def test_copies_of_other_hosts_must_fit_beside_a_hosts_own() -> None:

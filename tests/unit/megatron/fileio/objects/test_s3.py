@@ -238,6 +238,16 @@ def test_a_store_that_says_to_slow_down_is_given_longer(server: Server) -> None:
             bucket.with_deadline(1).put("slow/object", b"content")
 
 
+def test_a_request_that_may_not_take_longer_does_not_where_the_bucket_is_as_impatient(server: Server) -> None:
+    with FaultProxy(server, lambda request: "503").running() as proxy, environment_of(proxy.environment()):
+        bucket = Bucket(BUCKET, deadline_s=1.0)
+        with pytest.raises(ObjectStoreError, match=r"within 1 s \("):
+            bucket.with_deadline(1.0).put("slow/object", b"content")
+        with pytest.raises(ObjectStoreError, match=r"within 2 s \("):
+            bucket.with_deadline(2.0).put("slow/object", b"content")
+        assert bucket.with_deadline(4.0) is bucket and bucket.traffic.throttled == len(proxy.seen)
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -322,6 +322,21 @@ def test_store_throttled(tmp_path: Path, throttled: tuple[int, int], met: bool) 
     assert traffic["connections"] == pytest.approx(8)
 
 
+def test_store_throttled_of_a_save_that_failed_for_it(tmp_path: Path) -> None:
+    """Nothing arrived, so nothing is said of its connections."""
+
+    def make(log: RankLog) -> None:
+        op = log.begin("save", "LazyEngine", tag="global_step5", step=5)
+        op.span("flush", "upload", 20_000, file="a", error="ObjectStoreError: SlowDown")
+        op.end(error="CheckpointSaveError: SlowDown")
+        values = {"store_requests": 36, "store_retries": 35, "store_throttled": 36, "store_request_s": 0.2}
+        log.write("probe", op=op.op_id, at="end", time_ns=log.ns(log.now_ms), values=values)
+
+    (found,) = findings(tmp_path, "store_throttled", make, ranks=2)
+    assert found.data["throttled"] == 72 and found.data["share"] == 1.0
+    assert findings(tmp_path, "store_one_connection", make, ranks=2) == []
+
+
 @pytest.mark.parametrize(
     ("small", "large", "took_ms", "met"), [(4, 4, 25, True), (3, 0, 100, False), (4, 5, 25, False), (4, 4, 24, False)]
 )

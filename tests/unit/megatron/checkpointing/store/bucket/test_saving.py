@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from megatron.config import ConfigError
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.fileio.objects.s3 import Bucket
+from restart_trace.recorder import Operation
 from tests.faults.injection import Fault, run_traced
 from tests.object_storage import BUCKET, FaultProxy, ImpatientBucket, Request, Server, environment_of, listings
 from tests.object_storage import Fault as StoreFault
@@ -456,6 +458,38 @@ def test_a_streamed_upload_that_fails_fails_the_save_and_leaves_the_one_before(
     assert stored.bucket.unfinished_uploads(stored.uri.key("")) == []
     directory.close()
     held.release()
+
+
+def test_what_a_save_asked_of_a_store_that_throttles_is_counted_though_it_fails(
+    server: Server, stored: StoredCheckpoints, tmp_path: Path
+) -> None:
+    def fault(request: Request) -> str | None:
+        return "503" if request.method == "POST" else None  # that begins an upload
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        through = StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=1), stored.root)
+        directory, held = claimed(stored)
+        saving, op = ObjectDirectory(through, 0, held, None), Counts()
+        with pytest.raises(ObjectStoreError, match="beginning an upload"):
+            saving.streams("global_step1", "g1_1", cast("Operation", op)).open("file", 64 << 20, 0, 8 << 20)
+        saving.clear(tmp_path / "spool")
+        saving.close()
+        assert op.measured["store_throttled"] == sum(request.method == "POST" for request in proxy.seen) > 0
+    directory.close()
+    held.release()
+
+
+class Counts:
+    """An operation that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = {}
+
+    def measure(self, **values: float) -> None:
+        self.measured |= values
+
+    def add(self, *args: object, **kwargs: object) -> None:
+        """A span."""
 
 
 @pytest.mark.parametrize("what", ["delay", "503", "403", "etag"])
