@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.upstream_files import assembled as assembled_of_upstream
 ALL_THREE = Layout(2, 2, 2)
 ONE_OF_TP, TWO_OF_TP = Layout(1, 2, 1), Layout(2, 1, 2)
 UNIVERSAL = "--universal-checkpoint"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 # From TP1, too: there upstream's patterns leave out what is split along its columns.
 CASES = [
     ("llama", ALL_THREE, Layout(4, 1, 1)),
@@ -45,16 +47,13 @@ def models(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPath
     return {style: Model(Launcher(zygote, dataset, tmp_path_factory.mktemp(style)), style) for style in STYLES}
 
 
-def convert(checkpoint: Path, target: Path, *python_path: Path) -> Path:
-    """Run DeepSpeed's converter as its users do. Returns `target`'s directory, for --load."""
-    path = os.pathsep.join([*map(str, python_path), os.environ.get("PYTHONPATH", "")])
-    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    done = subprocess.run(
-        [*converter, "--input_folder", str(checkpoint), "--output_folder", str(target)],
-        capture_output=True, text=True, check=False,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+def convert(launcher: Launcher, checkpoint: Path, target: Path) -> Path:
+    """Run DeepSpeed's converter, forked as a rank is. Returns `target`'s directory, for --load."""
+    converter = find_spec(CONVERTER)
+    assert converter is not None and converter.origin is not None
+    argv = ["--input_folder", str(checkpoint), "--output_folder", str(target)]
+    run = launcher.zygote.run(argv, 1, launcher.directory / "logs", script=converter.origin)
+    assert run.ok, run.output[-4000:]
     return target.parent
 
 
@@ -77,7 +76,7 @@ def converted(models: dict[str, Model]) -> Callable[[str, Layout], Path]:
                 save = model.train(layout, "as_torch", SAVED, save.name, engine="torch")
             saved = save / f"global_step{SAVED}"
             universal = model.launcher.directory / f"universal_{shown(layout)}"
-            done[style, layout] = convert(saved, universal / f"global_step{SAVED}_universal")
+            done[style, layout] = convert(model.launcher, saved, universal / f"global_step{SAVED}_universal")
         return done[style, layout]
 
     return convert_once
@@ -85,7 +84,7 @@ def converted(models: dict[str, Model]) -> Callable[[str, Layout], Path]:
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Upstream's checkpoint, converted beside the class of upstream's that its files name."""
+    """Upstream's checkpoint, converted as users do it, beside the class of upstream's that its files name."""
     directory = tmp_path_factory.mktemp("upstream")
     package = directory / "classes" / "megatron" / "core"
     package.mkdir(parents=True)
@@ -93,7 +92,15 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (each / "__init__.py").touch()
     kinds = "encoder_or_decoder encoder_and_decoder retro_encoder retro_decoder"
     (package / "enums.py").write_text(f"import enum\nModelType = enum.Enum('ModelType', '{kinds}')\n")
-    return convert(UPSTREAM / "global_step5", directory / "run" / "global_step5_universal", directory / "classes")
+    path = os.pathsep.join([str(directory / "classes"), os.environ.get("PYTHONPATH", "")])
+    folders = ["--input_folder", UPSTREAM / "global_step5"]
+    folders += ["--output_folder", directory / "run" / "global_step5_universal"]
+    done = subprocess.run(
+        [sys.executable, "-m", CONVERTER, *folders], capture_output=True, text=True, check=False,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return directory / "run"
 
 
 @pytest.mark.parametrize(
