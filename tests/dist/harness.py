@@ -167,12 +167,17 @@ def kill_all(pids: list[int]) -> None:
 
 
 def processes_with(name: str, value: str) -> list[psutil.Process]:
-    """Processes in whose environment the variable `name` is `value`; none that has ended and is not reaped yet."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+    """Processes in whose environment the variable `name` is `value`; none that has ended and is not reaped yet.
+
+    For tests that poll: psutil takes five times as long for the environments of all processes.
+    """
+    entry, found = f"{name}={value}".encode(), []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if entry in file.read().split(b"\0"):
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
     return found
 
 

@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from tests.dist.harness import HANGS_S, ROOT
+from tests.dist.harness import HANGS_S, ROOT, processes_with, wait_for
 from tests.unit.tools.ckpt_analysis.glossary_helpers import titles_of, undefined_in_titles
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page
 from tools.ckpt_analysis.cli import main as analysis
@@ -67,26 +66,6 @@ def results(out: Path) -> dict[str, bytes]:
     return {path.parent.name: path.read_bytes() for path in out.glob("cells/*/result.json")}
 
 
-def pids_of(out: Path) -> list[int]:
-    """Processes of the sweep: its id is in their environment."""
-    mark = b"RESTART_SWEEP=" + json.loads((out / "sweep.json").read_text())["id"].encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(condition, what: str) -> None:
-    deadline = time.monotonic() + HANGS_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep that SIGKILL ended within its third cell, and that was resumed."""
@@ -100,7 +79,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         killed.wait()
     before = results(out)
     assert len(before) == 2
-    wait_for(lambda: not pids_of(out), "processes of the killed sweep have ended")
+    own_id = json.loads((out / "sweep.json").read_text())["id"]
+    wait_for(lambda: not processes_with("RESTART_SWEEP", own_id), "the end of the processes of the killed sweep")
     (place / "before.json").write_text(json.dumps({name: content.decode() for name, content in before.items()}))
     done = subprocess.run(command(out, file), env=environment(), capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
