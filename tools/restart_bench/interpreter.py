@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,10 +33,13 @@ class Interpreter:
 
     @classmethod
     def of(cls, given: Settings, environ: Mapping[str, str]) -> Interpreter:
-        if given.skip_setup or INSTALLED:
-            return cls(given.python or "python3", None, environ)
         venv = given.venv_dir or str(ROOT / ".venv")
-        return cls(f"{venv}/bin/python", Path(venv), environ)
+        made = cls(f"{venv}/bin/python", Path(venv), environ)
+        if not (given.skip_setup or INSTALLED):
+            return made
+        if not given.python and not INSTALLED and made.exists():
+            return replace(made, venv=None)
+        return cls(given.python or "python3", None, environ)
 
     def exists(self) -> bool:
         return shutil.which(self.path, path=self.environ.get("PATH")) is not None

@@ -363,10 +363,11 @@ class Settings:
     image: str = setting(
         "with `submit.sh`: Apptainer image whose Python runs the ranks", "`.venv`", of=SET_UP, job=SETTLED
     )
-    skip_setup: str = setting("1: run with `PYTHON` instead of `.venv`", of=SET_UP)
+    skip_setup: str = setting("1: run with `PYTHON`, or `.venv` as it is, without set-up", of=SET_UP)
     python: str = setting(
         "with `SKIP_SETUP`: the interpreter to train with. Otherwise `.venv` is created with it",
-        "`python3`; for `.venv` the first of `python3.11`, `python3.12`, `python3.10` and `python3`",
+        "that of `.venv`, if it is there, else `python3`; "
+        "for `.venv` the first of `python3.11`, `python3.12`, `python3.10` and `python3`",
         of=SET_UP,
     )
     venv_dir: str = setting("directory of the virtual environment", "`.venv`", of=SET_UP)

@@ -29,7 +29,8 @@ def training_flags(run: Run) -> list[str]:
         "--num-attention-heads", str(model.num_attention_heads),
         "--num-key-value-heads", str(model.num_key_value_heads),
         "--seq-length", str(run.seq_length), "--max-position-embeddings", str(run.seq_length),
-        "--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--swiglu",
+        # By its value, not by --use-rotary-position-embeddings: another kind in EXTRA_ARGS replaces it.
+        "--position-embedding-type", "rotary", "--untie-embeddings-and-output-weights", "--swiglu",
         "--normalization", "rmsnorm", "--disable-bias-linear", "--no-query-key-layer-scaling",
         "--attention-dropout", "0", "--hidden-dropout", "0",
         "--micro-batch-size", str(run.micro_batch), "--global-batch-size", str(run.global_batch),

@@ -21,16 +21,20 @@ def listing(sweep: Sweep, cells: list[Cell]) -> str:
     sizes = Sizes(None)
     to_stderr(f"planning {plural(len(sizes.missing(cells)), 'checkpoint')} at full size")
     sizes.make(cells)
+    repeats = Counter(_all_but_repeat(cell) for cell in cells)
+    firsts: dict[tuple[str, str], Cell] = {}
+    for cell in cells:
+        firsts.setdefault(_all_but_repeat(cell), cell)
     columns = (
         Column[Cell]("cell", lambda cell: str(cell.index + 1)),
-        Column[Cell]("repeat", lambda cell: str(cell.repeat)),
+        Column[Cell]("repeats", lambda cell: f"x {repeats[_all_but_repeat(cell)]}"),
         Column[Cell]("what", lambda cell: cell.what),
         Column[Cell]("ranks", lambda cell: "" if cell.mode == STORAGE else str(cell.ranks)),
         Column[Cell]("files", lambda cell: _planned(sizes, cell, "num_files")),
         Column[Cell]("full size", lambda cell: _planned(sizes, cell, "total_bytes")),
         Column[Cell]("this cell writes", lambda cell: _written(sizes, cell)),
     )
-    lines = text_table(titles(columns), texts(columns, cells), indent="", left=3)
+    lines = text_table(titles(columns), texts(columns, list(firsts.values())), indent="", left=3)
     reasons: dict[str, set[str]] = {}
     for cell in cells:
         if "error" in (plan := _plan(sizes, cell)):
@@ -42,6 +46,11 @@ def listing(sweep: Sweep, cells: list[Cell]) -> str:
         "limited by limit_bytes, twice (the first save is a warm-up); a scaled preset writes the same files, narrow."
     )
     return "\n".join([*lines, "", *_allocations(sweep, cells), *_totals(sweep, sizes, cells)]) + "\n"
+
+
+def _all_but_repeat(cell: Cell) -> tuple[str, str]:
+    """What the repeats of a measurement have in common."""
+    return cell.what, repr(cell.settings)
 
 
 def _allocations(sweep: Sweep, cells: list[Cell]) -> list[str]:

@@ -98,7 +98,7 @@ def test_each_allocation_is_a_job_and_its_cells_are_chosen_in_it(
         assert "GPUS_PER_NODE=4" in program and "--retry-failed" in words
         assert main([*words, "--dry-run"]) == 0
         cells = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
-        modes.append({" ".join(cell[2:5]) for cell in cells})
+        modes.append({" ".join(cell[3:6]) for cell in cells})
     assert modes == [
         {"the storage itself", "replay tiny tp2_pp2_dp1", "scaled tiny tp2_pp2_dp1"},
         {"train 1b tp2_pp1_dp1", "train 1b tp2_pp2_dp1"},

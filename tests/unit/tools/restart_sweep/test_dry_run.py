@@ -70,9 +70,8 @@ def test_a_part_of_it(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, asked, "--models", "1b", "--engines", "lazy, none")
     assert lines[-4] == "parts: 8 cells in 2 repeats: 2 storage, 2 replay, 4 train"
     cells = [line.split() for line in lines if line[:1].isdigit()]
-    assert [(cell[2], cell[5]) for cell in cells if cell[2] != "the"] == [
-        ("replay", "lazy"), ("train", "none"), ("train", "lazy"),
-        ("replay", "lazy"), ("train", "lazy"), ("train", "none"),
+    assert [(" ".join(cell[1:4]), cell[6]) for cell in cells if cell[3] != "the"] == [
+        ("x 2 replay", "lazy"), ("x 2 train", "none"), ("x 2 train", "lazy"),
     ]  # fmt: skip
 
 
