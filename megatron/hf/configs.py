@@ -22,6 +22,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """--params-dtype -> torch's name."""
 _MISTRAL = "MistralForCausalLM"
 _READ = {"llama": (LLAMA, LLAMA), "mistral": (LLAMA, _MISTRAL), "gpt2": (GPT2, GPT2), "bloom": (BLOOM, BLOOM)}
+# The models without their heads, which are the word embeddings if these are tied.
+_HEADLESS = {GPT2: "GPT2Model", BLOOM: "BloomModel"}
 # What transformers' classes take for a key that is absent, where that is not what null says.
 _ABSENT = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
 # Keys of BLOOM's first versions, and the names that they have now.
@@ -170,7 +172,10 @@ class ConfigFile:
         self._values = {**_ABSENT.get(kind, {}), **values, **now}
         self.architecture, wanted = _READ[kind]
         classes = values.get("architectures")
-        if classes is not None and classes != [wanted]:
+        headless = _HEADLESS.get(self.architecture)
+        if headless is not None and classes == [headless] and not self._flag("tie_word_embeddings", True):
+            raise self.refusal("architectures", f"it lacks the head, which is not tied: only {wanted} can be imported")
+        if classes is not None and classes not in ([wanted], [headless]):
             raise self.refusal("architectures", f"only {wanted} can be imported")
         if values.get("quantization_config") is not None:
             raise self.refusal("quantization_config", "import the model before its quantization")

@@ -13,6 +13,7 @@ import torch
 from megatron.config import Config, ModelConfig
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.hf.checkpoints import SavedModel, newest_checkpoint
+from megatron.hf.errors import ConversionError
 from megatron.hf.exporting import export
 from megatron.hf.importing import import_model
 from megatron.hf.source import SOURCE, Source
@@ -269,6 +270,24 @@ def test_bloom_is_read_as_it_was_first_distributed(transformers: Any, hf: dict[s
     export(tmp_path / "ours", tmp_path / "back", None, SHARD)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "head"), [("gpt2", "GPT2LMHeadModel"), ("bloom", "BloomForCausalLM")])
+def test_a_model_without_its_head_is_read_if_the_head_is_tied(
+    name: str, head: str, transformers: Any, hf: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = getattr(transformers, head)(hf[name])
+    theirs.base_model.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["architectures"] == [type(theirs.base_model).__name__]
+    import_model(tmp_path / "hf", tmp_path / "ours", None, 128)
+    export(tmp_path / "ours", tmp_path / "back", None, SHARD)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ConversionError, match=rf"architectures is .*not tied: only {head} can be imported"):
+        import_model(tmp_path / "hf", tmp_path / "other", None, 128)
 
 
 def test_what_is_left_out_does_not_decide_the_type(transformers: Any, hf: dict[str, Any], tmp_path: Path) -> None:

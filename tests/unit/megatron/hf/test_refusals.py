@@ -86,6 +86,7 @@ def test_a_model_that_no_architecture_expresses_is_refused_by_its_flag(changes: 
         ("model_type", "falcon", "only llama, mistral, gpt2, bloom"),
         ("model_type", ["llama"], "only llama, mistral, gpt2"),
         ("architectures", ["LlamaForSequenceClassification"], "only LlamaForCausalLM"),
+        ("architectures", ["LlamaModel"], "only LlamaForCausalLM"),
         ("hidden_act", "gelu", "only 'silu'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "not scaled here"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 10000.0}, "not scaled here"),
