@@ -2,6 +2,7 @@
 
     .venv/bin/python -m pip install cosmic-ray==8.7.0
     .venv/bin/python -m tests.mutation --out runs/mutants --minutes 30
+    .venv/bin/python -m tests.mutation --out runs/mutants --part megatron/checkpointing/store/bucket
     .venv/bin/python -m tests.mutation --out runs/mutants --mutant restart_trace/clock.py:core/NumberReplacer:3
 
 cosmic-ray makes the mutants, in a copy of the checkout. A mutant is drawn in two steps, a place of the code and then
@@ -115,17 +116,32 @@ def mutants_of(module: Path) -> list[list[Mutant]]:
     return list(places.values())
 
 
-def drawn(seed: int) -> Iterator[Mutant]:
-    """For ever, none twice: a module, the larger the likelier, a place in it, and what is done there."""
+def modules_of(part: str | None) -> list[Path]:
+    """Those that mutants are made of, or of these those in `part`. Raises ValueError if there are none."""
     modules = [path for code in TESTS for path in sorted((ROOT / code).rglob("*.py")) if path.stat().st_size]
-    sizes, draw = [path.stat().st_size for path in modules], random.Random(seed)
-    seen = set()
-    while True:
-        (module,) = draw.choices(modules, sizes)
-        places = mutants_of(module)
-        if places and (mutant := draw.choice(draw.choice(places))) not in seen:
-            seen.add(mutant)
-            yield mutant
+    if part is not None:
+        modules = [path for path in modules if path.is_relative_to(ROOT / part)]
+    if not modules:
+        wanted = ", ".join(TESTS)
+        raise ValueError(f"--part {part}: no module of the sample is there; give a module or a folder in {wanted}")
+    return modules
+
+
+def drawn(seed: int, modules: list[Path]) -> Iterator[Mutant]:
+    """Until none is left, none twice: a module, the larger the likelier, a place in it, and what is done there."""
+    left, draw = {path: path.stat().st_size for path in modules}, random.Random(seed)
+    places: dict[Path, list[list[Mutant]]] = {}
+    while left:
+        (module,) = draw.choices([*left], [*left.values()])
+        if module not in places:
+            places[module] = mutants_of(module)
+        if not places[module]:
+            del left[module]
+            continue
+        place = draw.choice(places[module])
+        yield place.pop(draw.randrange(len(place)))
+        if not place:
+            places[module].remove(place)
 
 
 def directory_of_tests(module: str) -> str:
@@ -232,15 +248,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="new directory for the outcomes")
     parser.add_argument("--minutes", type=float, default=30, help="no mutant is begun later (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample (default: 1)")
+    parser.add_argument("--part", metavar="PATH", help="only mutants of this module or folder")
     parser.add_argument("--mutant", action="append", metavar="NAME", help="try this one; may be given several times")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.modules = modules_of(arguments.part)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     arguments.out.mkdir(parents=True)
     began = time.monotonic()
-    mutants = map(Mutant.named, arguments.mutant) if arguments.mutant else drawn(arguments.seed)
+    mutants = map(Mutant.named, arguments.mutant) if arguments.mutant else drawn(arguments.seed, arguments.modules)
     outcomes = []
     tree = copy_of_the_checkout(arguments.out.resolve() / "tree")
     try:

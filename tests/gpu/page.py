@@ -38,7 +38,7 @@ from tools.common.tables import markdown_table
 GIB = 1 << 30
 _EPILOG = """\
 examples:
-  python -m tests.gpu.page runs/gpu_tier > docs/results/h200.md
+  python -m tests.gpu.page runs/gpu_tier > docs/results/gpu.md
 
 exit status: 0 printed, 2 the directory cannot be used
 """

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import mutation
 from tests.dist.harness import ROOT
-from tests.mutation import TESTS, Mutant, failing_test, is_another_program, own_tests
+from tests.mutation import TESTS, Mutant, drawn, failing_test, is_another_program, modules_of, own_tests
 
 CODE = "def f(a: int | None = 1) -> int | None:\n    b: int | None = a\n    return b\n"
 
@@ -40,6 +41,25 @@ def test_tests_that_import_a_module_are_its_tests_wherever_they_are() -> None:
 def test_all_code_of_the_sample_has_tests() -> None:
     for code, tests in TESTS.items():
         assert list((ROOT / code).rglob("*.py")) and list((ROOT / tests).rglob("test_*.py"))
+
+
+def test_a_part_of_the_sample_is_a_folder_or_a_module() -> None:
+    (module,) = modules_of("restart_trace/clock.py")
+    assert module == ROOT / "restart_trace" / "clock.py"
+    assert module in modules_of("restart_trace") and set(modules_of("restart_trace")) < set(modules_of(None))
+    for nowhere in ("restart_trace/clok.py", "megatron/model"):
+        with pytest.raises(ValueError, match=f"--part {nowhere}: no module of the sample is there; give a module or"):
+            modules_of(nowhere)
+
+
+def test_each_mutant_of_a_part_is_drawn_once_and_then_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(module: Path) -> list[list[Mutant]]:
+        return [[Mutant(module.name, f"{place}", number) for number in range(place)] for place in (1, 3)]
+
+    monkeypatch.setattr(mutation, "mutants_of", made)
+    modules = modules_of("restart_trace")[:2]
+    found = list(drawn(1, modules))
+    assert len(set(found)) == len(found) == 8 and {mutant.module for mutant in found} == {path.name for path in modules}
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def _tiers(report: Report, wanted: str | None) -> list[str | None]:
     found = {tier_of(report, start) for start in report.restarts if start.restart_s is not None}
     if not found:
         raise CouldNotRunError(
-            f"{report.directory}: has no restart of which the failure was recorded: give a run of tools.restart_drill"
+            f"{report.directory}: has no restart of which the failure was recorded: give a run of restart-launch or "
+            "restart-drill, or of torchrun within `restart-trace run`"
         )
     known = [tier for tier in NEAREST_FIRST if tier in found]
     if wanted is None:

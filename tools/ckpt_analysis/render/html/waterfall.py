@@ -74,7 +74,7 @@ def draw(run: RunData) -> Content:
     if run.start.is_restart and failure is None:
         notes.append(
             "No supervisor recorded the failure, so time counts from the start of the critical rank's process. "
-            "tools.restart_drill and the demonstration record it."
+            "restart-launch and restart-drill record it, and torchrun within `restart-trace run`."
         )
     if run.start.caught_up_s is None:
         notes.append("When the lost work was caught up is not recorded.")
