@@ -93,7 +93,7 @@ class CheckpointStore(Protocol):
 
     def publish(self, manifest: Manifest, attempt: str, temporary: Path, fsync: bool, known: Known) -> list[str]: ...
 
-    def discard(self, tag: str, attempt: str, temporary: Path) -> None: ...
+    def discard(self, tag: str, attempt: str, temporary: Path, known: Known) -> None: ...
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned: ...
 
@@ -154,10 +154,10 @@ class SaveDirectory:
         known.damaged.discard(self.path / tag)
         return wrong
 
-    def discard(self, tag: str, attempt: str, temporary: Path) -> None:
+    def discard(self, tag: str, attempt: str, temporary: Path, known: Known) -> None:
         commit.discard(temporary)
         if self.ownership is not None:  # a save that was killed may have the space that this one lacked
-            remove_unfinished(self.path, self.ownership)
+            remove_unfinished(self.path, self.ownership, known)
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
         pruned = prune(self.path, self.keep_last, step, self.ownership, known, fsync)
@@ -411,7 +411,7 @@ class CheckpointWriter:
         with save.op.span("barrier", blocking=self._blocking):
             decision, begun, superseded = self._control.broadcast((decision, pruned.begun, self.superseded))
         if decision is not None and gathered is not None:  # after the broadcast, so that the others do not wait for it
-            save.directory.discard(save.tag, save.attempt, save.temporary)
+            save.directory.discard(save.tag, save.attempt, save.temporary, self._known)
         self.superseded = decision if isinstance(decision, SaveDirectorySupersededError) else superseded
         if decision is None:
             self.engine.settle()

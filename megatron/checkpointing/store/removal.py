@@ -116,14 +116,14 @@ def prune(
     return Pruned(set_aside=list(aside), removed=removed, problem=problem, left_alone=_not_told(others, known))
 
 
-def remove_unfinished(save_dir: Path, owner: Ownership) -> bool:
+def remove_unfinished(save_dir: Path, owner: Ownership, known: Known | None = None) -> bool:
     """Remove what `prune` always removes, above all saves that earlier launches did not finish. Whether there were any.
 
     On rank 0, while no rank saves: a killed save may hold the space of a whole checkpoint. Warns of what cannot be
-    removed.
+    removed. What is `known` to be set aside is on its way out, and was told.
     """
     try:
-        pruned = prune(save_dir, None, 0, owner)
+        pruned = prune(save_dir, None, 0, owner, known)
     except (OSError, SaveDirectorySupersededError) as exc:
         logger.warning("unfinished saves were not removed: %s", exc)
         return False
@@ -132,6 +132,8 @@ def remove_unfinished(save_dir: Path, owner: Ownership) -> bool:
     removals.close()
     for name in pruned.removed:
         logger.info("removed %s/%s, which takes the space of saves to come", save_dir, name)
+    for what in pruned.left_alone if known is not None else ():  # otherwise the first save tells it
+        logger.info("left alone: %s", what)
     return bool(pruned.removed)
 
 

@@ -159,7 +159,7 @@ class ObjectDirectory:
             return self._bucket.create(key, content)
         return self._bucket.replace(key, content, version)
 
-    def discard(self, tag: str, attempt: str, temporary: Path) -> None:
+    def discard(self, tag: str, attempt: str, temporary: Path, known: Known) -> None:
         """Remove what all ranks have uploaded of a failed save; on rank 0, when no rank uploads any more.
 
         Training waits, so a store that is away is not waited for.

@@ -18,6 +18,7 @@ from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.naming import removed_directory, temporary_directory
 from megatron.checkpointing.store.ownership import claim
 from megatron.checkpointing.store.removal import Removal, Removals
+from megatron.checkpointing.store.search import Known
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation, Recorder, untraced_operation, untraced_recorder
 from tests.unit.megatron.parallel.test_tree import on_all, trees
@@ -290,6 +291,21 @@ def test_a_save_that_fails_removes_those_that_were_killed(tmp_path: Path) -> Non
     writer.save(directory, 7, lambda: [FileState(next(names), b"a")])
     assert directories(tmp_path) == [".generations", "global_step7"]
     owner.release()
+
+
+def test_a_failed_save_does_not_tell_removals_again(told: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    saves(tmp_path, None, 1, 2)
+    owner = claim(tmp_path)
+    directory, known = SaveDirectory(tmp_path, owner, keep_last=1), Known()
+    pruned = directory.prune(2, known, False)
+    for candidate in pruned.to_look_at:
+        known.complete[candidate.directory] = candidate
+    assert directory.prune(2, known, False).removed == ["global_step1"]  # set aside, and its removal not yet begun
+    (tmp_path / temporary_directory("global_step3", "g1_1")).mkdir()  # a save that was killed
+    directory.discard("global_step4", "a", tmp_path / "none", known)
+    owner.release()
+    removed = [message for message in told.messages if "takes the space of saves to come" in message]
+    assert len(removed) == 1 and "global_step3" in removed[0], removed
 
 
 def contents(directory: Path) -> dict[str, bytes]:
