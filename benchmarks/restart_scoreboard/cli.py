@@ -16,7 +16,7 @@ from benchmarks.common.rounds import add_flags, check_flags, in_turn
 from benchmarks.launchers.variants import DTYPES, Setting, prepare_data
 from benchmarks.restart_scoreboard.contestants import CONTESTANTS
 from benchmarks.restart_scoreboard.report import Result, analyse, render
-from benchmarks.restart_scoreboard.training import KINDS, train, undisturbed
+from benchmarks.restart_scoreboard.training import train, undisturbed
 from tools.common.cli import make_parser, require_at_least
 from tools.common.machine import machine
 
@@ -30,7 +30,7 @@ contestants:
 examples:
   EXTRAS=scoreboard bash examples_deepspeed/restart_bench/setup_env.sh     the other projects' packages
   %(prog)s > scoreboard.md
-      5 rounds of 4 faults for each contestant: an hour and a quarter on two cores; --repeat 1 --faults 20 as long
+      5 rounds of 4 faults for each contestant: an hour and a half on two cores; --repeat 1 --faults 20 as long
   %(prog)s --only plain torchft fork-in-place --repeat 1 --faults 2 --format json
 
 Run it on a machine that does nothing else.
@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(
         "python -m benchmarks.restart_scoreboard",
         "Compare how several projects start one training again after the same faults at the same steps: "
-        "SIGKILL of one rank and of all ranks in turn, three steps after a checkpoint.",
+        "SIGKILL of one rank and of all ranks in turn, or of an agent with its ranks, three steps after a checkpoint.",
         _EPILOG,
     )
     add_flags(parser, list(CONTESTANTS), "NAME")
@@ -82,12 +82,12 @@ def _measured(arguments: argparse.Namespace) -> str:
 def _interleaved(arguments: argparse.Namespace, setting: Setting) -> dict[str, Result]:
     """Every round has the same faults for all contestants."""
     results = {name: Result(not_run=CONTESTANTS[name].missing) for name in arguments.only}
-    kinds = list(itertools.islice(itertools.cycle(KINDS), arguments.faults))
     for number, name in in_turn(arguments.only, arguments.repeat):
         result = results[name]
         if result.not_run is not None:
             continue
         try:
+            kinds = list(itertools.islice(itertools.cycle(CONTESTANTS[name].kinds), arguments.faults))
             trained = train(name, CONTESTANTS[name], setting, kinds, arguments.seed + number, arguments.time_limit)
         except MeasurementError as error:
             result.not_run = reason(str(error))

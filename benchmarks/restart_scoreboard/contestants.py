@@ -21,8 +21,11 @@ from megatron.net.free_port import free_port
 
 HERE = Path(__file__).parent
 TORCHFT = "benchmarks.restart_scoreboard.torchft_ddp"
+TORCHRUN_NODES = "torchrun-spare"
 INPROCESS = "benchmarks.restart_scoreboard.nvrx_inprocess"
 OURS = "pretrain_gpt.py"
+ONE, ALL, NODE = KINDS = "one", "all", "node"  # what is killed: a rank, all of them, or an agent with its ranks
+NODES, SPARES = 2, 1  # of agents, where they stand for nodes
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Contestant:
     docs: where its recommended use stands
     goes_on: whether the ranks that are left go on with the next iteration, instead of from a checkpoint
     reserves: ranks that wait to take the place of one that is killed
+    kinds: of its faults, in turn
     """
 
     what: str
@@ -47,6 +51,7 @@ class Contestant:
     docs: str = ""
     goes_on: bool = False
     reserves: int = 0
+    kinds: tuple[str, ...] = (ONE, ALL)
 
     @property
     def lines(self) -> int | None:
@@ -95,15 +100,50 @@ def _script(name: str, words: Callable[[Setting], list[int]]) -> Callable[[Setti
     return build
 
 
+# The store of torchrun's agents must outlive them: where one of them serves it, its loss ends all.
+_STORE = """import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+while True: time.sleep(1000)"""
+# Without it, torch 2.13 keeps the store of the ranks that have ended: gloo finds their addresses there, and the new
+# ranks fail or wait for ever.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+def _torchrun_nodes(setting: Setting, save: Path) -> list[str]:
+    port = str(free_port())
+    agent = [
+        *environment_of_plain(setting), _OWN_STORE, str(Path(sys.executable).with_name("torchrun")),
+        "--nnodes", f"{NODES}:{NODES}", "--nproc_per_node", str(setting.world_size // NODES), "--rdzv_id", port,
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--max_restarts", str(setting.restarts),
+        "-m", PLAIN, *arguments_of_plain(setting, save),
+    ]  # fmt: skip
+    return _agents(port, [sys.executable, "-c", _STORE, port], agent)
+
+
+def _our_nodes(setting: Setting, save: Path) -> list[str]:
+    words = command("fork", setting, save)
+    launcher = next(i for i, word in enumerate(words) if word.endswith("megatron/launch"))
+    script = next(i for i, word in enumerate(words) if word.endswith(OURS))
+    start = words[: launcher + 1]
+    port, ranks = str(free_port()), ["--nproc-per-node", str(setting.world_size // NODES)]
+    nodes = ["--nnodes", str(NODES), "--spares", str(SPARES), "--max-restarts", str(setting.restarts)]
+    place = ["--address", "127.0.0.1", "--secret-file", str(save.with_name("secret")), *words[script:]]
+    agent = [*start, "--coordinator", f"127.0.0.1:{port}", "--node-rank", "NUMBER", *ranks, *place]
+    return _agents(port, [*start, "coordinate", *nodes, *ranks, "--port", port, *place], agent)
+
+
+def _agents(port: str, outlives: Sequence[str], agent: Sequence[str]) -> list[str]:
+    return ["bash", str(HERE / "agents.sh"), str(NODES), str(SPARES), port, *outlives, "--", *agent]
+
+
 _RESERVES = 1  # of the wrapper: faults of one rank and of all take turns, and after the latter all are there again
 _RENDEZVOUS = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:PORT")
 CONTESTANTS = {
     BASELINE: Contestant("a plain DeepSpeed script, run again with torchrun by a loop of the shell", _ours(BASELINE)),
     "torchrun-elastic": Contestant(
         "the same script; torchrun --max-restarts starts its ranks again",
-        # Without it, torch 2.13 keeps the store of the ranks that have ended: gloo finds their addresses there, and
-        # the new ranks fail or wait for ever.
-        _launcher("torchrun", *_RENDEZVOUS, variables=["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
+        _launcher("torchrun", *_RENDEZVOUS, variables=[_OWN_STORE]),
         docs="https://docs.pytorch.org/docs/stable/elastic/run.html",
     ),
     "nvrx-launcher": Contestant(
@@ -146,10 +186,18 @@ CONTESTANTS = {
         _ours("fork-standby-load"),
         OURS,
     ),
+    TORCHRUN_NODES: Contestant(
+        "the plain script under two agents of torchrun, and a third that waits",
+        _torchrun_nodes,
+        docs="https://docs.pytorch.org/docs/stable/elastic/run.html",
+        kinds=(NODE,),
+    ),
+    "fork-spare": Contestant(
+        "the demonstration under two agents of megatron.launch, and a hot spare", _our_nodes, OURS, kinds=(NODE,)
+    ),
 }
 # What is not tried, and why.
 LEFT_OUT = {
-    "torchft's HSDP, torchrun over nodes with a spare": "they are for lost hosts, and this is one host "
-    "(docs/results/restart_speed.md)",
+    "torchft's HSDP": "it needs several hosts, this is one",
     "Slurm's requeue": "slurmctld holds a requeued job back for 120 s, and then starts it as plain is started",
 }

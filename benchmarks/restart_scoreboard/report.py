@@ -9,8 +9,9 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.launchers.variants import BASELINE, Setting
-from benchmarks.restart_scoreboard.contestants import CONTESTANTS, LEFT_OUT
-from benchmarks.restart_scoreboard.training import KINDS, Trained
+from benchmarks.restart_scoreboard.contestants import ALL, CONTESTANTS, LEFT_OUT, NODE, ONE, TORCHRUN_NODES
+from benchmarks.restart_scoreboard.training import Trained
+from tools.common.tables import markdown_table
 
 
 @dataclass
@@ -32,10 +33,10 @@ def analyse(
 ) -> dict[str, Any]:  # fmt: skip
     """The scoreboard. `references`: the losses of each trainer without a fault; times in seconds."""
     rows = {name: _row(name, result, references) for name, result in results.items()}
-    base = rows.get(BASELINE, {}).get("restart_s", {})
+    base = {kind: rows.get(name, {}).get("restart_s", {}).get(kind) for kind, name in _BASES.items()}
     for row in rows.values():
         row["ratio"] = {
-            kind: found["median"] / base[kind]["median"] if found and base.get(kind) else None
+            kind: found["median"] / base[kind]["median"] if found and base[kind] else None
             for kind, found in row.get("restart_s", {}).items()
         }
     return {
@@ -62,8 +63,8 @@ def _row(name: str, result: Result, references: Mapping[str, Mapping[int, str]])
         return row
     reference = references.get(contestant.trainer)
     return row | {
-        "restart_s": {kind: _spread([f.restart_s for f in faults if f.kind == kind]) for kind in KINDS},
-        "lost_steps": {kind: _spread([f.lost_steps for f in faults if f.kind == kind]) for kind in KINDS},
+        "restart_s": {kind: _spread([f.restart_s for f in faults if f.kind == kind]) for kind in contestant.kinds},
+        "lost_steps": {kind: _spread([f.lost_steps for f in faults if f.kind == kind]) for kind in contestant.kinds},
         "wasted_s": sum(fault.wasted_s for fault in faults),
         "faults": [asdict(fault) for fault in faults],
         "iteration_s": statistics.median(trained.iteration_s for trained in result.rounds),
@@ -76,30 +77,19 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
 
 
-_HEAD = (
-    "contestant",
-    "one rank killed",
-    "of plain",
-    "all killed",
-    "of plain",
-    "lost steps",
-    "wasted",
-    "losses",
-    "lines",
-)
+_BASES = {ONE: BASELINE, ALL: BASELINE, NODE: TORCHRUN_NODES}  # what is compared with, by kind of fault
+_KILLED = {ONE: "one rank killed", ALL: "all killed", NODE: "an agent and its ranks killed"}
 
 
 def render(found: Mapping[str, Any]) -> str:
     """The table, in Markdown: seconds to the end of the next step with lowest and highest, and what it cost."""
-    lines = [
-        f"{found['ranks']} ranks, {found['dtype']}",
-        "",
-        "| " + " | ".join(_HEAD) + " |",
-        "|---" * len(_HEAD) + "|",
-    ]
-    for name, row in found["contestants"].items():
-        if "faults" in row:
-            lines.append(f"| {name} | {' | '.join(_cells(row))} |")
+    lines = [f"{found['ranks']} ranks, {found['dtype']}"]
+    measured = {name: row for name, row in found["contestants"].items() if "faults" in row}
+    for kinds in dict.fromkeys(CONTESTANTS[name].kinds for name in measured):
+        head = [text for kind in kinds for text in (_KILLED[kind], f"of {_BASES[kind]}")]
+        head = ["contestant", *head, "lost steps", "wasted", "losses", "lines"]
+        rows = [[name, *_cells(row)] for name, row in measured.items() if CONTESTANTS[name].kinds == kinds]
+        lines += ["", *markdown_table(head, rows)]
     lines += ["", *(f"- {name}: {row['what']}" for name, row in found["contestants"].items())]
     lines += [f"- {name} did not run: {row['not_run']}" for name, row in found["contestants"].items() if row["not_run"]]
     return "\n".join(lines + [f"- left out: {what}, as {why}" for what, why in found["left_out"].items()])
@@ -107,11 +97,11 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     cells = []
-    for kind in KINDS:
-        took, ratio = row["restart_s"][kind], row["ratio"][kind]
+    for kind, took in row["restart_s"].items():
+        ratio = row["ratio"][kind]
         cells.append("-" if took is None else f"{took['median']:.2f} s ({took['min']:.2f} to {took['max']:.2f})")
         cells.append("-" if ratio is None else f"{ratio:.3f}")
-    lost = [f"{of['median']:g}" if (of := row["lost_steps"][kind]) else "-" for kind in KINDS]
+    lost = [f"{of['median']:g}" if of else "-" for of in row["lost_steps"].values()]
     wrong = row["wrong_losses"]
     right = "not compared" if wrong is None else "equal" if wrong == 0 else f"{wrong} of {row['losses']} differ"
     written = "another trainer" if row["lines"] is None else str(row["lines"])

@@ -12,7 +12,7 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,11 @@ import psutil
 from benchmarks.common.ranks import MeasurementError
 from benchmarks.launchers.measure import FAULT_AFTER, GRACE_S, POLL_S, IterationLines, children
 from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, Setting
-from benchmarks.restart_scoreboard.contestants import OURS, Contestant
+from benchmarks.restart_scoreboard.contestants import ALL, NODE, NODES, OURS, SPARES, Contestant
 from megatron.launch.rendezvous_store import PROCESS_NAME
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, launched
-
-KINDS = ("one", "all")  # of the ranks that are killed
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class Training:
         self._held = ExitStack()
         self._losses: list[tuple[int, str]] = []
         self._durations: list[float] = []  # of undisturbed iterations, seconds
+        self._nodes: list[list[psutil.Process]] = []  # that train: each an agent, and what it has started
         self._launch_again()
 
     def _launch_again(self) -> None:
@@ -140,15 +139,55 @@ class Training:
 
     def _is_ready(self) -> bool:
         """Whether a fault may come: standby ranks, if any, wait for it."""
+        if NODE in self._contestant.kinds:
+            return self._are_nodes_ready()
         waiting = sum(child.name() == WAITS for child in children(self._launch))
         return self._name not in STANDBY or waiting == self._setting.world_size
 
+    def _are_nodes_ready(self) -> bool:
+        """Whether a spare waits, and `_nodes` were found after an earlier save: that takes longer than some steps."""
+        if self._nodes:
+            return True
+        # Others train: agents of torchrun that come at the same time keep replacing one another.
+        self._launch.send(signal.SIGKILL, [one for one in self._children_of_loops() if one.name() == "sleep"])
+        agents = self._agents()
+        training = self._training(agents)
+        if len(agents) == NODES + SPARES and len(training) == NODES:
+            self._nodes = [[agent, *agent.children(recursive=True)] for agent in training]
+        return False
+
+    def _children_of_loops(self) -> list[psutil.Process]:
+        """Of those of agents.sh."""
+        return [child for loop in children(self._launch) for child in loop.children()]
+
+    def _agents(self) -> list[psutil.Process]:
+        """Of agents.sh, those that have joined: they are connected with what outlives them."""
+        joined = []
+        for agent in self._children_of_loops():
+            with contextlib.suppress(psutil.Error):
+                if any(one.status == psutil.CONN_ESTABLISHED for one in agent.net_connections("tcp")):
+                    joined.append(agent)
+        return joined
+
+    def _training(self, agents: Sequence[psutil.Process]) -> list[psutil.Process]:
+        """Those that have ranks."""
+        wanted = self._setting.world_size // NODES
+        return [
+            agent
+            for agent in agents
+            if sum(child.name() not in (PROCESS_NAME, WAITS) for child in agent.children()) >= wanted
+        ]
+
     def _kill(self, kind: str, drawn: random.Random) -> None:
+        if kind == NODE:
+            self._launch.send(signal.SIGKILL, self._nodes[drawn.randrange(NODES)])
+            self._nodes = []
+            return
         ranks, wanted = self._ranks(), self._setting.world_size
         if not wanted <= len(ranks) <= wanted + self._contestant.reserves:
             raise MeasurementError(f"{len(ranks)} ranks were found, {wanted} were expected")
         one = drawn.randrange(wanted)  # the reserves come last
-        self._launch.send(signal.SIGKILL, ranks if kind == "all" else [ranks[one]])
+        self._launch.send(signal.SIGKILL, ranks if kind == ALL else [ranks[one]])
 
     def _ranks(self) -> list[psutil.Process]:
         """In the order of their ranks; those that megatron.launch has forked in that of their start."""

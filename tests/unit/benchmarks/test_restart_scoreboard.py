@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,13 +15,16 @@ import pytest
 from benchmarks.launchers.variants import PLAIN, Setting
 from benchmarks.restart_scoreboard import contestants
 from benchmarks.restart_scoreboard.cli import parse_arguments, reason
-from benchmarks.restart_scoreboard.contestants import CONTESTANTS, OURS, TORCHFT
+from benchmarks.restart_scoreboard.contestants import ALL, CONTESTANTS, NODE, ONE, OURS, TORCHFT
 from benchmarks.restart_scoreboard.report import Result, analyse, render, wrong_losses
 from benchmarks.restart_scoreboard.training import Fault, Trained
+from megatron.net.free_port import free_port
 from tests.dist.harness import HANGS_S, end_all, wait_for
 
 
-def trained(*losses: str, seconds: float = 10.0) -> Trained:
+def trained(*losses: str, seconds: float = 10.0, kinds: tuple[str, ...] = (ONE, ALL)) -> Trained:
+    if kinds == (NODE,):
+        return Trained([Fault(NODE, seconds, 3, seconds + 2)], list(enumerate(losses, 1)), 0.5)
     faults = [Fault("one", seconds, 3, seconds + 2), Fault("all", 2 * seconds, 3, 2 * seconds + 2)]
     return Trained(faults, list(enumerate(losses, 1)), 0.5)
 
@@ -51,6 +55,62 @@ def test_ratios_are_to_the_plain_script_by_kind_of_fault(tmp_path: Path) -> None
     assert "| 1 of 1 differ |" in lines["torchft"]
     assert "| not compared | another trainer |" in lines["fork-in-place"] and "dlrover" not in lines
     assert "- dlrover did not run: TypeError: no" in render(found)
+
+
+def test_agents_with_their_ranks_have_a_table_of_their_own(tmp_path: Path) -> None:
+    results = {
+        "plain": Result([trained("8.1")]),
+        "torchrun-spare": Result([trained("8.1", seconds=20.0, kinds=(NODE,))]),
+        "fork-spare": Result([trained("8.0", seconds=3.0, kinds=(NODE,))]),
+    }
+    shown = render(analyse(results, {PLAIN: {1: "8.1"}}, Setting(tmp_path, 4, "torch", "fp32", tp=1, pp=1), {}))
+    first, second = (text.splitlines() for text in shown.split("\n\n")[1:3])
+    assert [line.split("|")[1].strip() for line in first[2:]] == ["plain"]
+    assert second[2:] == [
+        "| torchrun-spare | 20.00 s (20.00 to 20.00) | 1.000 | 3 | 22 s in 1 faults | equal | 0 |",
+        "| fork-spare | 3.00 s (3.00 to 3.00) | 0.150 | 3 | 5 s in 1 faults | not compared | another trainer |",
+    ]
+
+
+LISTENER = """import socket, sys, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True: time.sleep(1000)"""
+
+
+def test_agents_stand_for_nodes_that_are_lost_and_repaired(tmp_path: Path) -> None:
+    """agents.sh, with agents that do nothing: a spare, and one that was killed, begin when their sleep is ended."""
+    port = str(free_port())
+    listener = [sys.executable, "-c", LISTENER, port]
+    agents = ["bash", "-c", 'echo $$ > "pid_$0"; exec tail -f /dev/null', "NUMBER"]
+    script = Path(contestants.__file__).with_name("agents.sh")
+    launch = subprocess.Popen(["bash", script, "1", "1", port, *listener, "--", *agents], cwd=tmp_path)
+    inner = psutil.Process(launch.pid)
+
+    def sleepers() -> list[psutil.Process]:
+        return [child for child in inner.children(recursive=True) if child.name() == "sleep"]
+
+    try:
+        wait_for(lambda: len(pids(tmp_path)) == 1 and len(sleepers()) == 1, "the node, while its spare waits")
+        sleepers()[0].kill()
+        wait_for(lambda: len(pids(tmp_path)) == 2, "the spare")
+        killed = pids(tmp_path)[0]
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: len(sleepers()) == 1, "the end of the node")
+        sleepers()[0].kill()
+        wait_for(lambda: pids(tmp_path).get(0, killed) != killed, "the node that is repaired")
+        assert launch.poll() is None
+        next(child for child in inner.children() if child.cmdline()[1:] == listener[1:]).kill()
+        assert launch.wait(HANGS_S) == 128 + signal.SIGKILL
+    finally:
+        end_all(lambda: [one for one in psutil.process_iter() if tmp_path == Path(cwd_of(one))])
+        launch.wait()
+
+
+def cwd_of(process: psutil.Process) -> str:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
 
 
 def test_a_contestant_without_its_package_says_how_to_get_it() -> None:
