@@ -17,6 +17,7 @@ from tests.dist.harness import HANGS_S, ROOT, processes_with, wait_for
 from tests.unit.tools.ckpt_analysis.glossary_helpers import titles_of, undefined_in_titles
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page
 from tools.ckpt_analysis.cli import main as analysis
+from tools.common.formatting import size
 from tools.restart_sweep.cli import main as sweep_main
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,13 @@ def test_the_terminal_has_a_sentence_for_each_configuration_and_counts_cells_tha
     next((tmp_path / "out" / "cells").glob("*_r2_replay*lazy*/result.json")).unlink()
     assert analysis(["sweep", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
-    begun, verdicts = printed.split("\n\n")[:2]
+    begun, verdicts, files = printed.split("\n\n")[:3]
+    plan = json.loads((tmp_path / "out" / "plans" / "tiny_tp1_pp1_dp1_torch.json").read_text())
+    sizes = plan["file_bytes"]
+    _, title, row, _ = files.splitlines()
+    assert files.startswith("Files and sizes\n") and plan["num_files"] > 2 and sizes == sorted(set(sizes))
+    assert all(f"{which} file" in title for which in ("smallest", "median", "largest"))
+    assert all(size(num_bytes) in row for num_bytes in (plan["total_bytes"], *sizes))
     assert begun == "cells: 5 of 6 cells measured" and printed.endswith("\n1 cell without a result yet\n")
     assert "FAILED" not in printed
     assert verdicts.count("replay tiny tp1_pp1_dp1: ") == 1 and verdicts.count("too few repeats to tell") < 2

@@ -100,8 +100,10 @@ def _plan(cell: Cell) -> dict[str, Any]:
         return {"error": (err.getvalue().strip().splitlines() or ["it said nothing"])[-1], "command": command}
     plan = json.loads(out.getvalue())
     found = {name: plan[name] for name in _KEPT}
+    sizes = sorted(file["bytes"] for file in plan["files"])
     return found | {
         "command": command,
+        "file_bytes": [sizes[0], sizes[len(sizes) // 2], sizes[-1]] if sizes else None,
         "bytes_per_rank": [rank["bytes"] for rank in plan["per_rank"]],
         "files_per_rank": [rank["num_files"] for rank in plan["per_rank"]],
     }

@@ -136,6 +136,13 @@ def _planned(view: View, line: Line, name: str) -> int | None:
     return None if plan is None else int(plan[name])
 
 
+def _file_bytes(view: View, line: Line, which: int) -> int | None:
+    """Size of the smallest, a middle or the largest file; None without a plan, or with one of an earlier version."""
+    plan = view.sweep.plan_of(_cell(line))
+    found = None if plan is None else plan.get("file_bytes")
+    return None if found is None else int(found[which])
+
+
 def _cell(line: Line) -> Any:
     return line.group.variants[line.engine][0].cell.cell
 
@@ -175,6 +182,9 @@ def files_columns(view: View) -> tuple[Column[Line], ...]:
         numbers("ranks planned", lambda line: _cell(line).ranks),
         numbers("files planned", lambda line: _planned(view, line, "num_files")),
         numbers("bytes planned", lambda line: _planned(view, line, "total_bytes"), size),
+        numbers("smallest file", lambda line: _file_bytes(view, line, 0), size),
+        numbers("median file", lambda line: _file_bytes(view, line, 1), size),
+        numbers("largest file", lambda line: _file_bytes(view, line, -1), size),
         numbers("files written", lambda line: line.median("save_files"), partial(number, spec=".0f")),
         numbers("bytes written", lambda line: line.median("save_bytes"), size),
         Column("files", lambda line: _agreement(view, line)),
@@ -266,6 +276,7 @@ def to_table(view: View, style: Style) -> str:
     for sentence in [*view.labels, *view.verdicts()]:
         lines += wrapped(visible(sentence), rest="  ")
     for title, columns, items in (
+        ("Files and sizes", files_columns(view), [line for line in view.lines if _planned(view, line, "num_files")]),
         ("Saves", SAVES, view.having(BLOCKED, DURABLE)),
         ("Loads and restarts", RESTARTS, view.having(COLD_LOAD, WARM_LOAD, LOAD, RESTART)),
     ):
