@@ -8,8 +8,8 @@
 #                                                left out
 #   run_tests.sh --processor-time 30             all of it, and which 30 files of tests took most processor time
 #
-#   TEST_WORKERS   tests at a time (default: three for each core, as many tests wait, with --quick one for each core; at
-#                  most six; 1 runs them one after the other)
+#   TEST_WORKERS   tests at a time (default: three for each core, as many tests wait, with --quick one more than there are
+#                  cores; at most six; 1 runs them one after the other)
 #
 # exit status: 0 all of it holds, else that of what does not
 set -euo pipefail
@@ -27,7 +27,7 @@ bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
 cores=$(nproc)
 workers=$((3 * cores))
-! $quick || workers=$cores
+! $quick || workers=$((cores + 1))
 ((workers <= 6)) || workers=6
 workers=${TEST_WORKERS:-$workers}
 # The workers take all cores: torch's threads would wait for one another. nproc would count by this, too.
