@@ -139,7 +139,7 @@ def defaults_of(checkpoint: Path, words: str) -> dict[str, tuple[Any, Any]]:
     for name in SPECS:
         default = FIELDS[name].default
         if name not in given(words) and default not in (None, dataclasses.MISSING, ()):
-            found[name] = getattr(args, name), default
+            found[name] = getattr(args, name), list(default) if isinstance(default, tuple) else default
     return found
 
 

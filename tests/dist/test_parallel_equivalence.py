@@ -66,9 +66,13 @@ Curve = list[tuple[float, float]]
 
 @dataclass
 class Trained:
-    """(loss, gradient norm) by iteration, and the checkpoint after iteration 1, of WITH_CHECKPOINT alone."""
+    """(loss, gradient norm) by iteration, and the checkpoint after iteration 1, of WITH_CHECKPOINT alone.
+
+    `of_experts`: their auxiliary losses, as printed.
+    """
 
     curve: Curve
+    of_experts: list[float]
     initial: Path
 
 
@@ -102,7 +106,8 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
         per_rank = losses_of_ranks(save, layout)
         assert all(mine == per_rank[0] for mine in per_rank)
         norms = [float(norm) for norm in re.findall(r"grad norm: (\S+)", run.output)]
-        return Trained(list(zip(per_rank[0].values(), norms, strict=True)), save / "global_step1")
+        of_experts = [float(loss) for loss in re.findall(r"moe loss: (\S+)", run.output)]
+        return Trained(list(zip(per_rank[0].values(), norms, strict=True)), of_experts, save / "global_step1")
 
     return train
 
@@ -117,7 +122,10 @@ def assert_same_curve(found: Curve, expected: Curve, iterations: int = ITERATION
 
 @pytest.mark.parametrize(("style", "layout"), CASES, ids=shown)
 def test_curve_is_that_of_one_process(trained: Trainer, style: str, layout: Layout) -> None:
-    assert_same_curve(trained(style, "adam", layout).curve, trained(style, "adam", SINGLE).curve)
+    found, expected = trained(style, "adam", layout), trained(style, "adam", SINGLE)
+    assert_same_curve(found.curve, expected.curve)
+    assert len(expected.of_experts) == (ITERATIONS if style == "moe" else 0)
+    assert found.of_experts == pytest.approx(expected.of_experts, abs=TOLERANCE)
 
 
 @pytest.mark.nightly(minutes=1)

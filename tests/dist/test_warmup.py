@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Zygote, records
+from tests.dist.harness import EXPERTS, LLAMA_STYLE, Zygote, records
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -66,6 +66,7 @@ def test_a_first_step_opens_no_connection_after_the_warmup(launcher: Launcher, t
     [
         (Layout(tp=2, pp=2, dp=1), [*LLAMA_STYLE, "--sequence-parallel", *RECOMPUTE, "--bf16"]),
         (Layout(tp=1, pp=1, dp=2), ["--fp16", "--eod-mask-loss"]),
+        (Layout(tp=1, pp=1, dp=1), [*EXPERTS, "--bf16"]),
     ],
 )
 def test_kernels_are_warmed_up_without_a_trace_in_the_training(
