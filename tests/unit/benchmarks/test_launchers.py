@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
 def test_a_wrong_command_line_ends_with_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert message in refusal(parse_arguments, argv, capsys)
+
+
+def refusal(parse: Callable[[list[str]], object], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command line that ends with status 2 says."""
     with pytest.raises(SystemExit) as stopped:
-        parse_arguments(argv)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+        parse(argv)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
