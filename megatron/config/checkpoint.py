@@ -163,7 +163,7 @@ class CheckpointConfig(FlagGroup):
         None,
         "--replication-traffic interleave: size of a block, in 2^20 values of 4 bytes (default: what the network takes "
         "in 2 ms, at least 256 KiB; GEMINI's artifact: 4)",
-        above=0,
+        least=2**-10,
     )
     peer_timeout: float = flag(
         10.0, "engine memory: seconds without an answer after which a host that holds copies counts as stalled", above=0

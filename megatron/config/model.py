@@ -268,6 +268,8 @@ class ModelConfig(FlagGroup):
     def _check_experts(self) -> None:
         shown = " ".join(map(str, self.num_experts))
         layers = self.num_layers // self.expert_interval
+        if max(self.num_experts, default=0) > 1 and layers == 0:
+            self.refuse("expert_interval", f"is more than --num-layers {self.num_layers}, so no layer has experts")
         if len(self.num_experts) not in (1, layers):
             raise ConfigError(
                 f"--num-experts {shown}: give one number, or one for each of the {layers} layers with experts, every "
@@ -275,8 +277,11 @@ class ModelConfig(FlagGroup):
             )
         if min(self.num_experts, default=0) < 1:
             raise ConfigError(f"--num-experts {shown}: each must be at least 1")
-        if max(self.num_experts) > 1 and layers == 0:
-            self.refuse("expert_interval", f"is more than --num-layers {self.num_layers}, so no layer has experts")
+        if len(set(self.num_experts)) == 1:  # the same model, whichever way it was given
+            object.__setattr__(self, "num_experts", self.num_experts[:1])
+        for name in ("moe_train_capacity_factor", "moe_eval_capacity_factor"):
+            if math.isinf(getattr(self, name)):
+                self.refuse(name, "must be finite; for no limit give --disable-moe-token-dropping")
         fewest = min((experts for experts in self.num_experts if experts > 1), default=self.topk)
         if self.topk > min(fewest, 2):
             self.refuse("topk", "a token goes to 1 or 2 experts")

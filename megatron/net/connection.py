@@ -209,16 +209,18 @@ class Connection:
     ) -> None:
         """Send an object whose payload is bytes [start, stop) of a file, for each of `parts`.
 
-        Without TLS nothing is copied but by the kernel (sendfile(2)). `before` is asked before each chunk how many
-        bytes of so many may go now; it may wait. Raises PeerError.
+        Without TLS nothing is copied but by the kernel (sendfile(2)). `before` is asked how many of the bytes that are
+        left of a part may go now, and again when these are sent; it may wait. Raises PeerError.
         """
         self._unsent.append(memoryview(self._head(content, sum(stop - start for start, stop in parts))))
         self.drain()
         send = self._send_encrypted if is_encrypted(self._socket) else self._send_by_kernel
         for position, stop in parts:
+            granted = position
             while position < stop:
-                count = min(_CHUNK, stop - position)
-                count = before(count) if before is not None else count
+                if position == granted:
+                    granted += stop - position if before is None else before(stop - position)
+                count = min(_CHUNK, granted - position)
                 send(fd, position, count)
                 position += count
 

@@ -45,6 +45,7 @@ _READ_NS = 1_000_000  # a sample whose reading took longer says nothing of when
 _BUSY = 0.05  # of the rate of the network: less is no traffic of training, but heartbeats and such
 _WINDOW_NS = 10_000_000  # over which a rate is taken
 _CHUNK = 256 << 10  # bytes
+_LONGEST_CHUNK = 1 << 20  # before it is asked again whether training waits
 _CHUNK_NS = 2_000_000  # a chunk is larger if the network takes more in this time
 _BURST_NS = 10_000_000  # for which a bucket holds tokens: a thread may be late by that without a loss
 _PROBE = 1.1  # the bucket is filled faster by that, else a rate that was taken too low would stay
@@ -345,7 +346,7 @@ class Copy:
         self.stalled_bytes = 0  # of these: since no step had ended for long, and none had been profiled
 
     def before(self, count: int) -> int:
-        """Wait until a chunk may go; how many bytes of `count` it may have. For `Connection.send_file`."""
+        """Wait until a chunk of the `count` bytes that are left may go; its size. For `Connection.send_file`."""
         began = now_ns()
         while True:
             now = now_ns()
@@ -406,6 +407,9 @@ class Traffic:
             "at_once_bytes": sum(copy.at_once_bytes for copy in copies),
             "stalled_bytes": sum(copy.stalled_bytes for copy in copies),
             "idle_s": None if self.profile is None else sum(span.stop - span.start for span in idle) / 1e9,
+            "longest_idle_s": None
+            if self.profile is None
+            else max((span.stop - span.start for span in idle), default=0) / 1e9,
             "bytes_per_s": 0.0 if self._link is None else self._link.bytes_per_s,
         }
 
@@ -414,20 +418,22 @@ class Traffic:
         profile, link, since = self.profile, self._link, now - self._times[0].began_ns
         over = profile is not None and since > _LATE * profile.length  # no step is under way
         if over or now - copy.asked_ns > HELD_NS or any(one.waits for one in self._times):
+            count = min(count, _LONGEST_CHUNK)
             copy.at_once_bytes += count
             return count, 0
         if profile is None or link is None:
             if min(since, now - copy.asked_ns) <= self.seen.stalled_ns:
                 return 0, _POLL_NS
             self.seen.disturbed = self._times[0].steps
+            count = min(count, _LONGEST_CHUNK)
             copy.at_once_bytes += count
             copy.stalled_bytes += count
             return count, 0
         rate = link.bytes_per_s or math.inf
         if self._pacing.block_bytes is not None:
             count = min(count, self._pacing.block_bytes)
-        elif rate < math.inf:
-            count = min(count, max(_CHUNK, int(rate * _CHUNK_NS / 1e9)))
+        else:
+            count = min(count, _LONGEST_CHUNK if rate == math.inf else max(_CHUNK, int(rate * _CHUNK_NS / 1e9)))
         pause = profile.pause_before(since, int(count / rate * 1e9), self._full_span(copy, profile, since))
         if pause:
             return 0, min(pause, _POLL_NS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ esac
 """
 
 
-def run(hook: str, tmp_path: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    hook: str, tmp_path: Path, told: Sequence[str] = TOLD, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The hook with stand-ins first in PATH, and what they were called with."""
     for name in ("aws", "scontrol", "salloc", "srun", "restart-launch"):
         (tmp_path / name).write_text(STAND_IN)
@@ -33,7 +36,7 @@ def run(hook: str, tmp_path: Path, **environment: str) -> tuple[subprocess.Compl
     calls = tmp_path / "calls"
     calls.touch()
     around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), **environment}
-    found = subprocess.run([HOOKS / hook, *TOLD], env=around, capture_output=True, text=True)
+    found = subprocess.run([HOOKS / hook, *told], env=around, capture_output=True, text=True)
     return found, calls.read_text().splitlines()
 
 
@@ -53,6 +56,13 @@ def test_nothing_is_terminated_unless_one_instance_has_the_name(instance: str, t
     found, calls = run("autoscaling_group.sh", tmp_path, INSTANCE=instance)
     assert found.returncode == 1 and len(calls) == 1
     assert f"one instance should have this private DNS name; found: {instance or 'none'}" in found.stderr
+
+
+def test_the_coordinators_own_host_is_not_terminated(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    found, calls = run("autoscaling_group.sh", tmp_path, [host, "0", "health check failed"], INSTANCE="i-0abc12")
+    assert found.returncode == 1 and calls == []
+    assert f"{host} is the host of the coordinator, which would end with it" in found.stderr
 
 
 def test_slurm_starts_an_agent_on_another_node(tmp_path: Path) -> None:

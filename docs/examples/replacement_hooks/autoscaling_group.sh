@@ -8,6 +8,11 @@
 set -euo pipefail
 host=$1 why=$3
 
+if [[ ${host%%.*} == "$(hostname -s)" ]]; then
+    printf '%s: %s is the host of the coordinator, which would end with it\n' "$0" "$host" >&2
+    exit 1
+fi
+
 instance=$(aws ec2 describe-instances --output text --query 'Reservations[].Instances[].InstanceId' \
     --filters "Name=private-dns-name,Values=$host,$host.*" Name=instance-state-name,Values=pending,running,stopping,stopped)
 if [[ ! $instance =~ ^i-[0-9a-f]+$ ]]; then

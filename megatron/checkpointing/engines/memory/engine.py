@@ -192,22 +192,12 @@ class MemoryEngine(LazyEngine):
 
     def _warn_of_busy_network(self, sent: Sent) -> None:
         """Warn once, on one rank of a host, if the network is not idle for long enough to send the copies."""
-        figures, steps = sent.interleaved, self.options.copy_steps
-        if self._has_warned or steps is None or self.options.local_rank or not figures.get("at_once_bytes"):
+        steps, ranks = self.options.copy_steps, self.options.local_world_size
+        if self._has_warned or steps is None or self.options.local_rank:
             return
-        idle, rate = figures["idle_s"], figures["bytes_per_s"]
-        if idle is None or not rate:  # not known yet
-            return
-        needed = sent.num_bytes * self.options.local_world_size / rate
-        if needed <= idle * steps:
-            return
-        self._has_warned = True
-        fits = f"--save-interval {math.ceil(needed / idle)} would fit" if idle else "no --save-interval would fit"
-        logger.warning(
-            "--replication-traffic interleave: the copies of a save take %.2f s of this host's network, and a step "
-            "leaves it idle for %.2f s: with --save-interval %d training waits for the rest; %s",
-            needed, idle, steps, fits,
-        )  # fmt: skip
+        for text in why_training_waited(sent, steps, ranks, self.options.copy_pacing.block_bytes):
+            self._has_warned = True
+            logger.warning("--replication-traffic interleave: %s", text)
 
     def fetch_copy(self, save: str, key: Key, peer: Peer, op: Operation) -> MemorySave:
         memory = self._to_fetch_into(save)
@@ -332,3 +322,27 @@ def _checkpoint(slot: Slot, record: Mapping[str, Any], called: str) -> SlotCheck
     stored = record["file"]
     file = SavedFile(stored["name"], stored["num_bytes"], stored["checksum"], tuple(stored["states"]))
     return SlotCheckpoint(Path(called), {file.name: file}, slot=slot, called=called)
+
+
+def why_training_waited(sent: Sent, steps: int, ranks: int, block_bytes: int | None) -> list[str]:
+    """Why not all interleaved copies of a rank, of so many of its host, went while the network was idle: for the log.
+
+    `steps`: between two saves. `block_bytes`: --snapshot-buffer-size, if it was given.
+    """
+    figures = sent.interleaved
+    if not figures.get("at_once_bytes") or figures["idle_s"] is None or not figures["bytes_per_s"]:  # or not known yet
+        return []
+    idle, longest, rate = figures["idle_s"], figures["longest_idle_s"], figures["bytes_per_s"]
+    needed, block, found = sent.num_bytes * ranks / rate, (block_bytes or 0) / rate, []
+    if block > longest:
+        found.append(
+            f"a block of --snapshot-buffer-size takes {block:.3f} s of this host's network, and no idle span of a step "
+            f"is longer than {longest:.3f} s, so that training waits for all copies; make it smaller"
+        )
+    if needed > idle * steps:
+        fits = f"--save-interval {math.ceil(needed / idle)} would fit" if idle else "no --save-interval would fit"
+        found.append(
+            f"the copies of a save take {needed:.2f} s of this host's network, and a step leaves it idle for "
+            f"{idle:.2f} s: with --save-interval {steps} training waits for the rest; {fits}"
+        )
+    return found

@@ -245,6 +245,9 @@ REFUSALS = [
     ("--num-experts 4 8 4", 1, "--num-experts 4 8 4: give one number, or one for each of the 2 layers with experts"),
     ("--num-experts 0", 1, "--num-experts 0: each must be at least 1"),
     ("--num-experts 4 --expert-interval 9", 1, "--expert-interval 9: is more than --num-layers 4, so no layer has"),
+    ("--num-experts 4 4 --expert-interval 9", 1, "--expert-interval 9: is more than --num-layers 4, so no layer has"),
+    ("--num-experts 4 --moe-train-capacity-factor inf", 1, "--moe-train-capacity-factor inf: must be finite; for no"),
+    ("--num-experts 4 --moe-eval-capacity-factor inf", 1, "--moe-eval-capacity-factor inf: must be finite; for no"),
     ("--num-experts 4 --topk 3", 1, "--topk 3: a token goes to 1 or 2 experts"),
     ("--mlp-type residual", 1, "--mlp-type residual: the model is dense; give --num-experts N, more than 1"),
     (

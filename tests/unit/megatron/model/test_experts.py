@@ -155,3 +155,11 @@ def test_evaluation_has_a_capacity_of_its_own_and_draws_nothing(topk: int) -> No
     before = torch.get_rng_state()
     assert (moe.eval()(x).abs().sum(-1) > 0).all()
     assert torch.equal(torch.get_rng_state(), before), "an evaluation draws random numbers"
+
+
+def test_one_number_of_experts_is_the_same_model_as_that_number_for_each_layer() -> None:
+    one, each, other = (
+        ModelConfig(num_layers=4, hidden_size=HIDDEN, num_attention_heads=2, seq_length=SEQ, num_experts=experts)
+        for experts in ((4,), (4, 4), (4, 8))
+    )
+    assert one == each != other

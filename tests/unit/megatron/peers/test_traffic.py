@@ -211,6 +211,19 @@ def test_a_copy_sends_so_many_blocks_in_a_span_and_as_many_in_the_next(times: St
     assert traffic.ask(copy, 4096, began + 1450 * MS) == (4096, 0), "training waits for all"
 
 
+def test_a_block_is_as_long_as_asked_for_but_no_other_chunk_is_longer_than_1_mib(times: StepTimes) -> None:
+    traffic, began, left = Traffic([times]), now_ns(), 64 << 20
+    traffic.profile = STEP
+    times.begin(began)
+    given, measured = (traffic.begin("127.0.0.1", 9, pacing) for pacing in (Pacing(block_bytes=16 << 20), Pacing()))
+    assert traffic.ask(measured, left, began + 100 * MS) == (1 << 20, 0)
+    traffic.begin("127.0.0.1", 9, Pacing(block_bytes=16 << 20))
+    assert traffic.ask(given, left, began + 110 * MS) == (16 << 20, 0)
+    times.set_waiting(True)
+    assert traffic.ask(given, left, began + 120 * MS) == (1 << 20, 0), "then to be asked again"
+    assert traffic.statistics([given])["longest_idle_s"] == max(span.stop - span.start for span in STEP.idle) / 1e9
+
+
 def test_as_many_steps_are_observed_as_asked_for(times: StepTimes) -> None:
     at = 0
 

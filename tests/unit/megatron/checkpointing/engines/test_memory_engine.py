@@ -14,7 +14,8 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
-from megatron.checkpointing.engines.memory.engine import MemoryEngine, SlotCheckpoint
+from megatron.checkpointing.engines.memory.engine import MemoryEngine, SlotCheckpoint, why_training_waited
+from megatron.peers.client import Sent
 from megatron.peers.memory_slots import VARIABLE, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK
@@ -173,3 +174,24 @@ def test_a_rank_killed_at_any_instant_leaves_a_whole_save() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["while_writing"] >= 8, f"hardly any kill came while a slot was written: {found}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "block_bytes", "says"),
+    [
+        ({}, None, ["with --save-interval 2 training waits for the rest; --save-interval 4 would fit"]),
+        ({"idle_s": 2.0}, None, []),
+        ({"idle_s": 0.0, "longest_idle_s": 0.0}, None, ["no --save-interval would fit"]),
+        ({"idle_s": 2.0}, 300_000, ["a block of --snapshot-buffer-size takes 0.300 s"]),
+        ({"idle_s": 2.0}, 200_000, []),
+        ({"at_once_bytes": 0}, 300_000, []),
+        ({"idle_s": None, "longest_idle_s": None}, 300_000, []),
+        ({"bytes_per_s": 0.0}, 300_000, []),
+    ],
+)
+def test_it_is_told_why_training_waited_for_copies(
+    changed: dict[str, float | None], block_bytes: int | None, says: list[str]
+) -> None:
+    figures = {"at_once_bytes": 1, "idle_s": 0.5, "longest_idle_s": 0.2, "bytes_per_s": 1e6, **changed}
+    found = why_training_waited(Sent(1_000_000, [], figures), 2, 2, block_bytes)
+    assert len(found) == len(says) and all(part in text for part, text in zip(says, found, strict=True))
