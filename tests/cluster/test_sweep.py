@@ -47,6 +47,7 @@ def test_a_node_is_lost_in_each_cell(cluster: Cluster, preset: Preset) -> None:
     out = job.directory / "out"
     command = [sys.executable, "-m", "tools.restart_sweep", "--out", out, "--dir", job.directory, asked]
     settings = data | {"HOSTFILE": str(hosts), "NODES_COMMAND": shlex.join(cluster.control.program)}
+    settings |= {"HEARTBEAT_TIMEOUT": "5"}  # more than the default, so that no node counts as lost that is merely slow
     settings |= held_environment(cycles=1, after=HELD_AFTER) | {"EXPORT": "HELD_CYCLES HELD_AFTER"}
     done = cluster.login.run(*command, env=settings, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

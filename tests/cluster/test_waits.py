@@ -43,7 +43,10 @@ def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(launcher: str, cl
 
 
 def test_a_disk_that_hangs_is_named(cluster: Cluster, preset: Preset) -> None:
-    """The file system of the checkpoints is frozen: who writes there waits in the kernel, and cannot even be killed."""
+    """The file system of the checkpoints is frozen: who writes there waits in the kernel, and cannot even be killed.
+
+    Steps go on until the next save.
+    """
     nodes = cluster.compute_nodes[:2]
     image, mounted = cluster.directory / "disk.img", cluster.directory / "disk"
     mounted.mkdir()
@@ -54,7 +57,7 @@ def test_a_disk_that_hangs_is_named(cluster: Cluster, preset: Preset) -> None:
     device = nodes[0].run("findmnt", "-n", "-o", "SOURCE", mounted).stdout.strip()
     nodes[1].run("mount", device, mounted)
 
-    job = preset.job("frozen", nodes, ITERS="100000", SAVE_INTERVAL="2", LAUNCHER="fork", SAVE_DIR=str(mounted / "c"))
+    job = preset.job("frozen", nodes, ITERS="100000", SAVE_INTERVAL="9", LAUNCHER="fork", SAVE_DIR=str(mounted / "c"))
     job.settings |= {"TRACE_DIR": str(job.trace), "HOSTFILE": str(preset.hostfile(job))}
     flags = "--split 100,0,0 --keep-last 2 --distributed-timeout-minutes 0.15"
     started = job.start(EXTRA_ARGS=flags)

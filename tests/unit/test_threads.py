@@ -25,6 +25,7 @@ WITHOUT_A_DEVICE = {
     "megatron/checkpointing/store/bucket/generations.py": NETWORK,
     "megatron/checkpointing/state/changed_flags.py": FILES,
     "megatron/checkpointing/store/ownership.py": FILES,
+    "megatron/checkpointing/preflight/crashes.py": FILES,
     "megatron/checkpointing/preflight/prefetch.py": FILES,
     "megatron/checkpointing/store/removal.py": FILES,
     "megatron/fileio/objects/hedging.py": NETWORK,

@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import struct
+import threading
 from typing import Any
 
 from restart_trace.regular import open_regular
@@ -27,6 +28,7 @@ _PAGE = 1 << 16  # bytes of a rank; a multiple of every processor's pages
 _TRACES = 1 << 32  # bytes: pages of 65,536 ranks
 _STEP = struct.Struct("<Q")
 _MAX_KNOWN = 1 << 14  # bytes
+_PATIENCE_S = 0.1  # for which an iteration waits until the file has its number
 # What faulthandler calls them (Modules/faulthandler.c).
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
@@ -47,7 +49,13 @@ class CrashFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         head = _STEP.pack(0) + json.dumps(known).encode()
         os.pwrite(self._fd, head.ljust(mmap.PAGESIZE, b"\0"), rank * _PAGE)
-        self._page = mmap.mmap(self._fd, mmap.PAGESIZE, offset=rank * _PAGE)
+        self._page = rank * _PAGE
+        self._step: int | None = 0
+        self._asked, self._done = threading.Event(), threading.Event()
+        self._done.set()
+        # Writing to a file that is mapped would make the program wait for storage that hangs, all threads with it.
+        self._writer = threading.Thread(target=self._write_steps, name="crash-step", daemon=True)
+        self._writer.start()
         self._is_used = not faulthandler.is_enabled()
         if not self._is_used:  # PYTHONFAULTHANDLER: it writes where its user wants it
             logger.info("Python's fault handler is in use, so crashes by a signal are not counted")
@@ -56,15 +64,41 @@ class CrashFile:
         faulthandler.enable(self._fd, all_threads=False)
 
     def begin(self, step: int) -> None:
-        """Iteration `step` is under way. It is in the file however this process ends, and costs no system call."""
-        _STEP.pack_into(self._page, 0, step)
+        """Iteration `step` is under way. It is in the file however this process ends, unless storage is slow: then
+        training goes on without."""
+        keeps_up = self._done.is_set()
+        self._step = step
+        self._done.clear()
+        self._asked.set()
+        if keeps_up:
+            self._done.wait(_PATIENCE_S)
+
+    def _write_steps(self) -> None:
+        failed = False
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            step = self._step
+            if step is None:
+                return
+            try:
+                os.pwrite(self._fd, _STEP.pack(step), self._page)
+            except OSError as exc:
+                if not failed:
+                    logger.warning("the iteration under way is not noted for a crash by a signal: %s", exc)
+                failed = True
+            if self._step == step:
+                self._done.set()
 
     def close(self) -> None:
         """A crash from here on is not written."""
         if self._is_used:
             faulthandler.disable()
-        self._page.close()
-        os.close(self._fd)
+        self._step = None
+        self._asked.set()
+        self._writer.join(_PATIENCE_S)
+        if not self._writer.is_alive():  # else storage hangs, and the descriptor goes with the process
+            os.close(self._fd)
 
 
 def crash_in(path: str) -> dict[str, Any] | None:
