@@ -1,4 +1,4 @@
-"""Which pages of a file lie in the page cache, by mincore(2); standard library only."""
+"""Which pages of a file lie in the page cache, by mincore(2)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -59,12 +60,15 @@ class ResidentPages:
 def populate(mapping: mmap.mmap, start: int, stop: int) -> int:
     """Have the pages of [start, stop) read, and found without faults; returns the bytes of the file there.
 
+    Other threads run meanwhile: mmap's own madvise keeps the interpreter lock until storage has answered.
     Raises OSError (EFAULT: the kernel's word for a page that cannot be read) if the storage fails.
     """
+    import numpy as np  # which tells the address of read-only memory
+
     length = min(stop, len(mapping)) - start
-    try:
-        mapping.madvise(_POPULATE_READ, start, length)
-    except OSError as exc:
-        if exc.errno != errno.EINVAL:  # a kernel before 5.14: the pages are read as they are touched
-            raise
+    held = np.frombuffer(mapping, dtype=np.uint8)  # the mapping cannot be closed before this is gone
+    if _libc.madvise(held.ctypes.data + start, length, _POPULATE_READ):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # a kernel before 5.14: the pages are read as they are touched
+            raise OSError(number, os.strerror(number))
     return length

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron.fileio.page_cache import ResidentPages
+from megatron.fileio.page_cache import ResidentPages, populate
 from tests.unit.trace_helpers import start_python
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -59,3 +62,35 @@ def test_a_file_larger_than_the_memory_that_is_allowed_can_be_looked_at(tmp_path
     process = start_python(code, path, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and out == "0.0\n", err
+
+
+def test_other_threads_run_while_pages_are_read(tmp_path: Path) -> None:
+    """Half a GiB takes the kernel a while. One that keeps the interpreter lock lets others run twice, not ten times."""
+    size, inside, ran, ended = 512 << 20, threading.Event(), 0, threading.Event()
+
+    def run() -> None:
+        nonlocal ran
+        while not ended.is_set():
+            ran += inside.is_set()
+            time.sleep(0.001)
+
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(size)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        most = 0
+        for _ in range(50):  # where others take the processor meanwhile, the thread may not get to run
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+                ran = 0
+                inside.set()
+                assert populate(mapping, 0, size) == size
+                inside.clear()
+                most = max(most, ran)
+            if most >= 10:
+                break
+    finally:
+        ended.set()
+        thread.join()
+    assert most >= 10
