@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -124,6 +125,8 @@ class FlagGroup:
                 raise ConfigError(f"{given} does nothing without {self._example(spec.needs)}: add it or drop the flag")
             if isinstance(value, int | float):
                 spec.bounds.check(spec.names[0], value)
+                if not math.isfinite(value):
+                    refuse(spec.names[0], value, "must be a finite number")
 
     def _example(self: Any, name: str) -> str:
         """A flag that was not given, with a value if it takes one: "--save DIR"."""

@@ -88,7 +88,10 @@ class ModelConfig(FlagGroup):
         choices=("standard", "residual"),
     )
     moe_train_capacity_factor: float = flag(
-        1.0, "tokens that an expert takes: this times its equal share, rounded up; others pass by the layer", above=0
+        1.0,
+        "tokens that an expert takes: this times its equal share, rounded up; others pass by the layer (no limit: "
+        "--disable-moe-token-dropping)",
+        above=0,
     )
     moe_eval_capacity_factor: float = flag(1.0, "the same in evaluations", above=0)
     moe_min_capacity: int = flag(4, "an expert takes at least so many tokens", least=0)
@@ -279,9 +282,6 @@ class ModelConfig(FlagGroup):
             raise ConfigError(f"--num-experts {shown}: each must be at least 1")
         if len(set(self.num_experts)) == 1:  # the same model, whichever way it was given
             object.__setattr__(self, "num_experts", self.num_experts[:1])
-        for name in ("moe_train_capacity_factor", "moe_eval_capacity_factor"):
-            if math.isinf(getattr(self, name)):
-                self.refuse(name, "must be finite; for no limit give --disable-moe-token-dropping")
         fewest = min((experts for experts in self.num_experts if experts > 1), default=self.topk)
         if self.topk > min(fewest, 2):
             self.refuse("topk", "a token goes to 1 or 2 experts")
