@@ -30,7 +30,7 @@ contestants:
 examples:
   EXTRAS=scoreboard bash examples_deepspeed/restart_bench/setup_env.sh     the other projects' packages
   %(prog)s > scoreboard.md
-      5 rounds of 4 faults for each contestant: an hour and a half on two cores; --repeat 1 --faults 20 as long
+      5 rounds of 4 faults for each contestant: an hour on two cores; --repeat 1 --faults 20 as long
   %(prog)s --only plain torchft fork-in-place --repeat 1 --faults 2 --format json
 
 Run it on a machine that does nothing else.

@@ -134,10 +134,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     A process that waits in a driver may outlast SIGKILL; then the tier goes on without it.
     """
     for signum, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signum)
+        if not _signalled(process.pid, signum):
+            return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
+    deadline = time.monotonic() + KILL_S
+    while _signalled(process.pid, 0) and time.monotonic() < deadline:  # its children are waited for by init
+        time.sleep(0.01)
+
+
+def _signalled(group: int, signum: int) -> bool:
+    """Send a signal to a process group; whether there was a process in it."""
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def engine_problems(setting: Setting) -> dict[str, str]:
