@@ -67,6 +67,11 @@ def end(number: int) -> None:
     _entries.pop(number, None)
 
 
+def clear() -> None:
+    """Forget all work: the process begins anew, and what an exception has ended is not in progress any more."""
+    _entries.clear()
+
+
 class UnderWay:  # a generator would cost twice as much
     """Context manager: notes the body as work in progress, described by `words`."""
 

@@ -613,7 +613,7 @@ _shtab_restart_drill() {
 }
 
 complete -o bashdefault -o default -F _shtab_restart_drill restart-drill
-_shtab_restart_launch_option_strings=(-h --help --version --nproc-per-node --nnodes --node-rank --master-addr --master-port --max-restarts --standby --standby-load --shutdown-timeout --coordinator --health-directory --health-interval --address --bind --secret-file --tls-cert-file --tls-key-file --tls-ca-cert-file)
+_shtab_restart_launch_option_strings=(-h --help --version --nproc-per-node --nnodes --node-rank --master-addr --master-port --max-restarts --standby --standby-load --in-process-restart --return-timeout --shutdown-timeout --coordinator --health-directory --health-interval --address --bind --secret-file --tls-cert-file --tls-key-file --tls-ca-cert-file)
 
 _shtab_restart_launch_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___nproc_per_node_COMPGEN=_shtab_compgen_files
@@ -622,6 +622,7 @@ _shtab_restart_launch___node_rank_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___master_addr_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___master_port_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___max_restarts_COMPGEN=_shtab_compgen_files
+_shtab_restart_launch___return_timeout_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___shutdown_timeout_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___coordinator_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___health_directory_COMPGEN=_shtab_compgen_files
@@ -638,6 +639,7 @@ _shtab_restart_launch___help_nargs=0
 _shtab_restart_launch___version_nargs=0
 _shtab_restart_launch___standby_nargs=0
 _shtab_restart_launch___standby_load_nargs=0
+_shtab_restart_launch___in_process_restart_nargs=0
 
 # Notes:
 # `COMPREPLY`: what will be rendered after completion is triggered

@@ -135,6 +135,19 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
     )
     add(
+        "--in-process-restart",
+        "with --max-restarts: ranks that live after a failure start again in their processes, and only the others are "
+        "forked; on one node, without CUDA",
+        action="store_true",
+    )
+    add(
+        "--return-timeout",
+        "with --in-process-restart: seconds after which a rank that has not left the failed start is killed, and "
+        "forked anew (default: 10)",
+        type=float,
+        metavar="S",
+    )
+    add(
         "--shutdown-timeout",
         "seconds between SIGTERM and SIGKILL when ranks are ended",
         type=float,
@@ -194,6 +207,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         parser.error("--standby-load: standby ranks load ahead; give --standby, too")
     if args.standby:
         _check_standby(parser, args)
+    _check_in_process_restart(parser, args)
     _check_script(parser, args.script)
     _take_tls_files(parser, args)
     return Plan(
@@ -208,6 +222,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         shutdown_timeout_s=args.shutdown_timeout,
         standby=args.standby,
         standby_load=args.standby_load,
+        in_process_restart=args.in_process_restart,
+        return_timeout_s=Plan.return_timeout_s if args.return_timeout is None else args.return_timeout,
         coordinator=coordinator,
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
@@ -237,6 +253,23 @@ def _check_standby(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             f"--standby with --master-port {args.master_port}: standby ranks rendezvous while running ranks "
             "use this port; leave out --master-port, and each start gets a free one"
         )
+
+
+def _check_in_process_restart(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    flag = "--in-process-restart"
+    if args.return_timeout is not None:
+        if not args.in_process_restart:
+            parser.error(f"--return-timeout {args.return_timeout:g}: ranks return with {flag} alone; give it, too")
+        _check_least(parser, args, (("return_timeout", 0),))
+    if not args.in_process_restart:
+        return
+    if args.standby:
+        parser.error(f"{flag} with --standby: both decide which ranks follow a failure; leave one of them out")
+    for other, given in (("--coordinator", args.coordinator), ("--nnodes", args.nnodes if args.nnodes > 1 else None)):
+        if given is not None:
+            parser.error(f"{flag} with {other} {given}: it is for restarts on one node; leave out {flag}")
+    if not args.max_restarts:
+        parser.error(f"{flag}: is about restarts; give --max-restarts, too")
 
 
 def _check_nodes_alone(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -436,6 +469,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COULD_NOT_RUN
     if plan.standby and os.environ["DS_ACCELERATOR"] != "cpu":
         say("error: --standby: standby ranks would take memory of the devices that train; leave it out there")
+        return COULD_NOT_RUN
+    if plan.in_process_restart and (kind := os.environ["DS_ACCELERATOR"]) != "cpu":
+        say(f"error: --in-process-restart: ranks on {kind} devices are not known to return; leave it out there")
         return COULD_NOT_RUN
     # Nothing around these calls may catch exceptions or clean up: the forked ranks return through them, too.
     if plan.coordinator is not None:

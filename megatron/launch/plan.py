@@ -29,6 +29,8 @@ class Plan:
     shutdown_timeout_s: float
     standby: bool = False
     standby_load: bool = False
+    in_process_restart: bool = False  # ranks that live after a failure start again in their processes
+    return_timeout_s: float = 10.0  # how long these may take to leave the start that has failed
     coordinator: tuple[str, int] | StoreAddress | None = None
     address: str = ""
     bind: str | None = None  # where ports that other nodes use listen; None: at the addresses of this host's name

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import sys
 from typing import NoReturn
 
 from megatron.launch.plan import Plan
 from megatron.launch.rendezvous_store import STORE_VARIABLES
+from megatron.processes.in_process_restart import RETURNS_VARIABLE, InProcessRestarts
 from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE, end_with_parent
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
@@ -36,15 +38,42 @@ def rank_environment(plan: Plan, local_rank: int, restart: int, port: int, prelo
 
 
 def become_rank(
-    plan: Plan, local_rank: int, restart: int, port: int, launcher: int, preloaded: Preload | None
+    plan: Plan,
+    local_rank: int,
+    restart: int,
+    port: int,
+    launcher: int,
+    preloaded: Preload | None,
+    connection: socket.socket | None = None,
 ) -> NoReturn:
-    """Run the script as the rank; raises SystemExit with its exit code, or what the script raises."""
+    """Run the script as the rank; raises SystemExit with its exit code, or what the script raises.
+
+    `connection`: to the launcher, with --in-process-restart: the script is run again when the launcher says so.
+    """
     os.setsid()  # as torchrun does: the processes that a rank starts are found by its process group
     end_with_parent(launcher)
-    os.environ.pop(PRELOAD_VARIABLE, None)
-    os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
-    sys.argv = [plan.script, *plan.arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.pop(PRELOAD_VARIABLE, None)
+    inherited = dict(os.environ)
+    os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
+    if connection is None:
+        _run(plan)
+    restarts = InProcessRestarts(connection, launcher, plan.return_timeout_s)
+    while True:
+        try:
+            _run(plan)
+        except BaseException as error:
+            if not restarts.follows(error):
+                raise
+        # The exception is gone here, and with it the frames that hold what the script has built.
+        restart, port = restarts.wait_for_start()
+        os.environ.clear()
+        os.environ.update(inherited | rank_environment(plan, local_rank, restart, port, None))
+        os.environ[RETURNS_VARIABLE] = str(restarts.returns)
+
+
+def _run(plan: Plan) -> NoReturn:
+    sys.argv = [plan.script, *plan.arguments]
     runpy.run_path(plan.script, run_name="__main__")
     raise SystemExit(0)

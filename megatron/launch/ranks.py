@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from megatron.config.arguments import EXIT_CODE as REFUSED
 from megatron.config.errors import REPEATED
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
+from megatron.processes.in_process_restart import RETURN, RETURNED, start_message
 from restart_trace.startup import Preload
 
 
@@ -27,6 +29,41 @@ class Ranks:
     refused: int = 0
     ended_by: int | None = None  # the first signal by which they are being ended
     deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
+    # With --in-process-restart: pid -> the launcher's end of the connection, and those that wait for the next start.
+    connections: dict[int, socket.socket] = field(default_factory=dict)
+    returned: set[int] = field(default_factory=set)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be waited for before the next start: all ranks have ended, or have returned."""
+        return self.running.keys() <= self.returned
+
+    def ask_back(self, timeout_s: float) -> None:
+        """Have them leave this start and wait for the next, and end by SIGKILL those that have not after `timeout_s`.
+
+        One that is stopped is let run.
+        """
+        for pid in self.running:
+            with contextlib.suppress(OSError):  # of one that has just ended, as will be seen
+                self.connections[pid].send(RETURN)
+        self.send(signal.SIGCONT)
+        self.deadline = time.monotonic() + timeout_s
+
+    def hear(self) -> None:
+        """Note which have returned."""
+        for pid in self.running.keys() - self.returned:
+            with contextlib.suppress(OSError):  # nothing yet, or it has ended
+                if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) == RETURNED:
+                    self.returned.add(pid)
+
+    def start_again(self, before: Ranks, restart: int, port: int) -> None:
+        """Take over the ranks that have returned from the start before, and have them start as this restart."""
+        for pid in sorted(before.returned):
+            self.running[pid] = before.running.pop(pid)
+            self.connections[pid] = before.connections.pop(pid)
+            with contextlib.suppress(OSError):  # as in ask_back
+                self.connections[pid].send(start_message(restart, port))
+        before.returned.clear()
 
     def send(self, signum: int) -> None:
         """Send a signal to every running rank and the processes that it has started."""
@@ -38,25 +75,30 @@ class Ranks:
 
         Only SIGKILL is sent to ranks that are being ended already: another signal could end one that saves.
         """
-        if self.deadline is not None and signum != signal.SIGKILL:
+        if self.ended_by is not None and signum != signal.SIGKILL:
             return
+        self.returned.clear()  # none of them is to start again
         self.send(signum)
         self.send(signal.SIGCONT)
-        if self.deadline is None:
+        if self.ended_by is None:
             self.ended_by = signum
             self.deadline = time.monotonic() + timeout_s
 
     def kill_overdue(self, timeout_s: float) -> str | None:
-        """SIGKILL to those that should have ended by now; again after `timeout_s`.
+        """SIGKILL to those that should have ended, or returned, by now; again after `timeout_s`.
 
         Returns which they are, and why; None if there are none.
         """
-        if self.deadline is None or time.monotonic() < self.deadline or not self.running:
+        late = {pid: rank for pid, rank in self.running.items() if pid not in self.returned}
+        if self.deadline is None or time.monotonic() < self.deadline or not late:
             return None
-        self.send(signal.SIGKILL)
+        for pid in late:
+            _send_to_group(pid, signal.SIGKILL)
         self.deadline = time.monotonic() + timeout_s
-        ranks = ", ".join(str(rank) for rank in sorted(self.running.values()))
-        name = signal.Signals(self.ended_by or signal.SIGKILL).name
+        ranks = ", ".join(str(rank) for rank in sorted(late.values()))
+        if self.ended_by is None:
+            return f"killed after --return-timeout {timeout_s:g}, since they had not returned: ranks {ranks}"
+        name = signal.Signals(self.ended_by).name
         return f"killed after --shutdown-timeout {timeout_s:g}, since they had not ended after {name}: ranks {ranks}"
 
     def kill_now(self) -> None:
@@ -81,6 +123,9 @@ class Ranks:
                 self.failures.append(f"rank {rank} (pid {pid}): {how}")
             os.waitpid(pid, 0)
             del self.running[pid]
+            self.returned.discard(pid)
+            if pid in self.connections:
+                self.connections.pop(pid).close()
 
 
 class Refusals:
@@ -101,19 +146,36 @@ class Refusals:
 
 
 def fork_ranks(
-    plan: Plan, restart: int, port: int, preloaded: Preload | None, in_child: Callable[[int], object]
+    plan: Plan,
+    restart: int,
+    port: int,
+    preloaded: Preload | None,
+    in_child: Callable[[int], object],
+    before: Ranks | None = None,
 ) -> Ranks:
-    """Fork all ranks of this node. In a rank `in_child` is called with its local rank, and this does not return:
-    SystemExit leaves through it."""
+    """Fork the ranks of this node that did not return from the start `before`; none did without one. In a rank
+    `in_child` is called with its local rank, and this does not return: SystemExit leaves through it."""
     launcher = os.getpid()
     ranks = Ranks()
+    if before is not None:
+        ranks.start_again(before, restart, port)
+    there = set(ranks.running.values())
     for local_rank in range(plan.nproc_per_node):
+        if plan.rank(local_rank) in there:
+            continue
         sys.stdout.flush()
         sys.stderr.flush()
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET) if plan.in_process_restart else (None, None)
         pid = os.fork()
         if pid == 0:
+            for end in (ours, *ranks.connections.values()):
+                if end is not None:
+                    end.close()
             in_child(local_rank)
-            become_rank(plan, local_rank, restart, port, launcher, preloaded)
+            become_rank(plan, local_rank, restart, port, launcher, preloaded, theirs)
+        if ours is not None and theirs is not None:
+            theirs.close()
+            ranks.connections[pid] = ours
         ranks.running[pid] = plan.rank(local_rank)
     return ranks
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from megatron.launch.plan import Plan
-from megatron.launch.ranks import fork_ranks
+from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.rendezvous_store import RendezvousStore
 from megatron.processes.process_name import name_process
 from megatron.processes.standby import LAUNCHER_VARIABLE, LOAD, LOADS_VARIABLE, RELEASE, SETS_UP, VARIABLE
@@ -20,10 +20,18 @@ class Start:
     """Ranks that run, or standby ranks, which set themselves up and wait for `release`."""
 
     def __init__(
-        self, plan: Plan, number: int, preloaded: Preload | None, mask: Collection[int], *, waits: bool = False
+        self,
+        plan: Plan,
+        number: int,
+        preloaded: Preload | None,
+        mask: Collection[int],
+        *,
+        waits: bool = False,
+        before: Ranks | None = None,
     ) -> None:
-        """Fork them. `number`: of restarts before it; `mask`: the signals that they have blocked. In a rank this does
-        not return, as of fork_ranks. Raises OSError if the port of the rendezvous is taken.
+        """Fork them, but those that have returned from the start `before`. `number`: of restarts before it; `mask`: the
+        signals that they have blocked. In a rank this does not return, as of fork_ranks. Raises OSError if the port of
+        the rendezvous is taken.
         """
         self.number = number
         self._store: RendezvousStore | None = None
@@ -48,7 +56,7 @@ class Start:
                 os.environ[VARIABLE] = str(pipes[local_rank][0])
                 name_process(SETS_UP)
 
-        self.ranks = fork_ranks(plan, number, port, preloaded, in_child)
+        self.ranks = fork_ranks(plan, number, port, preloaded, in_child, before)
         for reader, _ in pipes:
             os.close(reader)
 
@@ -72,7 +80,7 @@ class Start:
         self._writers = []
 
     def close(self) -> None:
-        """End the rendezvous. No rank runs any more."""
+        """End the rendezvous. No rank needs it any more."""
         self._close_pipes()
         if self._store is not None:
             self._store.close()

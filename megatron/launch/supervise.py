@@ -10,13 +10,14 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, Refusals
 from megatron.launch.start import Standby, Start
 from megatron.peers.memory_slots import hold_slots
+from megatron.processes.in_process_restart import REPORT_SIGNAL
 from megatron.processes.standby import ASK_SIGNAL
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -45,7 +46,8 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     """Start the ranks, and start them again as often as --max-restarts says when one fails; the exit status."""
     # What is to be ignored (nohup) stays so: once it is blocked and waited for, it would be no more.
     stopping = {signum for signum in stop_signals(plan.arguments) if signal.getsignal(signum) is not signal.SIG_IGN}
-    watched = frozenset(stopping | {signal.SIGCHLD} | ({ASK_SIGNAL} if plan.standby else set()))
+    reports = {ASK_SIGNAL} if plan.standby else {REPORT_SIGNAL} if plan.in_process_restart else set()
+    watched = frozenset(stopping | {signal.SIGCHLD} | reports)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     if plan.keeps_saves:
         hold_slots(plan.nproc_per_node)
@@ -63,12 +65,14 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
         trace.before_restart(restart)
         began_ns = now_ns()
         following = standby.release()
+        before = None
         if start is not None:
             start.close()
+            before = start.ranks
         start = following
         if start is None:
             try:
-                start = Start(plan, restart, preloaded if restart == 0 else None, mask)
+                start = Start(plan, restart, preloaded if restart == 0 else None, mask, before=before)
             except OSError as error:
                 say(
                     f"error: --master-port {plan.master_port}: the rendezvous cannot be served there: "
@@ -76,13 +80,16 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
                 )
                 return COULD_NOT_RUN
         trace.relaunched(began_ns)
-        stopped_by = _run_to_end(start, watched, plan.shutdown_timeout_s, trace, standby)
+        stopped_by = _run_to_end(start, watched, plan, trace, standby)
         code = _outcome(start.ranks, stopped_by, refusals, restart, plan)
         if code is not None:
+            start.ranks.kill_now()  # those that have returned
             start.close()
             standby.discard()
             return code
-        say(f"starting all ranks again: restart {restart + 1} of {plan.max_restarts}")
+        stay = _listed(start.ranks.running.values())
+        who = f"ranks {stay} again in their processes, the others anew" if stay else "all ranks again"
+        say(f"starting {who}: restart {restart + 1} of {plan.max_restarts}")
     raise AssertionError("the last start has an outcome")
 
 
@@ -97,11 +104,15 @@ def _outcome(
     if stopped_by is not None:
         return 128 + stopped_by
     final, none_left = refusals.final(ranks.refused), restart == plan.max_restarts
-    said = ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else "")
+    said = ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 and not ranks.running else "")
     say(said + (f"; {why_not_again(ranks.refused)}" if final and not none_left else ""))
     if final or none_left:
         return ranks.refused or FAILED
     return None
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _name_launch() -> None:
@@ -110,36 +121,43 @@ def _name_launch() -> None:
 
 
 def _run_to_end(
-    start: Start, watched: frozenset[signal.Signals], shutdown_timeout_s: float, trace: FailureTrace, standby: Standby
+    start: Start, watched: frozenset[signal.Signals], plan: Plan, trace: FailureTrace, standby: Standby
 ) -> signal.Signals | None:
-    """Return when no rank runs any more; the signal that ended them, if one did. `watched` are blocked.
+    """Return when no rank of this start runs any more; the signal that ended them, if one did. `watched` are blocked.
 
-    When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL.
+    When a rank fails, the others get SIGTERM, or are asked to return where a restart in their processes may follow;
+    those that outlive that by the timeout get SIGKILL.
     """
     ranks = start.ranks
+    may_return = plan.in_process_restart and start.number < plan.max_restarts
     stopped_by: signal.Signals | None = None
     failed = False
     while True:
         ranks.reap()
         if ranks.failures and not failed and stopped_by is None:
             failed, at_ns = True, now_ns()
-            ranks.end(signal.SIGTERM, shutdown_timeout_s)
+            if may_return and not ranks.refused:
+                ranks.ask_back(plan.return_timeout_s)
+            else:
+                ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
             trace.detected(start.number, ranks.failures[0], at_ns)
-        if not ranks.running:
+        if may_return:
+            ranks.hear()
+        if ranks.settled:
             if failed:
                 trace.stopped()
             return stopped_by
         standby.look_after()
-        killed = ranks.kill_overdue(shutdown_timeout_s)
+        killed = ranks.kill_overdue(plan.shutdown_timeout_s if ranks.ended_by else plan.return_timeout_s)
         if killed is not None:
             say(killed)
         signum = _next_signal(watched, ranks.deadline)
         if signum == ASK_SIGNAL:
             if not failed and stopped_by is None:
                 standby.asked(start.number + 1)
-        elif signum is not None and signum != signal.SIGCHLD:
+        elif signum is not None and signum not in (signal.SIGCHLD, REPORT_SIGNAL):
             stopped_by = stopped_by or signum
-            ranks.end(signum, shutdown_timeout_s)
+            ranks.end(signum, plan.shutdown_timeout_s)
 
 
 def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> signal.Signals | None:

@@ -288,10 +288,13 @@ def _entries(merged: bytes) -> Iterator[tuple[int, bytes]]:
 _trees: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
-def _close_copies() -> None:
-    """In a forked process: while it has copies of the connections, the others do not see the end of the rank."""
+def close_trees() -> None:
+    """Close the connections of all trees of this process.
+
+    In a forked process, too: while it has copies of the connections, the others do not see the end of the rank.
+    """
     for tree in list(_trees):
         tree.close()
 
 
-os.register_at_fork(after_in_child=_close_copies)
+os.register_at_fork(after_in_child=close_trees)

@@ -25,6 +25,7 @@ from megatron.config import Config, ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.optimizer.build import warn_of_l2_weight_decay
 from megatron.parallel.control_plane import ControlPlane
+from megatron.processes.in_process_restart import at_return
 from megatron.startup.initialize import Runtime
 from restart_trace.recorder import Operation, Recorder
 
@@ -88,7 +89,9 @@ def build_checkpointer(
         ahead=None if loads is None else loads.ahead,
         first_start=begins,
     )
-    return Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
+    made = Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
+    at_return(made.close)
+    return made
 
 
 def prepare_memory(

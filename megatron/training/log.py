@@ -10,6 +10,7 @@ from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.accelerator import accelerator
+from megatron.processes.in_process_restart import at_return
 from megatron.training.statistics import Statistics
 
 
@@ -31,6 +32,7 @@ class TrainingLog:
             self._writer = SummaryWriter(
                 config.training.tensorboard_dir, max_queue=config.training.tensorboard_queue_size
             )
+            at_return(self.close)
 
     def iteration(
         self, engine: Any, progress: Progress, loss: float, seconds: float, skipped: bool, statistics: Statistics

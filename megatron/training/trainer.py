@@ -15,9 +15,11 @@ from megatron.config import Config, ConfigError
 from megatron.config.arguments import exit_with, parse_or_exit
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
+from megatron.processes import in_process_restart
 from megatron.processes.parent_process import end_with_launcher
 from megatron.processes.standby import LOADS_VARIABLE, is_standby, wait_for_release
 from megatron.training.heavy_imports import import_everything
+from megatron.training.in_process_restart import prepare_to_return
 from megatron.training.standby import LoadsAhead, StandbyRanks, why_not_ahead
 from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.process import RankIdentity, open_rank_trace, process_fields
@@ -88,6 +90,7 @@ def pretrain(
     rank = config.parallel.rank
     try:
         end_with_launcher(os.environ, config.training.stops_at)
+        prepare_to_return(config)
     except ValueError as error:
         exit_with(error, rank, every_rank_sees_it=True)
     if config.training.allow_injected_faults:
@@ -113,8 +116,7 @@ def pretrain(
     from megatron.training.data import DataError
 
     try:
-        providers = _Providers(datasets_provider, model_provider, batch_fn)
-        trainer = _set_up(config, beginning, vocabulary, providers)
+        trainer = _set_up(config, beginning, vocabulary, _Providers(datasets_provider, model_provider, batch_fn))
         _train_to_the_last_commit(trainer)
         _shut_down(trainer)
         beginning.check_still_owner()
@@ -149,7 +151,7 @@ class Start:
         self._config = config
         self.later_start = False
         self.back_to: str | None = None
-        self.begun_ns = process_start_ns() or entered_ns
+        self.begun_ns = in_process_restart.started_ns() or process_start_ns() or entered_ns
         self._entered_ns = entered_ns
         self.recorder: Recorder = untraced_recorder()
         self.startup = Startup(self.recorder, None, config.parallel.rank, 0, entered_ns)
@@ -172,7 +174,9 @@ class Start:
             with store_refusals(self._config):
                 list_save_once(self._config.checkpoint)
         self.ownership = claim_save_directory(self._config)
-        self.recorder, self.startup, cycle = _open_trace(self._config, self._entered_ns, released_ns)
+        in_process_restart.at_return(self._leave)
+        begun_ns = released_ns or in_process_restart.started_ns()
+        self.recorder, self.startup, cycle = _open_trace(self._config, self._entered_ns, begun_ns)
         self._follower = _start_follower(self._config, cycle)
         self.begun_ns = released_ns or self.begun_ns
         if released_ns is not None and not told:
@@ -181,6 +185,17 @@ class Start:
         if not told:
             self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
+
+    def _leave(self) -> None:
+        """The process lives on, and starts again: end what this start has begun. What has ended before ends once."""
+        for reader in (self.prefetch, self.early_copy):
+            if reader is not None:
+                reader.close()
+        self.recorder.close()
+        if self._follower is not None:
+            self._follower.terminate()  # it sends the last spans and ends; the next start has one of its own
+        if self.ownership is not None:
+            self.ownership.release()
 
     def end_listing(self) -> None:
         """The state is restored: what was listed for this start may be out of date from here on."""
@@ -284,6 +299,7 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
 
 def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
     """Whether `error` comes from another rank or the host; if so, close the trace and print the reason."""
+    from megatron.parallel.lost_peers import comes_from_another_rank, has_timed_out
     from megatron.startup.watch import tell
     from megatron.training.lost_ranks import explain
 
@@ -291,6 +307,8 @@ def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: R
     if explained is None:
         return False
     recorder.close()
+    if comes_from_another_rank(error) and not has_timed_out(error):  # that one has ended, as the launcher sees
+        in_process_restart.another_rank_is_lost()
     rank = config.parallel.rank
     logger.debug("rank %d was ended from outside", rank, exc_info=True)
     tell(f"error on rank {rank}, {os.uname().nodename}: {explained}")

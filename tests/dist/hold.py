@@ -3,6 +3,7 @@
 HELD_CYCLES: in how many launches of a job its ranks wait. The others train to their end.
 HELD_AFTER: so many iterations after its start (13 if unset, two saves of five and some more), and again after as many,
     a rank waits until the drill has injected a fault into its launch once more; for ever where no drill does.
+HELD_RANKS: which ranks wait, as "0,1" (all if unset). The others go on, and wait for these in their next collective.
 
 `held_environment` makes the ranks of a program wait that is started with it (by scripts/held/sitecustomize.py),
 scripts/held_training.py those of the zygote. With FORKED_WRITERS such ranks fork their writers (forked_writers.py).
@@ -62,6 +63,8 @@ def wait_for_faults(count: int) -> None:
     trace = trace_directory()
     cycle = len(list(trace.glob(f"rank_{int(os.environ['RANK']):05d}_cycle_*.jsonl"))) - 1
     if cycle >= int(os.environ["HELD_CYCLES"]) or "reference" in trace.parts:
+        return
+    if os.environ["RANK"] not in os.environ.get("HELD_RANKS", os.environ["RANK"]).split(","):
         return
     while faults(trace, cycle) < count:
         time.sleep(0.01)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ HELD_AT = 8  # with a save every 5 iterations: 6, 7 and 8 will be trained again
 LAST = 18
 
 
-def all_held(trace: Path, held_at: int = HELD_AT) -> bool:
-    """Whether both ranks of the first launch have done the last iteration before they wait."""
-    return trace.exists() and all(held_at in losses(trace, 0, rank) for rank in (0, 1))
+def all_held(trace: Path, held_at: int = HELD_AT, cycle: int = 0) -> bool:
+    """Whether both ranks of a launch have done the last iteration before they wait."""
+    return trace.exists() and all(held_at in losses(trace, cycle, rank) for rank in (0, 1))
 
 
 def spans(trace: Path, cycle: int, phase: str) -> list[dict[str, Any]]:
@@ -64,11 +65,17 @@ KILLED_NS = "killed_ns"  # file of the time at which the ranks were killed
 
 
 def trained_and_killed(
-    tmp_path: Path, dataset: list[str], *flags: str, standby: int = 0, held_at: int = HELD_AT, without: str = ""
+    tmp_path: Path,
+    dataset: list[str],
+    *flags: str,
+    standby: int = 0,
+    held_at: int = HELD_AT,
+    without: str = "",
+    killed: tuple[int, ...] = (0, 1),
 ) -> Path:
     """The trace of a training whose ranks are killed at `held_at`, when all standby ranks wait, and go on exactly.
 
-    `without`: the checkpoint of the last save, if it is taken away before.
+    `without`: the checkpoint of the last save, if it is taken away before. `killed`: these ranks, and not all.
     """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", str(LAST)]
@@ -81,7 +88,9 @@ def trained_and_killed(
         job = subprocess.Popen(
             in_own_shm(command, tmp_path / "shm"),
             cwd=tmp_path,
-            env=environment(tmp_path) | held_environment(cycles=1, after=held_at),
+            env=environment(tmp_path)
+            | held_environment(cycles=1, after=held_at)
+            | {"HELD_RANKS": ",".join(map(str, killed))},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -91,7 +100,7 @@ def trained_and_killed(
         if without:
             (save / without).rename(tmp_path / without)
         (tmp_path / KILLED_NS).write_text(str(now_ns()))
-        kill_all([records(trace, 0, rank)[0]["pid"] for rank in (0, 1)])
+        kill_all([records(trace, 0, rank)[0]["pid"] for rank in killed])
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
         wait_for(lambda: marked(tmp_path) == [], "the end of all processes")
     finally:
@@ -116,6 +125,68 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
         assert spans(trace, 1, phase) == [], "what was done ahead is no part of the restart"
     assert records(trace, 1, 1)[0]["environment"]["MEGATRON_STANDBY"]
     assert "MEGATRON_STANDBY" not in records(trace, 0, 1)[0]["environment"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_lives_goes_on_exactly_in_its_process(tmp_path: Path, dataset: list[str], lost: int) -> None:
+    """In place of rank 0 or 1 another process comes, in each of two stages; rank 0 owns --save."""
+    stages = ["--pipeline-model-parallel-size", "2"]
+    trace = trained_and_killed(
+        tmp_path, [*dataset, *DROPOUT, *stages], "--in-process-restart", "--return-timeout", str(HANGS_S),
+        killed=(lost,),
+    )  # fmt: skip
+    pids = [[records(trace, cycle, rank)[0]["pid"] for cycle in (0, 1)] for rank in (0, 1)]
+    assert [before == after for before, after in pids] == [rank != lost for rank in (0, 1)]
+    began = records(trace, 1, 1 - lost)
+    killed = int((tmp_path / KILLED_NS).read_text())
+    assert killed < next(r["start_ns"] for r in began if r["type"] == "operation_begin"), "not with the process"
+    assert began[0]["environment"]["MEGATRON_IN_PROCESS_RESTARTS"] == "1"
+    assert "MEGATRON_IN_PROCESS_RESTARTS" not in records(trace, 1, lost)[0]["environment"]
+
+
+def size_of(process: psutil.Process) -> tuple[int, int, int]:
+    """Threads, descriptors and bytes of memory."""
+    time.sleep(0.01)
+    return process.num_threads(), process.num_fds(), process.memory_info().rss
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(minutes=2)
+def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str]) -> None:
+    """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and 12th."""
+    save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
+    flags = ["--save", str(save), "--load", str(save), "--train-iters", "1000", "--pipeline-model-parallel-size", "2"]
+    command = [*LAUNCHER, "--max-restarts", "12", "--in-process-restart", "--return-timeout", str(HANGS_S)]
+    sizes = []
+    with (tmp_path / "log").open("wb") as log:
+        job = subprocess.Popen(
+            [*command, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *flags],
+            cwd=tmp_path,
+            env=environment(tmp_path) | held_environment(cycles=13, after=6) | {"HELD_RANKS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        for cycle in range(13):
+            # Resumes from the save at 5, 10 and so on; rank 0 is in the iteration after the one that both have done.
+            done = 5 * cycle + 6
+            wait_for(
+                lambda done=done, cycle=cycle: job.poll() is not None or all_held(trace, done, cycle),
+                f"iteration {done}",
+            )
+            assert job.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            lives, victim = (psutil.Process(records(trace, cycle, rank)[0]["pid"]) for rank in (0, 1))
+            # The smallest of several: a thread of the last save may still remove an old checkpoint.
+            sizes.append((lives.pid, *map(min, *(size_of(lives) for _ in range(20)))))
+            if cycle < 12:
+                victim.kill()
+    finally:
+        end_all(lambda: marked(tmp_path))
+        job.wait(HANGS_S)
+    early, late = sizes[2], sizes[12]
+    assert late[:3] == early[:3], "the process, its threads and descriptors"
+    assert late[3] - early[3] < 16 << 20, sizes
 
 
 @pytest.mark.slow

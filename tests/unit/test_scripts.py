@@ -418,6 +418,8 @@ def test_fork_launcher(tmp_path: Path) -> None:
     assert parse_arguments([*standby.launcher[2:], str(ROOT / "pretrain_gpt.py")]).standby and not plan.standby
     (loads,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="load", KILL_AT="none")
     assert "--standby-load" in loads.launcher and "--standby-load" not in standby.launcher
+    returning = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", IN_PROCESS_RESTART="1", KILL_AT="none")[0]
+    assert parse_arguments([*returning.launcher[2:], str(ROOT / "pretrain_gpt.py")]).in_process_restart
     nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
     plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
     assert [(plan.node_rank, plan.nnodes, plan.rank(1)) for plan in plans] == [(0, 2, 1), (1, 2, 5)]
@@ -573,6 +575,13 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
             "STANDBY=1: needs MAX_RESTARTS, and one node",
         ),
         (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: standby ranks rendezvous while"),
+        (
+            TINY,
+            {"LAUNCHER": "fork", "IN_PROCESS_RESTART": "1"},
+            "IN_PROCESS_RESTART=1: needs MAX_RESTARTS, and one node",
+        ),
+        (TINY, FORK | {"STANDBY": "1", "IN_PROCESS_RESTART": "1"}, "IN_PROCESS_RESTART=1: both decide which ranks"),
+        (TINY, FORK | {"IN_PROCESS_RESTART": "1", "DEVICE": "cuda"}, "IN_PROCESS_RESTART=1: ranks on CUDA devices"),
         (TINY, FORK | {"STANDBY": "1", "DEVICE": "cuda"}, "STANDBY=1: standby ranks would take memory of the devices"),
         (TINY, FORK, "MAX_RESTARTS=1: MODE=restart starts a new launch after the kill"),
         (TINY, FORK | {"MAX_RESTARTS": "one"}, "MAX_RESTARTS=one: give a whole number"),

@@ -34,6 +34,7 @@ WITHOUT_A_DEVICE = {
     "megatron/peers/ahead.py": NO_TORCH,
     "megatron/peers/holder.py": NO_TORCH,
     "megatron/peers/traffic.py": NO_TORCH,
+    "megatron/processes/in_process_restart.py": NETWORK,
     "megatron/processes/parent_process.py": "reads a pipe, and ends the process",
     "megatron/startup/once_per_host.py": NETWORK,
     "megatron/startup/watch.py": "asks other ranks over sockets, and prints stacks",

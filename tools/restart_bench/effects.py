@@ -112,10 +112,12 @@ def check_launcher(given: Settings, launcher: str) -> None:
         refuse(given, _ONLY_FROM_ONE_NODE, ["HOST_GRACE"])
     if launcher in BY_SLURM:
         refuse(given, "srun starts the ranks of all nodes; leave it out", ["NODE_RANK"])
+    for name, value in (("STANDBY", given.standby), ("IN_PROCESS_RESTART", given.in_process_restart)):
+        if value and (not restarts_in_place(given) or given.hostfile):
+            raise SettingsError(f"{name}={value}: needs MAX_RESTARTS, and one node (no HOSTFILE)")
     if not given.standby:
         return
-    if not restarts_in_place(given) or given.hostfile:
-        raise SettingsError(f"STANDBY={given.standby}: needs MAX_RESTARTS, and one node (no HOSTFILE)")
+    refuse(given, "both decide which ranks follow a failure; leave out this or STANDBY", ["IN_PROCESS_RESTART"])
     why = "standby ranks rendezvous while running ranks use this port; leave it out, and each start takes a free port"
     refuse(given, why, ["MASTER_PORT"])
 
@@ -141,6 +143,7 @@ def check_launch(given: Settings, launcher: str, engine: str, device: str, nodes
     if device != "cpu":
         why = "standby ranks would take memory of the devices that train; leave it out on CUDA devices"
         refuse(given, why, ["STANDBY"])
+        refuse(given, "ranks on CUDA devices are not known to return; leave it out there", ["IN_PROCESS_RESTART"])
     if coordinates(given, launcher, nodes):
         why = (
             "with MAX_RESTARTS over HOSTFILE the ranks of each start meet on the host of its node 0, by its name in "

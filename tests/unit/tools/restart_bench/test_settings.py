@@ -106,7 +106,7 @@ WRONG = {
     "MODE": ["Train", "drill"], "SAVE_INTERVAL": WHOLE, "DP": WHOLE, "ITERS": WHOLE, "MICRO_BATCH": WHOLE,
     "GLOBAL_BATCH": WHOLE, "SEQ_LENGTH": WHOLE, "SEQUENCE_PARALLEL": ["yes", "2"], "DTYPE": ["fp8", "BF16"],
     "RECOMPUTE": ["some"], "DEVICE_GB": WHOLE, "LAUNCHER": ["mpirun"], "MAX_RESTARTS": ["-1", "1.5", "many"],
-    "SPARES": ["-1", "all"], "STANDBY": ["0", "yes"], "ALLOW_SHRINK": ["0", "yes"],
+    "SPARES": ["-1", "all"], "STANDBY": ["0", "yes"], "IN_PROCESS_RESTART": ["0", "yes"], "ALLOW_SHRINK": ["0", "yes"],
     "HEARTBEAT_TIMEOUT": ["0", "0.05", "2s"], "COORDINATOR_PORT": ["0", "65536", "any"], "HOST_GRACE": ["-1", "1.5"],
     "NNODES": WHOLE, "MEET_TIMEOUT": WHOLE, "GPUS_PER_NODE": WHOLE, "MASTER_PORT": ["0", "65536", "any"],
     "DEVICE": ["gpu", "CPU"], "DRY_RUN": ["0", "yes"], "KILL_AT": [*WHOLE, "never"],

@@ -1,0 +1,166 @@
+"""In-process restarts: which ranks the launcher keeps, kills and forks; real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron.launch.cli import parse_arguments
+from tests.unit.megatron.launch.test_launch import Start, start, until  # noqa: F401  the fixture
+
+# A rank of the starts before the last waits for another one, over a connection of its process.
+SCRIPT = """
+import socket, threading
+from megatron.processes import in_process_restart
+here()
+found = [os.environ.get(name) for name in ("LEFT", in_process_restart.RETURNS_VARIABLE)]
+note(f"found_{rank}_{restart}", json.dumps(found))
+os.environ["LEFT"] = "something"
+def gone():
+    in_process_restart.another_rank_is_lost()
+    sys.exit(1)
+if restart == 2:
+    sys.exit(0)
+listening = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(listening.getsockname())
+other = listening.accept()[0]
+signal.signal(signal.SIGTERM, lambda *_: None)
+for name in ("first", "last"):
+    in_process_restart.at_return(lambda name=name: note(f"undone_{rank}_{restart}_{name}", time.monotonic()))
+"""
+WAITS = SCRIPT + "note(f'waits_{rank}_{restart}')\nother.recv(1)\nsys.exit(1)\n"
+FLAGS = ("--max-restarts", "2", "--in-process-restart", "--return-timeout", "300", "--nproc-per-node")
+
+
+@pytest.mark.slow
+def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forked(start: Start) -> None:  # noqa: F811
+    job = start(WAITS, *FLAGS, "3")
+    for restart in (0, 1):
+        for rank in range(3):
+            job.note(f"waits_{rank}_{restart}")
+        os.kill(job.pid(restart, restart), signal.SIGKILL)
+        for rank in range(3):
+            assert (job.pid(rank, restart + 1) == job.pid(rank, restart)) == (rank != restart)
+    assert job.wait() == 0, job.said
+    assert "starting ranks 1, 2 again in their processes, the others anew: restart 1 of 2" in job.said
+    assert job.note("found_2_2") == '[null, "2"]', "the environment is what the launcher gives"
+    assert job.note("found_0_1") == job.note("found_1_2") == "[null, null]"
+    assert float(job.note("undone_2_0_last")) < float(job.note("undone_2_0_first"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_misses_another_first_waits_for_the_launchers_word(start: Start) -> None:  # noqa: F811
+    job = start(WAITS.replace("other.recv(1)", "if rank == 0 and restart == 0: gone()\nother.recv(1)"), *FLAGS, "2")
+    job.note("waits_0_0")
+    job.note("waits_1_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) == job.pid(0)
+
+
+@pytest.mark.slow
+def test_an_error_of_its_own_ends_a_rank(start: Start) -> None:  # noqa: F811
+    job = start(
+        WAITS.replace("other.recv(1)", "if rank == 1 and restart == 0: sys.exit(3)\nother.recv(1)"), *FLAGS, "2"
+    )
+    assert job.pid(0, 1) == job.pid(0) and job.pid(1, 1) != job.pid(1)
+    assert f"rank 1 (pid {job.pid(1)}): exit code 3" in job.said
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_return_is_killed_and_forked_anew(start: Start) -> None:  # noqa: F811
+    script = (
+        SCRIPT + "note(f'waits_{rank}_{restart}')\nif rank == 0 and restart == 0: time.sleep(LONG)\nother.recv(1)\n"
+    )
+    job = start(script + "sys.exit(1)\n", *FLAGS, "3", "--return-timeout", "0.5")
+    for rank in range(3):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) != job.pid(0)
+    assert "killed after --return-timeout 0.5, since they had not returned: ranks 0\n" in job.said
+
+
+@pytest.mark.slow
+def test_a_rank_whose_last_start_has_left_a_thread_is_forked_anew(start: Start) -> None:  # noqa: F811
+    thread = "threading.Thread(target=time.sleep, args=[LONG], name='stays', daemon=True).start()\n"
+    script = f"{SCRIPT}\nin_process_restart._THREADS_S = 0.1\n{thread}"
+    job = start(script + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    job.note("waits_0_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) != job.pid(0)
+    assert "rank 0 ends instead of starting again in its process: the thread stays of its last start has" in job.said
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_returns(start: Start) -> None:  # noqa: F811
+    job = start(WAITS, *FLAGS, "2")
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(0), signal.SIGSTOP)
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) == job.pid(0)
+
+
+RETURNS_LATE = WAITS.replace(
+    "other.recv(1)", "while rank == 2 and not os.path.exists('go'): time.sleep(0.01)\nother.recv(1)"
+)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> None:  # noqa: F811
+    job = start(RETURNS_LATE, *FLAGS, "3")
+    for rank in range(3):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    job.note("undone_0_0_first")
+    os.kill(job.pid(0), signal.SIGKILL)
+    (job.directory / "go").touch()
+    assert job.pid(2, 1) == job.pid(2) and job.pid(0, 1) != job.pid(0)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_ends_ranks_that_have_returned(start: Start) -> None:  # noqa: F811
+    job = start(RETURNS_LATE, *FLAGS, "3")
+    for rank in range(3):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    job.note("undone_0_0_first")
+    job.process.send_signal(signal.SIGTERM)
+    (job.directory / "go").touch()
+    assert job.wait() == 128 + signal.SIGTERM, job.said
+    assert not (job.directory / "pid_0_1").exists()
+
+
+@pytest.mark.slow
+def test_none_returns_where_no_restart_is_left(start: Start) -> None:  # noqa: F811
+    job = start(WAITS.replace("lambda *_: None", "signal.SIG_DFL"), "--max-restarts", "1", *FLAGS[2:], "2")
+    for restart in (0, 1):
+        for rank in range(2):
+            job.note(f"waits_{rank}_{restart}")
+        os.kill(job.pid(1, restart), signal.SIGKILL)
+    assert job.wait() == 1, job.said
+    until(lambda: "the others were stopped" in job.said, job.said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--in-process-restart"], "--in-process-restart: is about restarts; give --max-restarts, too"),
+        (["--in-process-restart", "--max-restarts", "1", "--standby"], "--in-process-restart with --standby: both"),
+        (
+            ["--in-process-restart", "--coordinator", "login:29400"],
+            "with --coordinator login:29400: it is for restarts",
+        ),
+        (["--in-process-restart", "--nnodes", "2", "--master-addr", "n"], "with --nnodes 2: it is for restarts on one"),
+        (["--return-timeout", "3"], "--return-timeout 3: ranks return with --in-process-restart alone; give it, too"),
+        (
+            ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "-1"],
+            "--return-timeout -1.0: must be at",
+        ),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments([*flags, __file__])
+    assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,30 @@
+"""In-process restarts in the trainer: with which flags a run can have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config import CheckpointConfig
+from megatron.training.in_process_restart import refusal
+
+SAVES = {"save": "run", "save_interval": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "compiles", "why"),
+    [
+        (SAVES | {"checkpoint_engine": "torch"}, False, None),
+        ({}, False, None),
+        (SAVES | {"checkpoint_engine": "dcp"}, False, "--checkpoint-engine dcp with --in-process-restart: its threads"),
+        (
+            {"save": "s3://bucket/run", "save_interval": 1, "checkpoint_engine": "torch"}, False,
+            "--save s3://bucket/run, --load None with --in-process-restart: not tried together",
+        ),
+        ({}, True, "--torch-compile with --in-process-restart: not tried together; leave out --in-process-restart"),
+    ],
+)  # fmt: skip
+def test_what_does_not_survive_its_start_is_refused(options: dict[str, Any], compiles: bool, why: str | None) -> None:
+    found = refusal(CheckpointConfig(**options), compiles=compiles)
+    assert found is None if why is None else found is not None and found.startswith(why)
