@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> GPTModelPipe:
     """The pipeline stage of this rank, with its parameters still zero."""
     from megatron.model.gpt_model import GPTModelPipe
+    from megatron.parallel.topology import SequenceGroup
 
     return GPTModelPipe(
         config.model,
@@ -31,6 +32,7 @@ def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> 
         runtime.device,
         loss_func,
         sequence_parallel=config.parallel.sequence_parallel,
+        sequence=SequenceGroup.of(runtime.coordinates, config.parallel.ds_sequence_parallel_size),
     )
 
 
@@ -38,38 +40,43 @@ def get_batch_pipe(data: dict[str, torch.Tensor], request: BatchRequest) -> tupl
     """(inputs, labels) of {"text": [b, s + 1]} on `request.device`: one copy of the text, and views of it.
 
     inputs: tokens [b, s], or (tokens, position_ids) with learned positions; None except on the first stage.
-    labels: (labels, loss_mask), each [b, s]; None except on the last stage. Predicting from `request.eod_token`
-    (--eod-mask-loss) does not count.
+    labels: (labels, loss_mask, counted), the first two [b, s]; None except on the last stage. Predicting from
+    `request.eod_token` (--eod-mask-loss) does not count. `counted`: how many tokens of the micro-batch do.
+    With --ds-sequence-parallel-size all have this rank's part of s; `counted` is then the mean over the ranks.
     """
     import torch
 
     # From pinned memory the copy waits for no kernel, and no kernel that does not use it waits for the copy.
     text = data["text"].to(request.device, non_blocking=True)
     tokens = text[:, :-1]
+    length = tokens.shape[1]
+    here = slice(request.part * length // request.parts, (request.part + 1) * length // request.parts)
     inputs: Any = None
     if request.first_stage:
-        inputs = tokens
+        inputs = tokens[:, here]
         if request.position_ids:
-            inputs = tokens, torch.arange(tokens.shape[1], device=text.device).expand_as(tokens)
+            inputs = inputs, torch.arange(here.start, here.stop, device=text.device).expand_as(inputs)
     if not request.last_stage:
         return inputs, None
     if request.eod_token is None:
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=text.device)
     else:
         loss_mask = (tokens != request.eod_token).float()
-    return inputs, (text[:, 1:], loss_mask)
+    # The mean over the ranks, as DeepSpeed averages their losses and gradients: then their sum is over all tokens.
+    counted = loss_mask.sum() / request.parts
+    return inputs, (text[:, 1:][:, here], loss_mask[:, here], counted)
 
 
-def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor], tp: Any) -> torch.Tensor:
+def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tp: Any) -> torch.Tensor:
     """Mean cross entropy over the tokens that the mask keeps.
 
-    `logits` [b, s, padded_vocab / TP]; `labels` = (targets [b, s], loss_mask [b, s]).
+    `logits` [b, s, padded_vocab / TP]; `labels` = (targets [b, s], loss_mask [b, s], number of tokens that it keeps).
     """
     from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    targets, loss_mask = labels
+    targets, loss_mask, counted = labels
     losses = vocab_parallel_cross_entropy(logits, targets, tp)
-    return (losses * loss_mask).sum() / loss_mask.sum()
+    return (losses * loss_mask).sum() / counted
 
 
 def train_valid_test_datasets_provider(request: DataRequest) -> SplitDatasets:

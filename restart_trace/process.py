@@ -55,6 +55,7 @@ class RankIdentity:
     local_rank: int
     coordinates: tuple[int, int, int]  # (tp, pp, dp)
     layout: tuple[int, int, int]  # (TP, PP, DP)
+    sequence: tuple[int, int] = (0, 1)  # which part of each sequence it has, and of how many
 
 
 @functools.cache
@@ -117,6 +118,8 @@ def rank_fields(
 ) -> dict[str, Any]:
     """The first record of a rank's file, without its version and type."""
     tp, pp, dp = identity.coordinates
+    layout = dict(zip(("tp", "pp", "dp"), identity.layout, strict=True))
+    part, parts = identity.sequence
     asked = {"engine_asked": engine_asked, "durability": durability}
     return {
         "run_id": run_id,
@@ -125,10 +128,11 @@ def rank_fields(
         "tp": tp,
         "pp": pp,
         "dp": dp,
+        **({"cp": part} if parts > 1 else {}),
         "role": "rank",
         "instrument": instrument,
         "world_size": identity.world_size,
-        "layout": dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
+        "layout": layout | ({"cp": parts} if parts > 1 else {}),
         **given(asked),
         **process_fields(env),
     }

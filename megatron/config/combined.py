@@ -134,7 +134,7 @@ class Config:
             )
 
     def _check_divisible(self) -> None:
-        tp = self.parallel.tensor_model_parallel_size
+        tp, sp = self.parallel.tensor_model_parallel_size, self.parallel.ds_sequence_parallel_size
         for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
             if getattr(self.model, name) % tp:
                 self.model.refuse(
@@ -142,11 +142,21 @@ class Config:
                     f"not divisible by --tensor-model-parallel-size {tp}; "
                     "use a multiple of it, or a TP that divides it",
                 )
-        if self.parallel.splits_sequence and self.model.seq_length % tp:
+            if name.endswith("heads") and getattr(self.model, name) // tp % sp:
+                of_tp = f"--tensor-model-parallel-size {tp} x " if tp > 1 else ""
+                self.model.refuse(
+                    name,
+                    f"not divisible by {of_tp}--ds-sequence-parallel-size {sp}, whose ranks each attend with a part of "
+                    "the heads; use a multiple, or a smaller size",
+                )
+        if self.model.seq_length % sp:
+            self.model.refuse("seq_length", f"not divisible by --ds-sequence-parallel-size {sp}; use a multiple of it")
+        if self.parallel.splits_sequence and self.model.seq_length // sp % tp:
+            of_sp = f" x --ds-sequence-parallel-size {sp}" if sp > 1 else ""
             self.model.refuse(
                 "seq_length",
-                f"not divisible by --tensor-model-parallel-size {tp}, over which --sequence-parallel splits it; use a "
-                "multiple of it, or drop --sequence-parallel",
+                f"not divisible by --tensor-model-parallel-size {tp}{of_sp}, over which --sequence-parallel splits it; "
+                "use a multiple of it, or drop --sequence-parallel",
             )
 
     def _check_stages(self) -> None:
@@ -193,6 +203,11 @@ class Config:
             raise ConfigError(
                 f"{shown}: a gate sees whole sequences, and --sequence-parallel splits them over TP; drop one of them"
             )
+        if self.parallel.ds_sequence_parallel_size > 1:
+            self.parallel.refuse(
+                "ds_sequence_parallel_size",
+                f"splits the sequences whose tokens a gate of {shown} sees; drop one of them",
+            )
         if self.training.torch_compile:
             raise ConfigError(f"{shown}: --torch-compile compiles no mixture of experts; drop one of them")
 
@@ -233,7 +248,7 @@ class Config:
             )
         if self.parallel.sequence_parallel and not self.parallel.splits_sequence:
             yield _info("--sequence-parallel: no effect, --tensor-model-parallel-size is 1")
-        if self.checkpoint.ckpt_fully_parallel_load and self.parallel.data_parallel_size == 1:
+        if self.checkpoint.ckpt_fully_parallel_load and self.parallel.weight_copies == 1:
             yield _info("--ckpt-fully-parallel-load: no effect, there is one data-parallel replica")
         if self.parallel.splits_sequence and self.model.hidden_dropout:
             yield _info(

@@ -157,7 +157,7 @@ def check_engine_stanza(config: Config) -> None:
             f"--deepspeed_config {path}: checkpoint.writer.io_buffer_size is {buffer}; with --io-threads "
             f"{checkpoint.io_threads} it must be a multiple of {unit}"
         )
-    shared, replicas = _given(raw, "checkpoint.writer.data_parallel"), config.parallel.data_parallel_size
+    shared, replicas = _given(raw, "checkpoint.writer.data_parallel"), config.parallel.weight_copies
     if shared is not None and replicas > 1:
         raise ConfigError(
             f"--deepspeed_config {path}: checkpoint.writer.data_parallel is {shared!r}, by which DeepSpeed's "
@@ -208,6 +208,8 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
             f"--deepspeed_config {path}: flops_profiler.enabled is True, and DeepSpeed's profiler counts operations of "
             "uncompiled layers only: drop it, or --torch-compile"
         )
+    # DeepSpeed takes the ranks of a sequence for data-parallel ranks with samples of their own.
+    _set(merged, "train_batch_size", config.training.global_batch_size * config.parallel.ds_sequence_parallel_size)
     if config.model.bf16:
         _set(merged, "bf16.immediate_grad_update", immediate_grad_update(config))
     for key, value in (

@@ -129,9 +129,8 @@ _TOP: dict[str, Rule] = {
     "managed_gradient_accumulation": Inert(True, "the pipeline schedule accumulates"),
     "disable_allgather": Inert(False, _NOT_READ),
     "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
-    **_inert(
-        "sequences are split over TP ranks alone", seq_parallel_communication_data_type="fp32", sequence_parallel_size=1
-    ),
+    "sequence_parallel_size": Inert(1, "use --ds-sequence-parallel-size"),
+    "seq_parallel_communication_data_type": Inert("fp32", "gradients are reduced as those of data-parallel ranks"),
     "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
     "data_parallel_size": Refused("start as many processes as TP x PP x DP"),

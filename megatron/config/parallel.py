@@ -19,6 +19,13 @@ class ParallelConfig(FlagGroup):
         "split activations along the sequence over the TP ranks wherever layers are not split: less memory of "
         "activations, as much communication; TP must divide --seq-length",
     )
+    ds_sequence_parallel_size: int = flag(
+        1,
+        "ranks that each hold a part of the same sequences (SP), as in DeepSpeed-Ulysses: for attention they exchange "
+        "parts of the sequence for parts of the heads; the world size is TP x PP x DP x SP, TP x SP must divide the "
+        "numbers of heads, and SP --seq-length",
+        least=1,
+    )
     distributed_backend: str | None = flag(
         None,
         "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)",
@@ -105,13 +112,21 @@ class ParallelConfig(FlagGroup):
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the model: world size / (TP x PP)."""
+        """Groups of ranks that each train on samples of their own: world size / (TP x PP x SP)."""
+        return self.weight_copies // self.ds_sequence_parallel_size
+
+    @property
+    def weight_copies(self) -> int:
+        """Ranks that hold the same part of the model, over which ZeRO-1 divides the optimizer: world size / (TP x PP).
+
+        The data-parallel ranks of a layout (megatron/parallel/topology.py), and DeepSpeed's.
+        """
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, DP)."""
-        return self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size
+        """(TP, PP, DP x SP)."""
+        return self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.weight_copies
 
     def _resolve_zero_stage(self) -> None:
         if self.zero_stage not in (0, 1, 2):
@@ -135,4 +150,12 @@ class ParallelConfig(FlagGroup):
                 f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
                 f"not divide the world size {self.world_size}: start a multiple of {tp * pp} processes, or "
                 "change TP or PP"
+            )
+        copies, parts = self.weight_copies, self.ds_sequence_parallel_size
+        if copies % parts:
+            self.refuse(
+                "ds_sequence_parallel_size",
+                f"does not divide the {copies} ranks that hold the same weights, world size {self.world_size} / "
+                f"(TP {tp} x PP {pp}): start a multiple of {tp * pp * parts} processes, or give a size that divides "
+                "them",
             )

@@ -45,9 +45,9 @@ UNSUPPORTED = _by_flag("""
     : use --partition-activations, with --deepspeed-activation-checkpointing
 --curriculum-learning --data-efficiency-curriculum-learning --random-ltd
     : curricula and random-LTD are not supported, every batch has the same shape; drop it
---force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
-    --ds-sequence-parallel-fpdt-offloading
-    : sequences are split over the TP ranks alone; use --tensor-model-parallel-size with --sequence-parallel
+--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading
+    : a rank attends with its part of the heads to the whole sequence at once; use --ds-sequence-parallel-size alone, \
+or with --checkpoint-activations
 --num-layers-teacher --num-experts-teacher --hidden-size-teacher --num-attention-heads-teacher --mos --kd
     --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher: knowledge distillation is not part of this fork; drop it
 --inference --ds-inference --inference-batch-times-seqlen-threshold --max-tokens-to-oom
@@ -108,6 +108,7 @@ scaled_dot_product_attention accumulates in fp32 and needs no help with fp16's r
 --use-checkpoint-args: the flags define the model; a checkpoint of another model is refused, with the names of the \
 flags that differ
 --no-data-sharding: it concerns retrieval models only
+--force-ds-sequence-parallel: the ranks that share a sequence always exchange heads, and a rank alone has no other
 --create-moe-param-group: data-parallel ranks hold the same experts, so ZeRO-1 divides them as all other parameters
 --enable-expert-tensor-parallelism: experts are always split over TP
 """)
@@ -127,11 +128,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     **{name: NoEffect(why, nargs=0) for name, why in _SWITCHES.items()},
     "--moe-expert-parallel-size": NoEffect(
         "data-parallel ranks hold the same experts", ("1",), "all data-parallel ranks hold all experts; use 1"
-    ),
-    "--ds-sequence-parallel-size": NoEffect(
-        "a sequence is split over the TP ranks alone, by --sequence-parallel",
-        ("1",),
-        UNSUPPORTED["--force-ds-sequence-parallel"],
     ),
     "--dataloader-type": NoEffect("samples are read once, in order", ("single",), UNSUPPORTED["--repeated-dataloader"]),
     "--DDP-impl": NoEffect(

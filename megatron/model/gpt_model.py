@@ -19,7 +19,8 @@ from megatron.model.experts import AuxiliaryLoss
 from megatron.model.norms import LayerNorm, RMSNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
-from megatron.parallel.topology import Layout, TensorParallelGroup
+from megatron.parallel.topology import Layout, SequenceGroup, TensorParallelGroup
+from megatron.parallel.ulysses import new_sequence_group
 
 LossFunction = Callable[[torch.Tensor, Any, TensorParallelGroup], torch.Tensor]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,7 +35,7 @@ class GPTModelPipe(PipelineModule):
     """The model of one pipeline stage; parameters are zero until initialize_parameters or a load.
 
     `loss_func(logits, labels, tensor-parallel group)` runs on the last stage. `sequence_parallel`: see
-    megatron/parallel/sequence.py.
+    megatron/parallel/sequence.py. `sequence`: the ranks of this one's sequences, still without their process group.
     Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
     """
 
@@ -48,10 +49,12 @@ class GPTModelPipe(PipelineModule):
         loss_func: LossFunction,
         *,
         sequence_parallel: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp, sequence_parallel=sequence_parallel)
         self.model_config = config
-        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device)
+        sequence = sequence or SequenceGroup()
+        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device, sequence)
         self.auxiliary_loss = AuxiliaryLoss(config.moe_loss_coeff) if config.has_experts else None
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         super().__init__(
@@ -62,6 +65,8 @@ class GPTModelPipe(PipelineModule):
             partition_method="type:transformer",
         )
         self.tp.group = self._grid.get_slice_parallel_group()
+        if sequence.size > 1:
+            sequence.group = new_sequence_group(layout, sequence.size, self._grid.get_global_rank())
 
     def initialize_parameters(self, seed: int) -> None:
         """Draw all parameters of this stage; the same values for the same seed on every layout."""

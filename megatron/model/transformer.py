@@ -19,6 +19,7 @@ from megatron.model.swiglu import swiglu
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.placement import Placement
 from megatron.parallel.random import model_parallel_rng, residual_dropout
+from megatron.parallel.ulysses import gather_sequence, scatter_sequence
 
 
 def output_layer_std(config: ModelConfig) -> float:
@@ -30,16 +31,19 @@ class ParallelAttention(nn.Module):
     """Causal self-attention with grouped key/value heads; heads split over TP.
 
     The rows of query_key_value.weight on a rank are its query heads, then its key heads, then its value heads.
-    Input and output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
+    Input and output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden]. With --ds-sequence-parallel-size
+    s is a rank's part of the sequence, and it attends to the whole with a part of these heads.
     """
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.config = config
         self.head_dim = config.kv_channels
-        self.num_heads = config.num_attention_heads // place.tp.size
-        self.num_kv_heads = config.num_key_value_heads // place.tp.size
-        self.heads = range(place.tp.rank * self.num_heads, (place.tp.rank + 1) * self.num_heads)
+        self.sequence = place.sequence
+        parts, part = place.tp.size * place.sequence.size, place.tp.rank * place.sequence.size + place.sequence.rank
+        self.num_heads = config.num_attention_heads // parts
+        self.num_kv_heads = config.num_key_value_heads // parts
+        self.heads = range(part * self.num_heads, (part + 1) * self.num_heads)
         query_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
@@ -54,15 +58,17 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))
-        batch, seq = heads.shape[:2]
+        projected = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))
+        counts = [count * self.sequence.size for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        heads = gather_sequence(projected, counts, self.sequence)
+        seq = heads.shape[1]
         if self.config.use_rotary_position_embeddings:
             cos, sin = rotary_cos_sin(seq, self.config.rotary_dim, self.config.rope_theta, x.dtype, x.device)
             query, key, value = split_and_rotate(heads, (self.num_heads, self.num_kv_heads), cos, sin)
         else:
             query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         context = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return self.dense(context.transpose(1, 2).reshape(batch, seq, -1))
+        return self.dense(scatter_sequence(context.transpose(1, 2), self.sequence).flatten(2))
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[b, heads, s, head_dim] each, kv with fewer heads; returns the shape of `query`."""
@@ -79,7 +85,7 @@ class ParallelAttention(nn.Module):
             each = self.num_heads // self.num_kv_heads
             key, value = key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
             grouped = False
-        # Heads are split, so each TP rank draws its own mask.
+        # Heads are split, so each TP rank draws its own mask, as does each rank of a sequence (seed_everything).
         with model_parallel_rng() if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=grouped

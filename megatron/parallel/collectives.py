@@ -48,6 +48,17 @@ def start_reduce_scatter(parts: torch.Tensor, size: int, group: Any) -> Finish:
     return _finish(dist.reduce_scatter_tensor(mine, parts, group=group, async_op=True), mine)
 
 
+def all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Send `parts` [size, ...], one to each rank; what each has for this one, in the same shape, by rank."""
+    parts = parts.contiguous()
+    if torch.compiler.is_compiling():
+        each = [1] * parts.shape[0]
+        return _wait(torch.ops._c10d_functional.all_to_all_single(parts, each, each, group.group_name))()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
 def _finish(work: Any, result: torch.Tensor) -> Finish:
     def finish() -> torch.Tensor:
         work.wait()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.parallel.parameter_slice import ParameterSlice
-from megatron.parallel.topology import TensorParallelGroup
+from megatron.parallel.topology import SequenceGroup, TensorParallelGroup
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Placement:
     tp: TensorParallelGroup
     dtype: torch.dtype
     device: torch.device
+    sequence: SequenceGroup = field(default_factory=SequenceGroup)
 
     def parameter(
         self, *shape: int, dim: int | None = None, blocks: Sequence[int] = (), vocabulary: bool = False

@@ -1,8 +1,9 @@
 """Seeds and the two random streams of a rank.
 
 The default stream is equal on all TP ranks (dropout of replicated activations); the tracked stream
-"model-parallel-rng" differs between them (dropout of split activations: of heads, and of parts of a sequence). The
-tracker is DeepSpeed's, because its activation checkpointing saves and restores it around a recomputation.
+"model-parallel-rng" differs between them (dropout of split activations: of heads, and of parts of a sequence). Ranks
+that share sequences by --ds-sequence-parallel-size differ in both. The tracker is DeepSpeed's, because its activation
+checkpointing saves and restores it around a recomputation.
 """
 
 from __future__ import annotations
@@ -13,32 +14,38 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from megatron.parallel.accelerator import accelerator
-from megatron.parallel.topology import TensorParallelGroup
+from megatron.parallel.topology import Coordinates, SequenceGroup, TensorParallelGroup
 
 if TYPE_CHECKING:
     import torch
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-_TENSOR_PARALLEL_OFFSET = 2718  # upstream's constant
+_STAGE_OFFSET, _REPLICA_OFFSET, _TENSOR_PARALLEL_OFFSET = 100, 10, 2718  # upstream's constants
+_SEQUENCE_PARALLEL_OFFSET = 1 << 20  # more than the others add up to
 
 
-def seed_everything(seed: int, *, pp_rank: int, tp_rank: int, dp_offset: int = 0) -> None:
-    """Seed Python, NumPy, torch and the tracker of this rank.
+def seed_everything(
+    seed: int, at: Coordinates, *, sequence_parallel_size: int = 1, replicas_differ: bool = False
+) -> None:
+    """Seed Python, NumPy, torch and the tracker of the rank at these coordinates.
 
-    Stages and, through the tracker, TP ranks differ; DP replicas are equal unless `dp_offset` is given.
+    Stages, parts of a sequence and, through the tracker, TP ranks differ; DP replicas are equal unless
+    `replicas_differ`.
     """
     import numpy as np
     import torch
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-    rank_seed = seed + 100 * pp_rank + dp_offset
+    replica = at.dp // sequence_parallel_size if replicas_differ else 0
+    part = SequenceGroup.of(at, sequence_parallel_size).rank
+    rank_seed = seed + _STAGE_OFFSET * at.pp + _REPLICA_OFFSET * replica + _SEQUENCE_PARALLEL_OFFSET * part
     random.seed(rank_seed)
     np.random.seed(rank_seed)
     torch.manual_seed(rank_seed)
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     accelerator().manual_seed(rank_seed)
-    tracker.add(MODEL_PARALLEL_RNG, rank_seed + _TENSOR_PARALLEL_OFFSET + tp_rank)
+    tracker.add(MODEL_PARALLEL_RNG, rank_seed + _TENSOR_PARALLEL_OFFSET + at.tp)
 
 
 def model_parallel_rng() -> AbstractContextManager[None]:

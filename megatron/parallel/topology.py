@@ -19,7 +19,11 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the tensor-, pipeline- and data-parallel dimensions."""
+    """Sizes of the tensor-, pipeline- and data-parallel dimensions.
+
+    `dp` counts all ranks that hold the same part of the model: of each replica those that have parts of the same
+    sequences (--ds-sequence-parallel-size), one after the other.
+    """
 
     tp: int
     pp: int
@@ -44,6 +48,23 @@ class Layout:
 
     def __str__(self) -> str:
         return f"TP{self.tp} PP{self.pp} DP{self.dp}"
+
+
+@dataclass
+class SequenceGroup:
+    """Rank and size among the ranks that hold parts of the same sequences, and their process group once it exists.
+
+    They are neighbours along dp (megatron/parallel/ulysses.py).
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, at: Coordinates, size: int) -> SequenceGroup:
+        """That of the rank at these coordinates."""
+        return cls(rank=at.dp % size, size=size)
 
 
 @dataclass

@@ -104,18 +104,23 @@ class Communicators:
             finally:
                 dist.new_group, operators.jit_load = create, build
 
-    def connect_all(self, rank: int, device: Any, dtype: Any) -> None:
+    def connect_all(self, rank: int, device: Any, dtype: Any, sequence_parallel_size: int = 1) -> None:
         """Connect the default group, every group created so far and the neighbouring stages. Collective.
+
+        Groups of ranks with the same weights, of `sequence_parallel_size`, exchange with each other.
 
         All ranks go through the groups in the order of their creation, which is the same on all: a rank waits in a
         group only for ranks that are on their way to it. The device is synchronised after each, so that the spans of
         `warmup` hold what the device did.
         """
+        import torch.distributed as dist
+
         if self._layout.world_size == 1:
             return
         for kind, group in [("world", None), *self._groups]:
             with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
-                _use(group, device, dtype)
+                exchanges = kind == "data" and dist.get_world_size(group) == sequence_parallel_size
+                _use(group, device, dtype, exchanges)
                 accelerator().synchronize()
         if self._layout.pp > 1:
             with self.startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
@@ -130,8 +135,11 @@ class Communicators:
         return group
 
 
-def _use(group: Any, device: Any, dtype: Any) -> None:
-    """The collectives of a training step on `group` (None: the default one), small and large."""
+def _use(group: Any, device: Any, dtype: Any, exchanges: bool) -> None:
+    """The collectives of a training step on `group` (None: the default one), small and large.
+
+    `exchanges`: an all-to-all, too, for which NCCL connects all pairs of ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -145,7 +153,7 @@ def _use(group: Any, device: Any, dtype: Any) -> None:
         dist.broadcast(reduced, src=root, group=group)
         dist.all_gather_into_tensor(gathered, part, group=group)
         dist.reduce_scatter_tensor(part, gathered, group=group)
-        if on_gloo:  # which connects pairs of ranks: every pair
+        if on_gloo or exchanges:  # gloo connects pairs of ranks: every pair
             dist.all_to_all_single(gathered, torch.zeros_like(gathered), group=group)
 
 

@@ -33,10 +33,21 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
     )
     scheduler.optimizer = engine.optimizer
     engine.set_batch_fn(batch_fn)
+    set_batch_size(engine, config.training.global_batch_size, config.parallel.ds_sequence_parallel_size)
     _start_backward_timers_once(engine)
     if config.parallel.deepspeed_activation_checkpointing:
         _configure_activation_checkpointing(config, engine)
     return engine
+
+
+def set_batch_size(engine: Any, samples: int, sequence_parallel_size: int) -> None:
+    """Set the size of the next batches: `samples` over all ranks, which DeepSpeed counts and prints from then on.
+
+    DeepSpeed takes the ranks of a sequence for data-parallel ranks, each with samples of its own, where it derives the
+    number of micro-batches.
+    """
+    engine.set_train_batch_size(samples * sequence_parallel_size)
+    engine._config.train_batch_size = engine.batch_timer.batch_size = samples
 
 
 def _start_backward_timers_once(engine: Any) -> None:

@@ -203,8 +203,8 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     with startup.phase("model_build"):
         seed_everything(
             config.training.seed,
-            pp_rank=coordinates.pp,
-            tp_rank=coordinates.tp,
-            dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
+            coordinates,
+            sequence_parallel_size=parallel.ds_sequence_parallel_size,
+            replicas_differ=config.training.data_parallel_random_init,
         )
     return Runtime(layout, coordinates, parallel.rank, device, backend, communicators, planes[0], planes[-1])

@@ -20,7 +20,7 @@ from megatron.startup.initialize import Runtime
 
 
 def warm_up_kernels(config: Config, runtime: Runtime, model: Any, batch_fn: Callable[[Any], tuple[Any, Any]]) -> None:
-    """Compute with one layer of each kind of `model`, this stage; collective over tensor-parallel groups.
+    """Compute with one layer of each kind of `model`, this stage; collective over the groups that divide a layer.
 
     `batch_fn`: that of the training, which makes (inputs, labels) of {"text": [b, s + 1]}. Waits for the device, so
     that its time counts as this one's.
@@ -70,7 +70,8 @@ def from_earlier_stage(config: Config, device: Any, dtype: Any) -> Any:
     """Zeros for the activations that a stage but the first receives: [b, s, hidden], or a part of the sequence."""
     import torch
 
-    parallel, length = config.parallel, config.model.seq_length
+    parallel = config.parallel
+    length = config.model.seq_length // parallel.ds_sequence_parallel_size
     if parallel.sequence_parallel:
         length //= parallel.tensor_model_parallel_size
     shape = config.training.micro_batch_size, length, config.model.hidden_size

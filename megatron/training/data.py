@@ -50,6 +50,8 @@ class BatchRequest:
     last_stage: bool  # needs labels and loss mask
     position_ids: bool  # whether position ids are among the inputs: only learned positions use them
     eod_token: int | None  # with --eod-mask-loss
+    part: int = 0  # of each sequence, which `parts` ranks with the same micro-batches divide among themselves
+    parts: int = 1
 
 
 def agreed_vocabulary(config: Config, vocabulary: Vocabulary, control: ControlPlane) -> Vocabulary:
@@ -78,6 +80,8 @@ def batch_request(config: Config, runtime: Runtime, eod_token: int | None) -> Ba
         last_stage=stage == runtime.layout.pp - 1,
         position_ids=config.model.add_position_embedding,
         eod_token=eod_token if config.data.eod_mask_loss else None,
+        part=runtime.coordinates.dp % config.parallel.ds_sequence_parallel_size,
+        parts=config.parallel.ds_sequence_parallel_size,
     )
 
 
@@ -103,7 +107,7 @@ def build_data_iterators(
     reason, if any rank fails.
     """
     training, control = config.training, runtime.control
-    at, layout = runtime.coordinates, runtime.layout
+    at, layout, parts = runtime.coordinates, runtime.layout, config.parallel.ds_sequence_parallel_size
     needed = training.needed_samples
     train, valid, test = progress.indexed_samples or (0, 0, 0)
     # A split that no launch has read yet, for example without --eval-iters, has no order that must be kept.
@@ -123,7 +127,7 @@ def build_data_iterators(
     def loader(dataset: Any, consumed: int) -> Iterator[Any] | None:
         if dataset is None or at.pp not in (0, layout.pp - 1):
             return None
-        sampler = PretrainingSampler(None, consumed, training.micro_batch_size, at.dp, layout.dp)
+        sampler = PretrainingSampler(None, consumed, training.micro_batch_size, at.dp // parts, layout.dp // parts)
         return build_pretraining_data_loader(
             dataset, sampler, config.data.num_workers, runtime.device.type != "cpu", Helpers()
         )

@@ -406,15 +406,17 @@ def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarte
 
 def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup, int]:
     """(recorder, start-up, cycle)."""
-    parallel, layout = config.parallel, Layout(*config.parallel.sizes)
+    parallel, parts = config.parallel, config.parallel.ds_sequence_parallel_size
+    tp, pp, dp = Layout(*parallel.sizes).coordinates(parallel.rank)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
     identity = RankIdentity(
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_rank=parallel.local_rank,
-        coordinates=layout.coordinates(parallel.rank),
-        layout=parallel.sizes,
+        coordinates=(tp, pp, dp // parts),
+        layout=(*parallel.sizes[:2], parallel.data_parallel_size),
+        sequence=(dp % parts, parts),
     )
     try:
         recorder, cycle = open_rank_trace(
@@ -588,7 +590,9 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
         engine = build_engine(config, model, batch_fn)
     if config.parallel.warmup_communicators:  # before the collectives of layers that compute in the compilation
-        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
+        runtime.communicators.connect_all(
+            runtime.rank, runtime.device, next(model.parameters()).dtype, config.parallel.ds_sequence_parallel_size
+        )
     if config.training.torch_compile:
         from megatron.startup.compilation import compile_layers
 
@@ -610,8 +614,10 @@ def _record_runtime(
     facts, engine_used = runtime_facts(engine, runtime, config), checkpointer.context.engine_class
     engine_asked = config.checkpoint.checkpoint_engine
     recorder.write("runtime", engine_used=engine_used, engine_asked=engine_asked, **facts)
+    parts = config.parallel.ds_sequence_parallel_size
+    shown = f"{runtime.layout}, {parts} of DP for each sequence," if parts > 1 else str(runtime.layout)
     return (
-        f"{runtime.layout} on {runtime.device.type}: {facts['parameters']} parameters on this rank, padded vocabulary "
+        f"{shown} on {runtime.device.type}: {facts['parameters']} parameters on this rank, padded vocabulary "
         f"{padded}, optimizer {facts['optimizer']}, checkpoint engine {engine_used}"
     )
 
@@ -694,8 +700,10 @@ def _begin_iteration(trainer: Trainer) -> int:
     progress, engine = trainer.progress, trainer.engine
     batch_size = trainer.config.training.batch_sizes.at(progress.consumed_train_samples)
     if batch_size != engine.train_batch_size():
+        from megatron.startup.engine_setup import set_batch_size
+
         logger.info("iteration %d: the global batch size is %d now", progress.iteration + 1, batch_size)
-        engine.set_train_batch_size(batch_size)
+        set_batch_size(engine, batch_size, trainer.config.parallel.ds_sequence_parallel_size)
     engine.lr_scheduler.begin_iteration(batch_size, progress.consumed_train_samples)
     if engine.module.auxiliary_loss is not None:
         loss_scale = engine.optimizer.loss_scale if trainer.config.model.fp16 else 1.0

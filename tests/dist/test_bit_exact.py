@@ -42,6 +42,7 @@ TENSOR_PARALLEL = Layout(tp=2, pp=1, dp=1)
 STAGES = Layout(tp=1, pp=2, dp=1)
 FOUR_STAGES = Layout(tp=1, pp=4, dp=1)
 STAGES_OF_TWO = Layout(tp=2, pp=2, dp=1)
+STAGES_IN_PARTS = Layout(tp=1, pp=2, dp=2)
 # Each layout and each precision, and both of DeepSpeed's optimizers, bf16's own and the one for all else, over TP, PP
 # and DP: what they do depends on one another no further.
 RESUMED = [
@@ -238,6 +239,30 @@ def test_a_mixture_of_experts_goes_on_after_sigkill(
     assert_same_checkpoint(saved / "global_step5", save / "global_step5")
     printed = [float(loss) for loss in re.findall(r"moe loss: (\S+)", output)]
     assert len(printed) == 2 and all(0.19 < loss < 0.4 for loss in printed)  # 0.1 of each of two layers at the least
+
+
+@pytest.mark.parametrize("style", [LLAMA, CLASSIC], ids=["llama", "classic"])
+def test_ranks_that_share_sequences_go_on_after_sigkill(launcher: Launcher, whole: Whole, style: list[str]) -> None:
+    """Each draws dropout masks of its own for its part of the sequence and of the heads, and gets its state back.
+
+    Samples count once, however many ranks have a part of them.
+    """
+    layout = Layout(tp=1, pp=1, dp=2) if style is LLAMA else STAGES_IN_PARTS
+    flags = [*style, *PRECISIONS["bf16" if style is LLAMA else "fp16"], "--ds-sequence-parallel-size", "2"]
+    saved = whole(layout, *flags)
+    save, output = killed_and_resumed(launcher, layout, flags)
+    assert losses_of_ranks(save, layout, cycle=1) == from_iteration(losses_of_ranks(saved, layout), 4)
+    assert_same_checkpoint(saved / "global_step5", save / "global_step5")
+    prefix = "bf16_" if style is LLAMA else ""
+    shards = [f"{prefix}zero_pp_rank_{dp}_mp_rank_00_optim_states.pt" for dp in (0, 1)]
+    states = [load_file(save / "global_step3" / name)["rng_state"] for name in shards]
+    assert not torch.equal(states[0]["torch_rng_state"], states[1]["torch_rng_state"])
+    trackers = [state["rng_tracker_states"]["model-parallel-rng"] for state in states]
+    assert not torch.equal(trackers[0], trackers[1])
+    assert "global batch size:     4" in output
+    common = load_file(save / "global_step5" / "mp_rank_00_model_states.pt")
+    assert (common["global_samples"], common["args"].consumed_train_samples) == (20, 20)
+    assert (common["args"].data_parallel_size, common["dp_world_size"]) == (1, 2)
 
 
 def test_momentum_of_sgd(launcher: Launcher, whole: Whole) -> None:

@@ -47,6 +47,7 @@ TRAINING = [
     "--eod-mask-loss", "--init-method-std", STD,
 ]  # fmt: skip
 RATES = {"adam": ("2e-3", "2e-4"), "sgd": ("0.5", "0.05")}  # --lr and --min-lr
+ULYSSES = ("--ds-sequence-parallel-size", "2")
 ALL_THREE, FOUR_OF_TP = Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=1)
 # All three at once and each as far as it goes; over replicas alone gradients are summed by other calls.
 CASES = [
@@ -68,12 +69,13 @@ Curve = list[tuple[float, float]]
 class Trained:
     """(loss, gradient norm) by iteration, and the checkpoint after iteration 1, of WITH_CHECKPOINT alone.
 
-    `of_experts`: their auxiliary losses, as printed.
+    `of_experts`: their auxiliary losses, as printed. `log`: that of rank 0.
     """
 
     curve: Curve
     of_experts: list[float]
     initial: Path
+    log: str
 
 
 Trainer = Callable[..., Trained]
@@ -107,7 +109,9 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
         assert all(mine == per_rank[0] for mine in per_rank)
         norms = [float(norm) for norm in re.findall(r"grad norm: (\S+)", run.output)]
         of_experts = [float(loss) for loss in re.findall(r"moe loss: (\S+)", run.output)]
-        return Trained(list(zip(per_rank[0].values(), norms, strict=True)), of_experts, save / "global_step1")
+        return Trained(
+            list(zip(per_rank[0].values(), norms, strict=True)), of_experts, save / "global_step1", run.log(0)
+        )
 
     return train
 
@@ -163,6 +167,37 @@ def test_resume_with_sequence_parallelism_switched(trained: Trainer, more: tuple
     switched = () if more else ("--sequence-parallel",)
     resumed = trained("classic", "sgd", ALL_THREE, *switched, "--load", str(saved), "--load-tag", "global_step3")
     assert_same_curve(resumed.curve, trained("classic", "sgd", SINGLE).curve[3:], ITERATIONS - 3)
+
+
+@pytest.mark.parametrize(
+    ("style", "layout", "more"),
+    [
+        ("classic", Layout(tp=1, pp=1, dp=2), ()),
+        ("bloom", Layout(tp=1, pp=1, dp=4), ()),  # two replicas, and each rank the slopes of its heads
+        ("llama", ALL_THREE, ()),
+        ("llama", Layout(tp=2, pp=1, dp=2), ("--sequence-parallel",)),
+    ],
+    ids=shown,
+)
+def test_sequences_split_over_two_ranks_give_the_same_curve(
+    trained: Trainer, style: str, layout: Layout, more: tuple[str, ...]
+) -> None:
+    """Of the two parts of a sequence the loss mask keeps different numbers of tokens."""
+    found = trained(style, "sgd", layout, *ULYSSES, *more)
+    assert_same_curve(found.curve, trained(style, "sgd", SINGLE).curve)
+
+
+@pytest.mark.parametrize(("before", "after"), [(ULYSSES, ()), ((), ULYSSES)], ids=["to-replicas", "from-replicas"])
+def test_resume_with_ranks_of_a_sequence_as_replicas(
+    trained: Trainer, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """For the optimizer they are the same, so the shards are: nothing is resharded."""
+    optimizer = "sgd" if before else "adam"  # which other tests train, too
+    saved = trained("llama", optimizer, ALL_THREE, *before).initial.parent
+    load = ("--load", str(saved), "--load-tag", "global_step3")
+    resumed = trained("llama", optimizer, ALL_THREE, *after, *load)
+    assert_same_curve(resumed.curve, trained("llama", optimizer, SINGLE).curve[3:], ITERATIONS - 3)
+    assert "random state is seeded anew" in resumed.log and "resharding" not in resumed.log
 
 
 def test_the_auxiliary_loss_of_experts_is_scaled_with_fp16s_loss(trained: Trainer) -> None:

@@ -222,6 +222,7 @@ ACCEPTED = {
         "--pipeline-model-parallel-size 2 --micro-batch-size 2 --deterministic on --restart-trace off",
         Layout(tp=1, pp=2, dp=1),
     ),
+    "parts": Start(LEARNED, "--ds-sequence-parallel-size 2", Layout(tp=1, pp=1, dp=2)),
     "sequence": Start(LEARNED, "--tensor-model-parallel-size 2 --sequence-parallel", Layout(tp=2, pp=1, dp=1)),
 }
 # What the starts above cannot have: the test that has it.

@@ -26,3 +26,6 @@ def test_a_layer_keeps_what_the_plan_says_and_ranks_draw_masks_of_their_own(
     assert one["kept"] == other["kept"] == expected
     assert one["masks"]["False"] == other["masks"]["False"]
     assert one["masks"]["True"] != other["masks"]["True"]
+    config = config_of(flags)
+    of_token = layer_bytes(config.model, 1, exchanges=True) + more_on_a_cpu(config)
+    assert one["exchanging"] == other["exchanging"] == BATCH * SEQ // 2 * of_token

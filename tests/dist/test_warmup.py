@@ -65,7 +65,7 @@ def test_a_first_step_opens_no_connection_after_the_warmup(launcher: Launcher, t
     ("layout", "flags"),
     [
         (Layout(tp=2, pp=2, dp=1), [*LLAMA_STYLE, "--sequence-parallel", *RECOMPUTE, "--bf16"]),
-        (Layout(tp=1, pp=1, dp=2), ["--fp16", "--eod-mask-loss"]),
+        (Layout(tp=1, pp=1, dp=2), ["--fp16", "--eod-mask-loss", "--ds-sequence-parallel-size", "2"]),
         (Layout(tp=1, pp=1, dp=1), [*EXPERTS, "--bf16"]),
     ],
 )

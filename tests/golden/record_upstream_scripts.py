@@ -37,7 +37,12 @@ _POSITIONAL = {
     "pretrain_gpt3_distributed_test.sh": "/data/text_document /ckpt /tb 0 1 1 1 100",
     "pretrain_gpt3_distributed_resume_checkpoint_test.sh": "/data/text_document /ckpt /tb 1 1 1",
 }
-_GPUS = {"pretrain_gpt_1.3B_seq_parallel.sh": 16}  # its batch of 2 has no use for more than 2 replicas of TP 8
+# Their batches of 2 have no use for more than 2 replicas, of TP 8 or of 4 ranks for each sequence.
+_GPUS = {
+    "pretrain_gpt_1.3B_seq_parallel.sh": 16,
+    "ds_pretrain_gpt_1.3B_seq_parallel_32k.sh": 8,
+    "ds_pretrain_gpt_30B_seq_parallel_32k.sh": 8,
+}
 _ENVIRONMENT = {
     "HOSTNAME": "host",
     # tools/retro/examples reads these from files that the user writes

@@ -11,8 +11,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.parallel.topology import TensorParallelGroup
 from megatron.training.data import BatchRequest
-from pretrain_gpt import get_batch_pipe
+from pretrain_gpt import get_batch_pipe, loss_func
 
 TEXT = torch.tensor([[5, 0, 7, 9], [1, 2, 3, 0]])
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")  # which stands in for CUDA: it has tensors that are not here
@@ -23,15 +24,32 @@ def request(*, first: bool = True, last: bool = True, positions: bool = False, e
 
 
 def test_tokens_labels_and_mask_of_a_text() -> None:
-    tokens, (labels, mask) = get_batch_pipe({"text": TEXT}, request())
+    tokens, (labels, mask, counted) = get_batch_pipe({"text": TEXT}, request())
     assert tokens.tolist() == [[5, 0, 7], [1, 2, 3]]
     assert labels.tolist() == [[0, 7, 9], [2, 3, 0]]
     assert mask.tolist() == [[1, 1, 1], [1, 1, 1]] and mask.dtype == torch.float32
+    assert counted.item() == 6
 
 
 def test_no_loss_where_a_document_has_ended() -> None:
-    _, (_, mask) = get_batch_pipe({"text": TEXT}, request(eod=0))
+    _, (_, mask, counted) = get_batch_pipe({"text": TEXT}, request(eod=0))
     assert mask.tolist() == [[1, 0, 1], [1, 1, 1]] and mask.dtype == torch.float32
+    assert counted.item() == 5
+
+
+def test_ranks_of_a_sequence_get_a_part_each_and_their_mean_loss_is_that_of_the_whole() -> None:
+    """Of three parts the mask keeps 2, 1 and 2 tokens."""
+    (tokens, positions), (targets, mask, counted) = get_batch_pipe({"text": TEXT}, request(positions=True, eod=0))
+    logits = torch.randn((*tokens.shape, 11), generator=torch.Generator().manual_seed(1))
+    expected = loss_func(logits, (targets, mask, counted), TensorParallelGroup())
+    losses = []
+    for part in range(3):
+        asked = BatchRequest(CPU, True, True, True, 0, part, 3)
+        (own_tokens, own_positions), labels = get_batch_pipe({"text": TEXT}, asked)
+        assert torch.equal(own_tokens, tokens[:, part : part + 1])
+        assert torch.equal(own_positions, positions[:, part : part + 1])
+        losses.append(loss_func(logits[:, part : part + 1], labels, TensorParallelGroup()))
+    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 def test_a_stage_gets_what_it_uses() -> None:
@@ -39,7 +57,7 @@ def test_a_stage_gets_what_it_uses() -> None:
     assert labels is None
     assert tokens.shape == position_ids.shape and position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     inputs, labels = get_batch_pipe({"text": TEXT}, request(first=False, positions=True))
-    assert inputs is None and len(labels) == 2
+    assert inputs is None and len(labels) == 3
 
 
 class Transfers(TorchDispatchMode):

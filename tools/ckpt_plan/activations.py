@@ -23,14 +23,25 @@ LOSS_CHUNK_BYTES = 128 << 20  # CHUNK_BYTES of megatron/parallel/cross_entropy.p
 
 
 def layer_bytes(
-    model: ModelConfig, tp: int, sequence_parallel: bool = False, *, experts: int = 1, tokens: int = 1
+    model: ModelConfig,
+    tp: int,
+    sequence_parallel: bool = False,
+    *,
+    experts: int = 1,
+    tokens: int = 1,
+    exchanges: bool = False,
 ) -> int:
-    """Bytes of one transformer layer on a rank, per token of a micro batch of `tokens`."""
+    """Bytes of one transformer layer on a rank, per token of a micro batch of `tokens`.
+
+    `exchanges`: heads for parts of a sequence, by --ds-sequence-parallel-size; of its tokens the rank has a part then.
+    """
     size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key = model.num_key_value_heads * model.kv_channels
     # Queries, keys and values, the result, and the log-sum-exp of the softmax.
     attention = size * (query + 2 * key + query) + _FP32 * model.num_attention_heads
+    if exchanges:  # what the kernel returned, and what came back from the ranks for the layer after it
+        attention += size * query
     # What goes into the activation function and what comes out; selective recomputation keeps neither the latter nor
     # the inputs of the two column-parallel layers.
     kept = 0 if model.recomputes_selectively else 1
@@ -72,11 +83,11 @@ def norm_bytes(model: ModelConfig) -> int:
     return ELEMENT_SIZE[model.params_dtype] * model.hidden_size + statistics * _FP32
 
 
-def attention_bias_bytes(model: ModelConfig, tp: int) -> int:
-    """Bytes of the table of ALiBi, which all layers of a rank share (megatron/model/alibi.py)."""
+def attention_bias_bytes(model: ModelConfig, parts: int) -> int:
+    """Bytes of the table of ALiBi for one of `parts` of the heads, which all layers share (megatron/model/alibi.py)."""
     if not model.uses_alibi:
         return 0
-    return ELEMENT_SIZE[model.params_dtype] * model.num_attention_heads // tp * model.seq_length**2
+    return ELEMENT_SIZE[model.params_dtype] * model.num_attention_heads // parts * model.seq_length**2
 
 
 def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool = False) -> int:
@@ -116,11 +127,13 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
     """
     model, parallel = config.model, config.parallel
     tp, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    tokens = config.training.micro_batch_size * model.seq_length
+    parts = parallel.ds_sequence_parallel_size
+    tokens = config.training.micro_batch_size * model.seq_length // parts
     split = parallel.splits_sequence
     boundary = ELEMENT_SIZE[model.params_dtype] * model.hidden_size // (tp if split else 1)
     of_layers = [
-        layer_bytes(model, tp, split, experts=experts, tokens=tokens) for experts in _experts_of(config, layers, stage)
+        layer_bytes(model, tp, split, experts=experts, tokens=tokens, exchanges=parts > 1)
+        for experts in _experts_of(config, layers, stage)
     ]
     kept, once = sum(of_layers), 0
     if model.checkpoint_activations:
@@ -135,5 +148,5 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
     if stage == stages - 1:
         once += head_bytes(model, padded_vocab_size, tp, split)
         of_loss = loss_chunk_bytes(tokens, padded_vocab_size, tp)
-    of_bias = attention_bias_bytes(model, tp) if layers else 0
+    of_bias = attention_bias_bytes(model, tp * parts) if layers else 0
     return tokens * (in_flight(config, stage) * kept + once) + of_loss + of_bias

@@ -35,7 +35,7 @@ def device_bytes(
     model, optimizer = config.model, config.optimizer
     element_size = ELEMENT_SIZE[model.params_dtype]
     # If the optimizer is not saved (--no-save-optim), its size is computed by the formula, without alignment.
-    master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.data_parallel_size)
+    master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.weight_copies)
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
     return {
         "weights": parameters * element_size,

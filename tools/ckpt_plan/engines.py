@@ -181,7 +181,7 @@ def _host_cache(planned: PlannedState) -> int:
 
 
 def _slots(planned: PlannedState) -> int:
-    ranks = planned.config.parallel.data_parallel_size
+    ranks = planned.config.parallel.weight_copies
     return SLOTS_PER_RANK * slot_bytes(planned.config, planned.parameters, ranks)
 
 

@@ -139,9 +139,8 @@ class _Engine:
 def _random_state_of(config: Config, at: Coordinates) -> Iterator[None]:
     """Within the context, this process has the random state with which the rank at `at` starts."""
     before = get_rng_state()
-    offset = 10 * at.dp if config.training.data_parallel_random_init else 0
     try:
-        seed_everything(config.training.seed, pp_rank=at.pp, tp_rank=at.tp, dp_offset=offset)
+        seed_everything(config.training.seed, at)  # which numbers these are changes no size
         yield
     finally:
         set_rng_state(before)

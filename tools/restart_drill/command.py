@@ -192,7 +192,7 @@ def on_layout(command: list[str], sizes: Sizes) -> list[str]:
     old = config.parallel
     tp = sizes.tp or old.tensor_model_parallel_size
     pp = sizes.pp or old.pipeline_model_parallel_size
-    dp = sizes.dp or old.data_parallel_size
+    dp = sizes.dp or old.weight_copies
     shown = f"--resume-tp {tp} --resume-pp {pp} --resume-dp {dp}"
     engine = config.checkpoint.checkpoint_engine
     if is_redistributable(engine) is False:

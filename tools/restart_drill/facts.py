@@ -53,7 +53,8 @@ def _add(facts: CycleFacts, record: dict[str, Any]) -> None:
     kind, rank = record["type"], record["rank"]
     if kind == "process":
         layout = record["layout"]
-        facts.world_size, facts.layout = record["world_size"], (layout["tp"], layout["pp"], layout["dp"])
+        of_checkpoints = layout["tp"], layout["pp"], layout["dp"] * layout.get("cp", 1)
+        facts.world_size, facts.layout = record["world_size"], of_checkpoints
         facts.hosts.add(record["host"])
     elif kind == "iteration" and "loss" in record:
         facts.losses.setdefault(record["step"], record["loss"])

@@ -237,7 +237,7 @@ class RankLocation(NamedTuple):
     pid: int
     boot_id: str
     host: str
-    coordinates: tuple[int, ...] = ()  # (tp, pp, dp)
+    coordinates: tuple[int, ...] = ()  # (tp, pp, dp) as checkpoints number them
     launch_id: str = ""
     copies: str = ""
 
@@ -251,7 +251,9 @@ def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, RankLoca
         first = json.loads(line) if line.endswith(b"\n") else {}
         if "pid" in first:
             world_size = first["world_size"]
-            coordinates = tuple(first.get(axis, 0) for axis in ("tp", "pp", "dp"))
+            parts = first.get("layout", {}).get("cp", 1)  # ranks of one sequence are data-parallel in checkpoints
+            dp = first.get("dp", 0) * parts + first.get("cp", 0)
+            coordinates = first.get("tp", 0), first.get("pp", 0), dp
             environment = first.get("environment", {})
             variables = environment.get(LAUNCH_ID_VARIABLE, ""), environment.get(COPIES_VARIABLE, "")
             process = first["pid"], first["boot_id"], first.get("host", "")

@@ -11,9 +11,9 @@ from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.universal import UniversalLoad
 from megatron.checkpointing.reshard.upstream_manifest import tell, with_manifest
 from megatron.checkpointing.state.collect import Progress
+from megatron.checkpointing.state.restore import seed_anew
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
-from megatron.parallel.random import seed_everything
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def load_on_other_layout(
             why = " was saved on another layout: its hashes, which --verify-restored-state recorded, are of tensors "
             why += "that no rank has here, and are not compared"
         logger.warning("%s%s", candidate.tag, why)
-    _seed(ctx, progress)
+    seed_anew(ctx.config, ctx.place, progress)
     return progress
 
 
@@ -76,19 +76,5 @@ def load_universal(
                 "%s: a universal checkpoint has no hashes of tensors, so --verify-restored-state compares none",
                 candidate.place,
             )
-    _seed(ctx, progress)
+    seed_anew(ctx.config, ctx.place, progress)
     return progress
-
-
-def _seed(ctx: RunContext, progress: Progress) -> None:
-    """Other random numbers than those that training began with, the same on every resume from here.
-
-    The random state of a rank has no successor on another layout.
-    """
-    training, at = ctx.config.training, ctx.place.at
-    seed_everything(
-        training.seed + progress.iteration,
-        pp_rank=at.pp,
-        tp_rank=at.tp,
-        dp_offset=10 * at.dp if training.data_parallel_random_init else 0,
-    )

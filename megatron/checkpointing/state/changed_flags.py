@@ -141,7 +141,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "exit_signal_handler exit_signal allow_injected_faults",
         "it changes the order of sums, and so their rounding": "deterministic",
         "the function stays; rounding differs": "torch_compile",
-        "the function stays; dropout masks and rounding differ": "sequence_parallel",
+        "the function stays; dropout masks and rounding differ": "sequence_parallel ds_sequence_parallel_size",
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",
         "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",

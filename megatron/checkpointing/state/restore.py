@@ -24,7 +24,7 @@ from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config
 from megatron.config.training import samples_of_run
-from megatron.parallel.random import set_rng_state
+from megatron.parallel.random import seed_everything, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,10 @@ def restore_state(
         restore_optimizer(engine, place, shard["optimizer_state_dict"])
     else:
         engine.optimizer._restore_from_bit16_weights()
+    progress = restore_progress(engine, common, config)
     if not (options.finetune or options.no_load_rng):
-        _restore_rng(common, shard)
-    return restore_progress(engine, common, config)
+        _restore_rng(common, shard, place, config, progress)
+    return progress
 
 
 def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> Progress:
@@ -169,20 +170,43 @@ def preserving_settings(optimizer: Any) -> Iterator[None]:
                 scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
-def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:
+def seed_anew(config: Config, place: RankPlace, progress: Progress) -> None:
+    """Other random numbers than those that training began with, the same on every resume from here.
+
+    The random state of a rank has no successor on another layout.
+    """
+    seed_everything(
+        config.training.seed + progress.iteration,
+        place.at,
+        sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
+        replicas_differ=config.training.data_parallel_random_init,
+    )
+
+
+def _restore_rng(
+    common: Mapping[str, Any], shard: Mapping[str, Any] | None, place: RankPlace, config: Config, progress: Progress
+) -> None:
     """Restore the rank's random state from its shard or, if it has none (upstream), that of the first DP replica.
 
+    Replicas have the same, and ranks of one sequence must not: where these were others it is seeded anew.
     Raises CheckpointMismatchError if the checkpoint was saved without any: dropout would repeat its first masks.
     """
-    if shard is not None and "rng_state" in shard:
-        set_rng_state(shard["rng_state"])
-    elif "rng_state" in common:
-        set_rng_state(common["rng_state"][0])
-    else:
+    then = getattr(common["args"], "ds_sequence_parallel_size", 1)
+    now = config.parallel.ds_sequence_parallel_size
+    own = (shard or {}).get("rng_state")
+    if own is None and "rng_state" not in common:
         raise CheckpointMismatchError(
             "the checkpoint holds no random state (it was saved with --no-save-rng): give --no-load-rng to go on with "
             "one seeded from --seed, or load another checkpoint"
         )
+    if then != now or (own is None and now > 1):
+        if config.parallel.rank == 0:
+            logger.info(
+                "--ds-sequence-parallel-size %d, saved with %s: random state is seeded anew from --seed", now, then
+            )
+        seed_anew(config, place, progress)
+    else:
+        set_rng_state(common["rng_state"][0] if own is None else own)
 
 
 def convert_adam_state(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ _SIZES = (
 # Upstream's options that change the function or the parameters, and what this program has in their place.
 _WITHOUT = {
     "apply_layernorm_1p": False, "squared_relu": False, "apply_residual_connection_post_layernorm": False,
-    "openai_gelu": False, "embedding_weights_in_fp32": False, "ds_sequence_parallel_size": 1,
+    "openai_gelu": False, "embedding_weights_in_fp32": False,
 }  # fmt: skip
 # An argument that came with the commit (676a482c, December 2024) by which the rows of upstream's fused QKV became the
 # blocks [Q; K; V]. Before, they lay head by head: of each key/value head its query heads, the key, the value.

@@ -21,8 +21,8 @@ _SHAPE = {
 def describe_model(trace: Trace, frames: Frames) -> str | None:
     """The model in a line, such as "1.2 M parameters; layers 4, hidden size 128"; None if nothing is recorded.
 
-    Parameters are the sum over the ranks of data-parallel rank 0 in the newest cycle, each counting what it
-    holds: what tensor parallelism replicates counts once per rank.
+    Parameters are the sum over the ranks of data-parallel rank 0 in the newest cycle, of those with parts of the same
+    sequences over the first, each counting what it holds: what tensor parallelism replicates counts once per rank.
     """
     parts = [part for part in (_parameters(trace, frames), _shape(trace)) if part]
     return "; ".join(parts) if parts else None
@@ -30,7 +30,7 @@ def describe_model(trace: Trace, frames: Frames) -> str | None:
 
 def _parameters(trace: Trace, frames: Frames) -> str | None:
     newest = max(process["cycle"] for process in trace.ranks)
-    first = [p["rank"] for p in trace.ranks if p["cycle"] == newest and p["dp"] == 0]
+    first = [p["rank"] for p in trace.ranks if p["cycle"] == newest and p["dp"] == p.get("cp", 0) == 0]
     held = frames.runtimes.filter((pl.col("cycle") == newest) & pl.col("rank").is_in(first))["parameters"]
     if held.is_empty() or held.null_count():
         return None

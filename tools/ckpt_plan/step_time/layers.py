@@ -56,9 +56,10 @@ def count_layers(
         head, tied = last.build(), getattr(last, "forward_fn", None)
         loss_func = importlib.import_module("pretrain_gpt").loss_func  # the program's: no package imports it
         mask = torch.empty(tokens.shape, device=device)
+        counted = mask.sum()
 
         def head_and_loss(x: torch.Tensor) -> torch.Tensor:
-            return loss_func(tied(head, x) if tied else head(x), (tokens, mask), parallel)
+            return loss_func(tied(head, x) if tied else head(x), (tokens, mask, counted), parallel)
 
         return {
             EMBEDDING: _count(first.build(), (tokens, tokens) if model.add_position_embedding else tokens),

@@ -131,6 +131,11 @@ def step_time(
         )
     if config.model.has_experts:
         raise ConfigError("--num-experts: --step-time predicts dense models; drop one of them")
+    if config.parallel.ds_sequence_parallel_size > 1:
+        config.parallel.refuse(
+            "ds_sequence_parallel_size",
+            "--step-time predicts no exchange of heads for parts of a sequence; give 1, or drop --step-time",
+        )
     if recomputation is not None:
         config = with_mode(config, recomputation)
         planned = (config, layout, planned[2])

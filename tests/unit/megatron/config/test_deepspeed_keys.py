@@ -215,7 +215,7 @@ def test_what_has_no_effect_is_refused_by_name(tmp_path: Path, key: str) -> None
         ({"data_types": {"param_dtype": "fp8"}}, "data_types.param_dtype is 'fp8'; it must be one of fp32, fp16, bf16"),
         ({"data_types": {"param_dtype": "bf16"}}, "param_dtype is 'bf16', but the fp32 run makes it 'fp32'"),
         ({"seed": 1}, "seed is not supported; drop it and use --seed"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2; only 1 is supported"),
+        ({"sequence_parallel_size": 2}, "only 1 is supported: use --ds-sequence-parallel-size"),
         ({"wall_clock_breakdown": True}, "prints every steps_per_print iterations; give that, too"),
         ({"dump_state": True}, 'writes to DeepSpeed\'s log at level info; give "log_level": "info", too'),
         ({"comms_logger": {"enabled": True}, "log_level": "info"}, 'nothing without "verbose": true'),

@@ -19,7 +19,17 @@ ROOT = Path(__file__).resolve().parents[4]
 REFUSALS = [
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
     ("--num-experts 8 --moe-expert-parallel-size 4", 1, "--moe-expert-parallel-size 4 is not supported: all data"),
-    ("--ds-sequence-parallel-size 2", 1, "--ds-sequence-parallel-size 2 is not supported: sequences"),
+    ("--ds-sequence-parallel-size 2", 3, "--ds-sequence-parallel-size 2: does not divide the 3 ranks that hold the"),
+    ("--ds-sequence-parallel-size 3", 3, "--num-attention-heads 4: not divisible by --ds-sequence-parallel-size 3"),
+    ("--ds-sequence-parallel-size 4 --num-key-value-heads 2", 4, "--num-key-value-heads 2: not divisible by --ds-seq"),
+    ("--ds-sequence-parallel-size 4 --tensor-model-parallel-size 2", 8,
+     "--num-attention-heads 4: not divisible by --tensor-model-parallel-size 2 x --ds-sequence-parallel-size 4"),
+    ("--ds-sequence-parallel-size 2 --seq-length 33", 2, "--seq-length 33: not divisible by --ds-sequence-paralle"),
+    ("--ds-sequence-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 34", 4,
+     "--seq-length 34: not divisible by --tensor-model-parallel-size 2 x --ds-sequence-parallel-size 2, over which"),
+    ("--ds-sequence-parallel-size 2 --num-experts 4", 2, "--ds-sequence-parallel-size 2: splits the sequences whose"),
+    ("--ds-sequence-parallel-size 2 --global-batch-size 3 --micro-batch-size 2", 4, "x data-parallel size 2 = 4; use"),
+    ("--ds-sequence-parallel-fpdt", 1, "--ds-sequence-parallel-fpdt is not supported: a rank attends"),
     ("--sequence-parallel --tensor-model-parallel-size 2 --seq-length 33", 2, "--seq-length 33: not divisible by"),
     ("--sequence-parallel --tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "
      "--partition-activations", 2, "--sequence-parallel leaves none: drop --partition-activations"),

@@ -23,7 +23,6 @@ RUNS: dict[str, list[tuple[int, str]]] = json.loads(
 _DS = "examples_deepspeed/"
 _MOE = "all data-parallel ranks hold all experts"
 _DISTILL = "knowledge distillation is not part of this fork"
-_SEQUENCE = "sequences are split over the TP ranks alone"
 _CPU = "--cpu-optimizer is not supported: "
 _ZERO = "--zero-stage 3: checkpoints are made of ZeRO-1 shards"
 REFUSED = {
@@ -41,8 +40,7 @@ REFUSED = {
     "compression/ds_pretrain_gpt_125M_dense_cl_kd.sh": _DISTILL,
     "compression/ds_pretrain_gpt_125M_dense_kd.sh": _DISTILL,
     "offload_pp/ds_pretrain_gpt_350M.sh": _CPU,
-    "sequence_parallel/ds_pretrain_gpt_1.3B_seq_parallel_32k.sh": _SEQUENCE,
-    "sequence_parallel/ds_pretrain_gpt_30B_seq_parallel_32k.sh": _SEQUENCE,
+    "sequence_parallel/ds_pretrain_gpt_30B_seq_parallel_32k.sh": _ZERO,
     "sequence_parallel/ds_pretrain_gpt_6.7B_fpdt_32k.sh": "--ds-sequence-parallel-fpdt is not supported",
     "zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh": "--enable-zbh1-pipeline is not supported",
 }
@@ -67,7 +65,7 @@ def configure(script: str, tmp_path: Path) -> list[Config]:
 
 def test_scripts_are_counted() -> None:
     assert len(RUNS) == 55 and {_DS + name for name in REFUSED} <= set(RUNS)
-    assert len(REFUSED) == 18
+    assert len(REFUSED) == 17
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -104,6 +102,14 @@ def test_a_dense_script_of_the_moe_folder_means_what_it_says(tmp_path: Path) -> 
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     texts = [note.text for note in config.notes]
     assert "--num-experts 1: no effect, the model is dense" in texts
+
+
+def test_a_script_of_long_sequences_means_what_it_says(tmp_path: Path) -> None:
+    """Of 8 ranks each 4 share a sequence, and the optimizer is divided over all."""
+    (config,) = configure(_DS + "sequence_parallel/ds_pretrain_gpt_1.3B_seq_parallel_32k.sh", tmp_path)
+    parallel = config.parallel
+    assert (parallel.ds_sequence_parallel_size, parallel.data_parallel_size, parallel.sizes) == (4, 2, (1, 1, 8))
+    assert config.training.num_micro_batches == 1
 
 
 def test_a_pyramid_of_experts_lies_where_upstream_has_it(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ class Constant:
         return {"text": np.full(5, i, dtype=np.int64)}
 
 
+class Numbered:
+    def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
+        return {"text": np.full(33, i, dtype=np.int64)}
+
+
 def config_of(flags: str = "") -> Config:
     return config_from_args(parse_args(f"{FLAGS} {flags}".split(), {}), {})
 
@@ -73,6 +78,24 @@ def test_a_stage_asks_for_what_it_uses() -> None:
     assert batch_request(config_of(rotary), runtime(), 7) == BatchRequest(CPU, True, True, False, None)
     assert batch_request(config_of("--eod-mask-loss"), runtime(stages=2), 7) == BatchRequest(CPU, True, False, True, 7)
     assert batch_request(config_of(), runtime(stage=1, stages=2), 7) == BatchRequest(CPU, False, True, True, None)
+
+
+def test_ranks_that_share_sequences_read_the_same_samples() -> None:
+    """Of four ranks with the same weights two pairs, each pair a sample; the ranks of a pair take a part each."""
+    layout = Layout(tp=1, pp=1, dp=4)
+    plane: Any = ControlPlane(0, 1)
+    read, parts = [], []
+    for rank in range(4):
+        env = {"WORLD_SIZE": "4", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        config = config_from_args(parse_args(f"{FLAGS} --ds-sequence-parallel-size 2".split(), env), env)
+        of: Any = Runtime(layout, layout.coordinates(rank), rank, CPU, "gloo", None, plane, plane)  # pyright: ignore[reportArgumentType]
+        data = build_data_iterators(lambda _: (Numbered(), None, None), config, of, Progress())
+        assert data.train is not None
+        read.append([next(data.train)["text"][0, 0].item() for _ in range(2)])
+        request = batch_request(config, of, None)
+        parts.append((request.part, request.parts))
+    assert read == [[0, 2], [0, 2], [1, 3], [1, 3]]
+    assert parts == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from megatron.model.alibi import alibi_bias
 from megatron.model.experts import AuxiliaryLoss
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
-from megatron.parallel.topology import TensorParallelGroup
+from megatron.parallel.topology import SequenceGroup, TensorParallelGroup
 from tools.ckpt_plan.activations import activation_bytes, head_bytes, in_flight, layer_bytes, loss_chunk_bytes
 from tools.ckpt_plan.presets import config_for, config_from_flags
 
@@ -39,11 +39,18 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
     return config_from_flags(f"{GPT} {layout} {flags}".split(), 1, 100)[0]
 
 
-def kept_by_autograd(config: Config, tp: TensorParallelGroup, device: torch.device = CPU, experts: int = 1) -> int:
+def kept_by_autograd(
+    config: Config,
+    tp: TensorParallelGroup,
+    device: torch.device = CPU,
+    experts: int = 1,
+    sequence: SequenceGroup | None = None,
+) -> int:
     """Bytes that are held for the backward pass of one layer, parameters and tables that all layers share left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
-    place = Placement(tp, dtype, device)
-    length = SEQ // tp.size if tp.splits_sequence else SEQ
+    sequence = sequence or SequenceGroup()
+    place = Placement(tp, dtype, device, sequence)
+    length = SEQ // (tp.size if tp.splits_sequence else 1) // sequence.size
     auxiliary = AuxiliaryLoss(config.model.moe_loss_coeff) if experts > 1 else None
     layer = ParallelTransformerLayerPipe(config.model, place, experts, auxiliary)
     x = torch.randn(BATCH, length, HIDDEN, dtype=dtype, device=device, requires_grad=True)
@@ -169,6 +176,17 @@ def test_biases_are_there_once_and_the_embeddings_norm_keeps_its_input() -> None
     of_norm = in_flight(config, 0) * BATCH * SEQ * (2 * HIDDEN + 2 * 4)
     more = [activation_bytes(config, 128, 2, stage) - activation_bytes(plain, 128, 2, stage) for stage in (0, 1)]
     assert more == [made.nbytes + of_norm, made.nbytes]
+
+
+def test_a_rank_holds_its_part_of_the_sequences() -> None:
+    """Of hidden states and logits a half, of ALiBi's biases those of a half of the heads, for all tokens."""
+    flags = "--bf16 --hidden-dropout 0 --position-embedding-type alibi --ds-sequence-parallel-size 2"
+    config, _, _ = config_from_flags(f"{GPT} {flags}".split(), 2, 100)
+    tokens = BATCH * SEQ // 2
+    layer = layer_bytes(config.model, 1) + 2 * HIDDEN  # the results of attention before and after their exchange
+    kept = tokens * (2 * layer + head_bytes(config.model, 128, 1)) + loss_chunk_bytes(tokens, 128, 1)
+    biases = alibi_bias(HEADS, range(HEADS // 2), SEQ, torch.bfloat16, CPU).nbytes
+    assert activation_bytes(config, 128, 2, 0) == kept + biases
 
 
 def test_recomputation_keeps_the_inputs_of_chunks_and_one_chunk() -> None:

@@ -288,7 +288,6 @@ def test_of_another_script(checkpoint: Path, content: dict[str, Any], told: str)
     [
         ({"num_experts": [4]}, r"upstream's mixture of experts \(--num-experts 4\), which cannot be loaded"),
         ({"squared_relu": True, "apply_layernorm_1p": True}, "saved with apply_layernorm_1p True, squared_relu True"),
-        ({"ds_sequence_parallel_size": 2}, "saved with ds_sequence_parallel_size 2, which this program does not have"),
     ],
 )  # fmt: skip
 def test_options_that_are_not_here(checkpoint: Path, args: dict[str, Any], told: str) -> None:
