@@ -24,6 +24,7 @@ class Variant:
 
     steps: list[list[float]] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)  # of the first host's link, while the step went on
+    sent: list[int] = field(default_factory=list)  # bytes by the first host, while the step went on
     blocked: list[float] = field(default_factory=list)  # of rank 0's training thread, by the save before
     copied: list[float] = field(default_factory=list)  # from the sealed slot to the verified copy, of rank 0
 
@@ -67,7 +68,7 @@ def analyse(
         for start, end in zip(sent, sent[1:], strict=False)
         if (end[1] - start[1]) * 1e9 < _IDLE_SHARE * link_bytes_per_s * (end[0] - start[0])
     ]
-    times_ns = [at for at, _ in idle_bytes]
+    times_ns, sampled_ns = [at for at, _ in idle_bytes], [at for at, _ in sent]
     for step in began:
         if not plan.counts(step) or step + 2 not in began:
             continue
@@ -76,6 +77,8 @@ def analyse(
         variant.steps[plan.round(step)].append((end - start) / 1e9)
         within = idle_bytes[bisect.bisect_left(times_ns, start) : bisect.bisect_left(times_ns, end)]
         variant.idle.append(sum(length for _, length in within) / 1e9)
+        first, last = (sent[bisect.bisect_left(sampled_ns, at, hi=len(sent) - 1)][1] for at in (start, end))
+        variant.sent.append(last - first)
     saves = {record["op"]: record for record in records if record.get("operation") == "save" and "start_ns" in record}
     for record in records:
         save = saves.get(record.get("op", -1))
@@ -114,12 +117,23 @@ def render(found: Figures, before: Mapping[str, Any]) -> str:
                 f"{spread[0]:.3f} to {spread[2]:.3f}",
                 f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
                 f"{statistics.median(one.idle):.3f}",
+                f"{statistics.median(one.sent) / 1e6:.1f}",
                 _median(one.copied),
                 _median(one.blocked),
                 str(len(seconds)),
             )
         )
-    titles = ("copies", "step, s", "middle half", "of none", "link idle, s", "copy took, s", "blocked, s", "steps")
+    titles = (
+        "copies",
+        "step, s",
+        "middle half",
+        "of none",
+        "link idle, s",
+        "sent, MB",
+        "copy took, s",
+        "blocked, s",
+        "steps",
+    )
     target = found.variants[INTERLEAVE].step_s / base.step_s
     return "\n".join(
         [

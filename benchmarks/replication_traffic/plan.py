@@ -17,8 +17,8 @@ class Plan:
     for each variant, of which the first `settle` do not count.
 
     `compute_s`: seconds that a rank waits in the forward pass of a micro-batch, and twice that in the backward pass, as
-    for an accelerator. `gathered_bytes`: of each rank, gathered by all ranks of its stage in each pass. `directory`:
-    where ranks write the bytes that their host has sent.
+    for an accelerator. `gathered_bytes`: of each rank, gathered by all ranks of its stage in each pass, with ZeRO-1.
+    `directory`: where ranks write the bytes that their host has sent.
     """
 
     directory: str

@@ -35,7 +35,8 @@ MODULES = sorted(
 CHILD_PROCESSES = {
     "tools.ckpt_replay.worker", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
     "benchmarks.launchers.plain_deepspeed", "benchmarks.adapters.job", "megatron.launch.rank",
-    "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks", "benchmarks.replication_traffic.rank",
+    "megatron.launch.check_hosts", "benchmarks.scaling.simulated_ranks",
+    "benchmarks.replication_traffic.zero1", "benchmarks.replication_traffic.zero3",
     "tools.restart_drill.soak.snapshot", "benchmarks.restart_scoreboard.torchft_ddp",
     "benchmarks.restart_scoreboard.nvrx_inprocess",
 }  # fmt: skip

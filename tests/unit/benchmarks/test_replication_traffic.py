@@ -46,6 +46,7 @@ def test_a_save_is_charged_to_the_step_after_it() -> None:
         steps = [seconds for block in one.steps for seconds in block]
         assert steps == [length / S] * len(steps) and len(one.steps[0]) == 3
         assert one.idle == [length / 2 / S] * len(steps)
+        assert one.sent == [length // 2] * len(steps)
     assert found.variants[NONE].copied == [] and set(found.variants[NAIVE].copied) == {0.5}
     assert set(found.variants[NAIVE].blocked) == {0.25}
     assert (found.copy_bytes, found.at_once) == (100, 0.1)
@@ -53,7 +54,7 @@ def test_a_save_is_charged_to_the_step_after_it() -> None:
     assert (
         "interleave takes 1.040 of the step without checkpoints (target: at most 1.05: met); 10% of its bytes" in text
     )
-    assert "| naive | 2.000 | 2.000 to 2.000 | 2.000 (2.000 to 2.000) | 1.000 | 0.500 | 0.250 |" in text
+    assert "| naive | 2.000 | 2.000 to 2.000 | 2.000 (2.000 to 2.000) | 1.000 | 1000.0 | 0.500 | 0.250 |" in text
 
 
 def test_results_are_named_as_geminis_artifact_names_them(tmp_path: Path) -> None:
@@ -79,6 +80,10 @@ def test_results_are_named_as_geminis_artifact_names_them(tmp_path: Path) -> Non
     [
         (["--settle", "10"], "--settle 10: leaves nothing of --block 10"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (
+            ["--zero-stage", "3", "--gather-mb", "6"],
+            "--gather-mb 6: with --zero-stage 3 DeepSpeed gathers; drop the flag",
+        ),
         ([], "HOSTFILE is not set"),
     ],
 )

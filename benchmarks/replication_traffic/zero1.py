@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replication_traffic.plan import INTERLEAVE, NONE, VARIABLE, Plan, read_plan
+from benchmarks.replication_traffic.plan import NONE, VARIABLE, Plan, read_plan
+from benchmarks.replication_traffic.ranks import note_sent_bytes, set_variant
 from pretrain_gpt import get_batch_pipe, model_provider, pretrain, train_valid_test_datasets_provider
 from restart_trace.clock import now_ns
 
 ENTERED_NS = now_ns()
-_SAMPLE_S = 0.01
-_INTERFACE = "eth0"
 
 
 def wait_in_passes(compute_s: float, gathered_bytes: int) -> None:
@@ -52,29 +48,11 @@ def save_as_planned(plan: Plan) -> None:
 
     def planned(self: Checkpointer, engine: Any, progress: Any, **kwargs: Any) -> None:
         variant = plan.variant(progress.iteration)
-        checkpoint_engine = self.context.checkpoint_engine
-        options = dataclasses.replace(checkpoint_engine.options, copy_steps=1 if variant == INTERLEAVE else None)
-        checkpoint_engine.options = options
+        set_variant(self.context.checkpoint_engine, variant)
         if variant != NONE:
             save(self, engine, progress, **kwargs)
 
     Checkpointer.save = planned
-
-
-def note_sent_bytes(file: Path) -> None:
-    """Until the process ends: a line (monotonic ns, bytes) each 10 ms of what this host has sent (proc(5), net/dev)."""
-
-    def note() -> None:
-        with file.open("w") as output:
-            while True:
-                for line in Path("/proc/self/net/dev").read_text().splitlines():
-                    name, _, rest = line.partition(":")
-                    if name.strip() == _INTERFACE:
-                        output.write(json.dumps([now_ns(), int(rest.split()[8])]) + "\n")
-                        output.flush()
-                time.sleep(_SAMPLE_S)
-
-    threading.Thread(target=note, daemon=True).start()
 
 
 def main() -> int:
