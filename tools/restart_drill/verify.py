@@ -114,8 +114,6 @@ def judge(injection: Injection, cycles: dict[int, CycleFacts], losses: dict[int,
     facts, check = cycles[following], losses[following]
     wrong += [line for cycle in range(injection.cycle + 1, following + 1) if cycle in losses
               for line in losses[cycle].different]  # fmt: skip
-    if check.compared == 0:
-        wrong.append("no iteration was repeated, so no loss was compared; compare with a reference run")
     wrong += injection.unnamed
     steps = set(facts.resumed.values())
     if len(facts.resumed) != facts.world_size or steps != {injection.expected_step}:
@@ -126,6 +124,9 @@ def judge(injection: Injection, cycles: dict[int, CycleFacts], losses: dict[int,
         wrong.append(f"loaded from {read}, expected {injection.expected_tier}")
     wrong += _lost_too_much(injection, facts, cycles)
     hashes = _hashes(injection, facts, cycles)
+    # Where a fault came right after a save no iteration is repeated: then the hashes of the whole state are the proof.
+    if check.compared == 0 and hashes != EQUAL:
+        wrong.append("no iteration was repeated, so no loss was compared; compare with a reference run")
     if hashes == MISSING:
         wrong.append(f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes")
     if injection.damaged is not None:

@@ -179,11 +179,17 @@ def test_without_a_reference_repeated_iterations_are_compared() -> None:
     cycles[1].losses[9] += 1e-12
     assert "in an earlier launch" in verdict(cycles, None).wrong[0]
     assert "THE REPEATED ITERATIONS DIFFER" in repetition_table(repeated(cycles))
-    nothing = {0: cycle(range(1, 9)), 1: cycle(range(9, 13), resumed=8)}
-    assert verdict(nothing, None).wrong == [
-        "no iteration was repeated, so no loss was compared; compare with a reference run"
-    ]
     assert repetition_table([]) == "No iteration was repeated."
+
+
+def test_without_a_repeated_iteration_the_hashes_are_the_proof() -> None:
+    cycles = {0: cycle(range(1, 9)), 1: cycle(range(9, 13), resumed=8)}
+    found = verdict(cycles, None)
+    assert (found.losses, found.state_hashes, found.wrong) == ("not compared", "equal", [])
+    cycles[1] = cycle(range(9, 13), resumed=8, layout=OTHER)
+    cycles[1].hashed = set()
+    why = "no iteration was repeated, so no loss was compared; compare with a reference run"
+    assert verdict(cycles, None).wrong == [why]
 
 
 def line(kind: str, rank: int = 0, **fields: Any) -> str:

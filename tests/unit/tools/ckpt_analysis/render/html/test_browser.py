@@ -226,6 +226,7 @@ def column(opened: Watched, table: int, number: int) -> list[str]:
 
 
 def test_tables_sort_by_mouse_and_keyboard(opened: Watched) -> None:
+    opened.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     tables = opened.page.locator("table.sortable")
     captions = tables.locator("caption").all_inner_texts()
     index = next(i for i, text in enumerate(captions) if text.startswith("Save global_step10, cycle 1, phase by phase"))
