@@ -988,7 +988,7 @@ _shtab_ckpt_plan() {
 }
 
 complete -o bashdefault -o default -F _shtab_ckpt_plan ckpt-plan
-_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
+_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --checkpoint-files-per-node --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
 
 _shtab_ckpt_replay___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___pp_COMPGEN=_shtab_compgen_files
@@ -1008,6 +1008,7 @@ _shtab_ckpt_replay___warmup_saves_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_bytes_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___output_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___trace_dir_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_replay___checkpoint_files_per_node_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___host_cache_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___io_threads_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___io_block_size_COMPGEN=_shtab_compgen_files

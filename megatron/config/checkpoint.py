@@ -113,6 +113,13 @@ class CheckpointConfig(FlagGroup):
     checkpoint_durability: str = flag(
         "fsync", "fsync: a committed checkpoint survives a power loss; none: as upstream", choices=("fsync", "none")
     )
+    checkpoint_files_per_node: int | None = flag(
+        None,
+        "engine lazy: the ranks of a node write into so many files, each rank its own extents; fewer files are less "
+        "work for a file system's metadata servers (default: a file per rank)",
+        least=1,
+        needs="save",
+    )
     persist_interval: int | None = flag(
         None,
         "engine memory: write every N-th save to --save, too, and the last one; the others are kept in host memory "
@@ -234,6 +241,7 @@ class CheckpointConfig(FlagGroup):
                 "them, or use --direct-io auto"
             )
         self._check_memory()
+        self._check_shared_files()
         self._check_exports()
         if self.start_over is not None:
             self._check_start_over(self.start_over)
@@ -272,6 +280,17 @@ class CheckpointConfig(FlagGroup):
             self.refuse("span_alpha", "is a share; give at most 1")
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
+
+    def _check_shared_files(self) -> None:
+        """What --checkpoint-files-per-node asks of engine and storage."""
+        if self.checkpoint_files_per_node is None:
+            return
+        if self.checkpoint_engine != "lazy":
+            why = f"--checkpoint-engine {self.checkpoint_engine} has no files that ranks share; use lazy, or drop the "
+            self.refuse("checkpoint_files_per_node", why + "flag")
+        if is_uri(self.save):
+            why = f"--save {self.save} is object storage, where only one rank can write an object; drop the flag"
+            self.refuse("checkpoint_files_per_node", why)
 
     def _check_exports(self) -> None:
         """What --export-hf-interval asks of saves, and of --export-hf-dir."""

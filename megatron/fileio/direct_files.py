@@ -89,8 +89,8 @@ def make_buffered(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def allocate(fd: int, num_bytes: int, *, keep_size: bool = False) -> None:
-    """Reserve the space of an open file, which gets that size unless `keep_size`.
+def allocate(fd: int, num_bytes: int, *, start: int = 0, keep_size: bool = False) -> None:
+    """Reserve the space of an open file from `start` on; it gets at least the size that ends there, unless `keep_size`.
 
     Direct writes into reserved space go on side by side; ext4 takes those that extend a file, or fill its holes, one
     after the other. A file system that reserves nothing (fallocate(2)) leaves the file as it is: servers answer that
@@ -101,7 +101,7 @@ def allocate(fd: int, num_bytes: int, *, keep_size: bool = False) -> None:
     number = errno.EINTR if num_bytes else 0
     with UnderWay(STORAGE, "allocation of", fd):
         while number == errno.EINTR:
-            failed = libc.fallocate64(fd, mode, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
+            failed = libc.fallocate64(fd, mode, ctypes.c_int64(start), ctypes.c_int64(num_bytes))
             number = ctypes.get_errno() if failed else 0
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
         raise OSError(number, os.strerror(number))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.subjects import Subject, engines_under_test
+from tests.conformance.subjects import Subject, subjects_under_test
 from tests.dist import forked_writers
 from tests.dist.harness import Zygote
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(warning))
 
 
-@pytest.fixture(scope="session", params=engines_under_test())
+@pytest.fixture(scope="session", params=subjects_under_test())
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     made = Subject(request.param)
     yield made

@@ -24,12 +24,19 @@ from restart_trace.schema import check_record, type_of
 from tests.engines import EXPECTED
 
 ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
+SHARED = "lazy-in-shared-files"  # engine lazy with --checkpoint-files-per-node
 WAIT_S = 300.0
 
 
 def engines_under_test() -> tuple[str, ...]:
     chosen = os.environ.get(ENVIRONMENT)
     return tuple(chosen.split(",")) if chosen else EXPECTED
+
+
+def subjects_under_test() -> tuple[str, ...]:
+    """The names of Subjects: the engines, and lazy a second time, since it writes files of two formats."""
+    engines = engines_under_test()
+    return (*engines, SHARED) if "lazy" in engines else engines
 
 
 def all_engines() -> tuple[str, ...]:
@@ -111,7 +118,9 @@ class Subject:
         if wanted not in self._engines:
             for other in self._engines.keys() - {usual}:
                 self._engines.pop(other).close()
-            self._engines[wanted] = create_engine(self.name, wanted)
+            self._engines[wanted] = (
+                _lazy_in_shared_files(wanted) if self.name == SHARED else create_engine(self.name, wanted)
+            )
         return self._engines[wanted]
 
     def save(self, states: Mapping[str, Any], directory: Path, **options: Any) -> Saved:
@@ -132,6 +141,25 @@ class Subject:
         while self._engines:
             _, engine = self._engines.popitem()
             engine.close()
+
+
+def _lazy_in_shared_files(options: EngineOptions) -> CheckpointEngine:
+    from megatron.checkpointing.engines.lazy.engine import LazyEngine
+
+    class Sharing(LazyEngine):
+        """The only rank of its files, which hears from a thread where its part lies."""
+
+        def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+            pending = super().begin_save(files, directory, op)
+
+            def place() -> None:
+                if (part := pending.shared_part()) is not None:
+                    pending.take_place(self.place_parts([part])[0])
+
+            threading.Thread(target=place, name="placing", daemon=True).start()
+            return pending
+
+    return Sharing(replace(options, files_per_node=1))
 
 
 def file_states(states: Mapping[str, Any]) -> list[FileState]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -99,11 +100,19 @@ def read(save: Path, step: int = SAVED) -> Reader:
     reader = Reader(rounding=TIED_ROUNDING)
     for path in sorted((save / f"global_step{step}").glob("*.safetensors")):
         with safetensors.safe_open(path, "pt") as file:
-            described = json.loads(file.metadata()["tensors"])
+            described = described_in(file.metadata())
             for name in file.keys():  # noqa: SIM118  it is no dict
-                if "placement" in described[name]:
+                if "placement" in described.get(name, {}):
                     reader.add(file.get_tensor(name), described[name]["placement"])
     return reader
+
+
+def described_in(metadata: dict[str, str]) -> dict[str, Any]:
+    """What is told of the tensors of a file, of one rank or of several that share it."""
+    if "tensors" in metadata:
+        return json.loads(metadata["tensors"])
+    ranks = [json.loads(text) for key, text in metadata.items() if key.startswith("rank_")]
+    return {name: told for rank in ranks for name, told in rank["tensors"].items()}
 
 
 def assembled(save: Path, kinds: tuple[str, ...] = KINDS) -> State:

@@ -54,6 +54,9 @@ CASES = [
     Case("llama_no_optim", Layout(2, 1, 2), ["--bf16", *LLAMA_STYLE, "--no-save-optim"]),
     Case("gpt_no_rng", Layout(1, 1, 1), ["--bf16", "--no-save-rng"]),
     Case("lazy", Layout(2, 1, 2), ["--bf16", *LLAMA_STYLE], engine="lazy"),
+    Case(
+        "lazy_shared", Layout(2, 1, 2), ["--bf16", *LLAMA_STYLE, "--checkpoint-files-per-node", "2"], engine="lazy",
+    ),
     Case("fastpersist", Layout(1, 1, 2), ["--bf16"], engine="fastpersist"),
     Case("decoupled", Layout(1, 1, 1), ["--bf16", *LLAMA_STYLE], engine="fastpersist-decoupled"),
 ]  # fmt: skip

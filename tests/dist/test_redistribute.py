@@ -102,6 +102,24 @@ def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old:
     assert_same(assembled(model.moved(old, new, engine)), expected)
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_from_files_that_ranks_share(model: Model) -> None:
+    """Two files of eight ranks hold what eight files do, and other layouts read from them what they need."""
+    expected = assembled(model.launcher.directory / model.saved(ALL_THREE))
+    save = model.train(ALL_THREE, "shared", SAVED, None, "--checkpoint-files-per-node", "2")
+    files = sorted(path.name for path in (save / f"global_step{SAVED}").glob("*.safetensors"))
+    assert files == ["ranks_00000-00003.safetensors", "ranks_00004-00007.safetensors"]
+    assert_same(assembled(save), expected)
+    for new in (Layout(4, 1, 1), Layout(1, 4, 2), Layout(1, 1, 1)):
+        moved = model.train(new, f"shared_to_{shown(new)}", SAVED, "shared", "--checkpoint-files-per-node", "1")
+        assert len(list((moved / f"global_step{SAVED}").glob("*.safetensors"))) == 1
+        assert_same(assembled(moved), expected)
+    weights = model.train(Layout(1, 2, 2), "weights", SAVED, "shared", "--no-load-optim")
+    for (kind, parameter), values in assembled(weights, ("weight", "master")).items():
+        if kind == "weight":
+            assert torch.equal(values, expected[kind, parameter])
+
+
 @pytest.mark.nightly(minutes=10)
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:

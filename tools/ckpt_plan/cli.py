@@ -46,8 +46,9 @@ _RUN_NUMBERS = (
     ("blocked-target", 10, "seconds for which a save may block training"),
     ("durable-target", 60, "seconds in which a save must be durable"),
 )
+_SHARED_FILES = "--checkpoint-files-per-node"  # of the trainer, so among the flags after --
 _ASKED_WITH = {
-    "ranks-per-host": ("--run", "--host-memory", "--step-time"),
+    "ranks-per-host": ("--run", "--host-memory", "--step-time", _SHARED_FILES),
     "blocked-target": ("--run",),
     "durable-target": ("--run",),
 }
@@ -189,7 +190,9 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         raise ConfigError(f"--device-facts {arguments.device_facts}: add --step-time DEVICE, or drop it")
     for name, _, _ in _RUN_NUMBERS:
         value = getattr(arguments, _dest(name))
-        if value is not None and not any(getattr(arguments, _dest(flag)) for flag in _ASKED_WITH[name]):
+        named = {flag.partition("=")[0] for flag in flags}
+        asked = [flag for flag in _ASKED_WITH[name] if flag in named or getattr(arguments, _dest(flag), None)]
+        if value is not None and not asked:
             raise ConfigError(f"--{name} {value:g}: add {' or '.join(_ASKED_WITH[name])}, or drop it")
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
@@ -251,7 +254,8 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
     engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
-    return make_plan(planned, engine, progress, report=_Progress())
+    ranks = int(_run_number(arguments, "ranks-per-host"))
+    return make_plan(planned, engine, progress, report=_Progress(), ranks_per_node=ranks)
 
 
 def _import_heavy() -> None:

@@ -154,9 +154,31 @@ def _pickled_and_back(state: Any) -> Any:
 
 def _lazy_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
     from megatron.checkpointing.engines.lazy import format as lazy_format
+    from megatron.checkpointing.engines.lazy import shared_format
 
-    name, size = lazy_format.planned_size(files, rank, config.checkpoint.checksum == "crc32")
+    checksums = config.checkpoint.checksum == "crc32"
+    if config.checkpoint.checkpoint_files_per_node is not None:
+        return [shared_format.planned_part(lazy_format.capture(files, checksums).contents, rank)]
+    name, size = lazy_format.planned_size(files, rank, checksums)
     return [SavedFile(name, size, f"{lazy_format.ALGORITHM}:{0:08x}", tuple(file.name for file in files))]
+
+
+def share_files(
+    saved: Sequence[Sequence[SavedFile]], files_per_node: int, ranks_per_node: int
+) -> list[list[SavedFile]]:
+    """`saved` by rank, each alone in its file, with the places that they have in the files that they share.
+
+    Raises CheckpointSaveError as `place_parts` does.
+    """
+    from megatron.checkpointing.engines.lazy import shared_format
+
+    found = []
+    for rank, (alone,) in enumerate(saved):
+        local = rank % ranks_per_node
+        on_node = min(ranks_per_node, len(saved) - rank + local)
+        name = shared_format.file_name(rank, local, on_node, files_per_node)
+        found.append(replace(alone, name=name))
+    return [[file] for file in shared_format.placed(found)]
 
 
 def _no_files(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.registry import check_engine_name
 from megatron.checkpointing.preflight.compatibility import model_identity, training_identity
 from megatron.checkpointing.preflight.first_start import first_start
@@ -18,7 +19,7 @@ from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 
 from .device_memory import device_bytes
-from .engines import PlannedState, engine_plan
+from .engines import PlannedState, engine_plan, share_files
 from .kinds import KINDS, METADATA, file_tensor_bytes, tensor_bytes_by_kind
 from .presets import Planned
 from .rank_state import first_save, planned_files
@@ -34,12 +35,12 @@ class PlannedFile:
 
     name: str
     num_bytes: int
-    rank: int  # the rank that writes it
+    rank: int  # the rank that writes it, or the first of those that do
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes and needs. `by_kind`: bytes of its files by kinds.KINDS."""
+    """What one rank writes and needs; of a file that it shares its part. `by_kind`: bytes of these by kinds.KINDS."""
 
     rank: int
     at: Coordinates
@@ -71,7 +72,14 @@ class Plan:
 
     @property
     def files(self) -> list[PlannedFile]:
-        return [file for rank in self.ranks for file in rank.files]
+        found: dict[str, PlannedFile] = {}
+        for rank in self.ranks:
+            for file in rank.files:
+                before = found.get(file.name)
+                found[file.name] = (
+                    file if before is None else replace(before, num_bytes=before.num_bytes + file.num_bytes)
+                )
+        return list(found.values())
 
     @property
     def total_bytes(self) -> int:
@@ -87,11 +95,13 @@ def make_plan(
     engine: str,
     progress: Progress | None = None,
     report: Callable[[int, int], None] = lambda done, ranks: None,
+    ranks_per_node: int = 8,
 ) -> Plan:
     """The plan of a checkpoint of `planned` written by `engine`, or by upstream if that is its name.
 
     `progress`: at the save; None: at the first save. `report` is called after each rank with the number of ranks done
-    and the number of all ranks. Raises ConfigError for what cannot be planned.
+    and the number of all ranks. `ranks_per_node` counts with --checkpoint-files-per-node. Raises ConfigError for what
+    cannot be planned.
     """
     config, layout, vocab_sizes = planned
     if engine != UPSTREAM:
@@ -118,6 +128,16 @@ def make_plan(
         report(len(made), layout.world_size)
     ranks = tuple(made[rank][0] for rank in range(layout.world_size))
     saved = [made[rank][1] for rank in range(layout.world_size)]
+    files_per_node = config.checkpoint.checkpoint_files_per_node
+    if files_per_node is not None:
+        try:
+            saved = share_files(saved, files_per_node, ranks_per_node)
+        except CheckpointSaveError as exc:
+            raise ConfigError(str(exc)) from None
+        ranks = tuple(
+            replace(rank, files=tuple(replace(file, name=mine.name) for file in rank.files))
+            for rank, (mine,) in zip(ranks, saved, strict=True)
+        )
     commit_files = () if engine in (UPSTREAM, "none") else _commit_files(planned, engine, progress, saved)
     return Plan(engine, layout, config, vocab_sizes, progress, ranks, commit_files)
 

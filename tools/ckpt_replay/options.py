@@ -41,8 +41,9 @@ FIT = "fit"
 _LEAST_FITTING = 1 << 20
 _FITTING_SHARE = 0.8  # of what is free: leaves some for other processes
 _IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
+_SHARED_FILES = "checkpoint_files_per_node"
 _STORE_FLAGS = ("storage_cache", "storage_deadline")
-_ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint", *_STORE_FLAGS)
+_ENGINE_FLAGS = (*_IO_FLAGS, _SHARED_FILES, "checksum", "checkpoint_durability", "verify_checkpoint", *_STORE_FLAGS)
 
 _DESCRIPTION = (
     "Save and load the checkpoints of chosen ranks of a model with the real engines, and measure the storage."
@@ -267,6 +268,14 @@ def _limit_of(arguments: argparse.Namespace, ranks: int) -> int | None:
     return fitting_bytes(Path(arguments.dir), ranks, checkpoints)
 
 
+def _check_shared_files(files_per_node: int | None, engines: Sequence[str]) -> None:
+    if files_per_node is not None and "lazy" not in engines:
+        raise ReplayError(
+            f"--checkpoint-files-per-node {files_per_node}: only engine lazy heeds it; add it to --engine, or drop the "
+            "flag"
+        )
+
+
 def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:
     """The request of a command line; `world_size` is the launcher's. Raises ReplayError or ConfigError too."""
     layout = _layout(arguments)
@@ -294,6 +303,7 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         fully_sharded=arguments.sharding == "full",
     )
     engines = chosen_engines(arguments.engine, stored)
+    _check_shared_files(options[_SHARED_FILES], engines)
     in_memory = [name for name in engines if name in IN_MEMORY]
     if in_memory and world_size is not None:
         raise ReplayError(

@@ -168,6 +168,8 @@ def location_of(directory: str) -> Location:
 
 def checkpoint_flags(directory: str, options: Mapping[str, Any]) -> CheckpointConfig:
     """The flags of a training that saves to `directory`. Raises ConfigError for flags that it would refuse."""
+    if options.get("checkpoint_files_per_node") is not None:
+        return CheckpointConfig(save=directory, save_interval=1, checkpoint_engine="lazy", **options)
     if not is_uri(directory):
         return CheckpointConfig(**options)
     return CheckpointConfig(save=directory, save_interval=1, **options)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.peers.pacing import Pacing
@@ -52,6 +52,7 @@ class EngineOptions:
     rank: int = 0  # of the process that the engine runs in
     local_rank: int = 0  # among the ranks of this host
     local_world_size: int = 1  # number of ranks that share this host's memory
+    files_per_node: int | None = None  # --checkpoint-files-per-node; None: a file per rank
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     peer_timeout_s: float = 10.0  # --peer-timeout
     copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
@@ -74,23 +75,69 @@ class FileState:
     on_storage: bool = True
 
 
+class HeaderExtent(NamedTuple):
+    """Bytes [start, stop) of the header of a file, and their CRC-32 as eight hexadecimal digits."""
+
+    start: int
+    stop: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """What one rank has written of a file that several ranks share.
+
+    `header`: where the file's header tells of this part; `data`: bytes [start, stop) of its tensors and of the padding
+    behind them. `states` as in SavedFile.
+    """
+
+    rank: int
+    header: tuple[HeaderExtent, ...]
+    data: tuple[int, int]
+    states: tuple[str, ...]
+
+    @property
+    def header_bytes(self) -> int:
+        return sum(extent.stop - extent.start for extent in self.header)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.header_bytes + self.data[1] - self.data[0]
+
+
 @dataclass(frozen=True)
 class SavedFile:
     """One file on disk. `name` is its path within the checkpoint directory, with "/" between directories.
 
     `checksum` is "algorithm:hex", with an algorithm that the engine chooses ("none" with --checksum none);
     `num_bytes` is its size. `states` are the names of the FileStates that it holds completely or in part; empty: only
-    the state of the same name.
+    the state of the same name. `parts`: of a file that several ranks share, in order of rank; the checksums are theirs.
     """
 
     name: str
     num_bytes: int
     checksum: str
     states: tuple[str, ...] = ()
+    parts: tuple[FilePart, ...] = ()
 
-    def __reduce__(self) -> tuple[type[SavedFile], tuple[str, int, str, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[SavedFile], tuple[Any, ...]]:
         """A compact pickle, since ranks send each other thousands of these: a third of the bytes and of the time."""
-        return SavedFile, (self.name, self.num_bytes, self.checksum, self.states)
+        values = (self.name, self.num_bytes, self.checksum, self.states)
+        return SavedFile, (*values, self.parts) if self.parts else values
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first of the ranks that share the file has written this part: the file counts as that rank's."""
+        return not self.parts or self.parts[0].header[0].start == 0
+
+    def split(self) -> list[SavedFile]:
+        """The file once for each of its parts, as if it had no other; a file without parts as it is."""
+        return [self.with_parts([part]) for part in self.parts] or [self]
+
+    def with_parts(self, parts: Iterable[FilePart]) -> SavedFile:
+        """The same file with these parts, in order of rank, in place of its own."""
+        ordered = tuple(sorted(parts, key=lambda part: part.rank))
+        return replace(self, states=tuple(state for part in ordered for state in part.states), parts=ordered)
 
     def holds(self, state_name: str) -> bool:
         return state_name in self.states if self.states else state_name == self.name
@@ -114,6 +161,10 @@ class SavedCheckpoint:
     def holding(self, state_name: str) -> list[SavedFile]:
         """The files that hold the state `state_name` or a part of it."""
         return [file for file in self.files.values() if file.holds(state_name)]
+
+    def parts_holding(self, state_name: str) -> list[SavedFile]:
+        """As `holding`, of shared files only the part that holds it."""
+        return [part for file in self.holding(state_name) for part in file.split() if part.holds(state_name)]
 
 
 # Of one checkpoint: see `first_undamaged`.
@@ -252,6 +303,21 @@ class PendingSave(ABC):
         no effect.
         """
 
+    def shared_part(self) -> Any:
+        """What `CheckpointEngine.place_parts` must know of this save; waits until it is known. None: it has failed.
+
+        Called once, if `CheckpointEngine.shares_files`; the answer comes by `take_place` or `give_up`.
+        """
+        return None
+
+    def take_place(self, place: Any) -> None:
+        """Where this save's part of a shared file lies, as `place_parts` says. Nothing is written before."""
+        return None
+
+    def give_up(self, why: str) -> None:
+        """There is no place for this save's part: `wait` must raise CheckpointSaveError with this reason."""
+        return None
+
     def set_waiting(self, waits: bool) -> None:
         """Called when training begins to wait for the end of the save (True), and when it stops waiting (False)."""
         return None
@@ -298,6 +364,18 @@ class CheckpointEngine(ABC):
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether the ranks write into shared files, so that each save needs `place_parts`; the same on all ranks."""
+        return False
+
+    def place_parts(self, parts: Sequence[Any]) -> list[Any]:
+        """Where the part of each rank lies in the file that it shares, for `PendingSave.take_place`.
+
+        `parts`: what `shared_part` has returned, by rank. Raises CheckpointSaveError naming the flag if there is none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} writes no shared files")
 
     def check_can_save(self) -> None:
         """Raise EngineUnavailableError, saying what to install or change, if the engine cannot save on this machine.
@@ -390,6 +468,8 @@ class CheckpointEngine(ABC):
         """
         if self.asynchronous:
             pending = self.begin_save(files, directory, op)
+            if self.shares_files and (part := pending.shared_part()) is not None:
+                pending.take_place(self.place_parts([part])[0])
             pending.release_state()
             return pending.wait()
         return note_saved([self._save_file(file, directory, op) for file in files], self.options, op)
@@ -454,8 +534,8 @@ class CheckpointEngine(ABC):
 
 def note_saved(saved: list[SavedFile], options: EngineOptions, op: Operation) -> list[SavedFile]:
     """Set the figures of the save `op` from `saved`, and return `saved`."""
-    op.bytes = sum(file.num_bytes for file in saved)
-    op.num_files = len(saved)
+    op.bytes = sum(sum(part.num_bytes for part in file.parts) if file.parts else file.num_bytes for file in saved)
+    op.num_files = sum(file.leads for file in saved)
     op.durable = options.fsync
     return saved
 

@@ -31,6 +31,7 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK") or 0),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+        files_per_node=flags.checkpoint_files_per_node,
         device_timeout_s=60 * timeout_minutes,
         peer_timeout_s=flags.peer_timeout,
         copy_steps=flags.save_interval if flags.replication_traffic == "interleave" else None,

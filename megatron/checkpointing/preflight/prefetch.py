@@ -17,8 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.engines.base import SavedCheckpoint
-from megatron.checkpointing.engines.lazy.header import ALIGNMENT, METADATA, SUFFIX, entries_of, read_header_by
+from megatron.checkpointing.engines.base import FilePart, SavedCheckpoint
+from megatron.checkpointing.engines.lazy.header import (
+    ALIGNMENT,
+    METADATA,
+    PADDING,
+    SUFFIX,
+    entries_of,
+    part_entries,
+    read_header_by,
+    read_part_header,
+)
 from megatron.checkpointing.preflight.compatibility import newest_with_manifest
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.parts import spread
@@ -114,22 +123,23 @@ class Prefetch:
             self._note = f"{type(exc).__name__}: {exc}"
 
     def _read_all(self, checkpoint: SavedCheckpoint) -> None:
-        seen: set[str] = set()
+        seen: set[tuple[str, tuple[FilePart, ...]]] = set()
         while not self._stop.is_set():
             for state in self._wanted.get():
-                for file in checkpoint.holding(state):
-                    if file.name not in seen and not self._stop.is_set():
-                        seen.add(file.name)
-                        self._read_file(checkpoint.path(file.name))
+                for file in checkpoint.parts_holding(state):
+                    if (file.name, file.parts) not in seen and not self._stop.is_set():
+                        seen.add((file.name, file.parts))
+                        self._read_file(checkpoint.path(file.name), file.parts)
 
-    def _read_file(self, path: Path) -> None:
+    def _read_file(self, path: Path, parts: Sequence[FilePart]) -> None:
+        """`parts`: of a shared file the one to read; else none."""
         start, count = now_ns(), 0
         fd = open_regular(path)
         try:
             resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            for at, length in _blocks(_stretches(fd, path, self._mine, self._replica, self._replicas)):
+            for at, length in _blocks(_stretches(fd, path, parts, self._mine, self._replica, self._replicas)):
                 missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
@@ -160,7 +170,9 @@ def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
     return Prefetch(config, layout, config.parallel.rank, limit)
 
 
-def _stretches(fd: int, path: Path, my_optimizer_file: str, replica: int, replicas: int) -> list[Stretch]:
+def _stretches(
+    fd: int, path: Path, parts: Sequence[FilePart], my_optimizer_file: str, replica: int, replicas: int
+) -> list[Stretch]:
     """The parts of a file to read: of engine lazy's, whose files hold more states than one, the header and what is not
     another rank's shard, nor a layer that another of `replicas` reads; else all of it.
 
@@ -169,10 +181,11 @@ def _stretches(fd: int, path: Path, my_optimizer_file: str, replica: int, replic
     size = os.fstat(fd).st_size
     if path.suffix != SUFFIX:
         return [(0, size)]
-    header = read_header_by(path, ALIGNMENT, lambda start, size: os.pread(fd, size, start))
-    begin = len(header)
-    found = [(0, begin)]
-    entries = entries_of(header)
+    if parts:
+        found, begin, entries = _of_part(path, parts[0])
+    else:
+        header = read_header_by(path, ALIGNMENT, lambda start, size: os.pread(fd, size, start))
+        found, begin, entries = [(0, len(header))], len(header), entries_of(header)
     others = _layers_of_others(entries, replica, replicas)
     for name, entry in entries.items():
         state = name.partition("/")[0]
@@ -183,6 +196,14 @@ def _stretches(fd: int, path: Path, my_optimizer_file: str, replica: int, replic
                 raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")
             found.append((begin + start, begin + stop))
     return _merged(sorted(found))
+
+
+def _of_part(path: Path, part: FilePart) -> tuple[list[Stretch], int, dict[str, Any]]:
+    """(header extents, first byte of the file's data, tensors) of a part of a shared file."""
+    header = read_part_header(path, part)
+    entries = {name: entry for name, entry in part_entries(header[1]).items() if not name.startswith(PADDING)}
+    first = min((entry["data_offsets"][0] for entry in entries.values()), default=0)
+    return [(extent.start, extent.stop) for extent in part.header], part.data[0] - first, entries
 
 
 def _layers_of_others(entries: Mapping[str, Any], replica: int, replicas: int) -> set[str]:

@@ -48,6 +48,7 @@ from megatron.checkpointing.state.shard_metadata import (
     shard_placement,
 )
 from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.store.commit import collect_files, parts_of_ranks
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.parts import share_of, spread
 from megatron.checkpointing.store.search import Candidate
@@ -216,15 +217,15 @@ class DirectLoad:
             return [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
 
     def _survey(self) -> Survey:
-        """What the old files hold. Each file is surveyed by one rank."""
+        """What the old files hold. Each file, or part of a shared one, is surveyed by one rank."""
         rank, world_size = self._ctx.control.rank, self._ctx.control.world_size
         old = Layout(**self._manifest.layout)
         found = Survey()
         with self._op.span("discover"), reading(self._directory):
             if self._reader.wants_placements:
-                files = self._manifest.files
-                mine = {name: files[name] for name in share_of(sorted(files), rank, world_size)}
-                tensors = self._reader.placed_tensors(replace(self._checkpoint, files=mine), self._op)
+                mine = share_of(parts_of_ranks(self._manifest.files), rank, world_size)
+                checkpoint = replace(self._checkpoint, files=collect_files([mine]))
+                tensors = self._reader.placed_tensors(checkpoint, self._op)
                 found.tensors = [it for it in tensors if (kind_of(it) == WEIGHT) != self._with_optimizer]
                 found.needed = self._names_held()
             elif self._with_optimizer:

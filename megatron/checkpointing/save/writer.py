@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile, SaveTargets
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    FileState,
+    FinishedSave,
+    PendingSave,
+    SavedFile,
+    SaveTargets,
+)
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpointing.save.background import BackgroundSave, BackgroundSaves
 from megatron.checkpointing.store import commit
@@ -344,6 +351,8 @@ class CheckpointWriter:
         # On a background thread catch everything, since torch's CheckpointException is not an Exception; on the main
         # thread let interrupts pass.
         failures = Exception if self._blocking else BaseException
+        if self.engine.shares_files and save.on_storage:
+            self._place_part(save)
         try:
             if save.pending is not None:
                 saved = save.pending.wait()
@@ -362,6 +371,32 @@ class CheckpointWriter:
             return self._agree_and_commit(save, saved, stored)
         finally:
             save.committed_ns = now_ns()
+
+    def _place_part(self, save: Save) -> None:
+        """Find out where this rank's part of a shared file lies; collective."""
+        pending = save.pending if save.pending is not None else FinishedSave([])
+        try:
+            part = pending.shared_part()
+            with save.op.span("barrier", blocking=self._blocking):
+                gathered = self._control.gather(part)
+                place = self._control.scatter(None if gathered is None else self._places(gathered))
+        except BaseException as exc:
+            pending.give_up(f"{type(exc).__name__}: {exc}")
+            raise
+        if isinstance(place, str):
+            pending.give_up(place)
+        else:
+            pending.take_place(place)
+
+    def _places(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """On rank 0: by rank, its place, or why there is none."""
+        lacking = [rank for rank, part in enumerate(parts) if part is None]
+        if lacking:  # they tell the reason when all ranks agree
+            return [f"rank {lacking[0]} has failed to begin its part"] * len(parts)
+        try:
+            return self.engine.place_parts(parts)
+        except Exception as exc:  # any error: the other ranks wait for an answer
+            return [str(exc)] * len(parts)
 
     def _finish_in_background(self, save: Save) -> str | None:
         """As `_finish`, on a background thread. Lost connections between ranks fail this save and all later ones."""
@@ -415,7 +450,7 @@ class CheckpointWriter:
         self.superseded = decision if isinstance(decision, SaveDirectorySupersededError) else superseded
         if decision is None:
             self.engine.settle()
-            self._remove_old(save, [file.name for file in saved], pruned, begun)
+            self._remove_old(save, [file.name for file in saved if file.leads], pruned, begun)
         return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
 
     def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import SavedFile
@@ -196,11 +196,28 @@ def discard(temporary: Path) -> None:
 
 
 def collect_files(gathered: Sequence[Sequence[SavedFile]]) -> dict[str, SavedFile]:
-    """Files of all ranks by name. Raises ValueError if two ranks wrote the same name."""
+    """Files of all ranks by name, those that ranks share with all their parts.
+
+    Raises ValueError if two ranks wrote the same name otherwise, or parts that do not fit together.
+    """
     files: dict[str, SavedFile] = {}
+    shared: dict[str, list[SavedFile]] = {}
     for mine in gathered:
         for file in mine:
-            if file.name in files:
+            if file.parts:
+                shared.setdefault(file.name, []).append(file)
+            elif file.name in files:
                 raise ValueError(f"two ranks wrote {file.name}")
             files[file.name] = file
+    for name, found in shared.items():
+        parts = [part for file in found for part in file.parts]
+        states = {state for part in parts for state in part.states}
+        if len({file.num_bytes for file in found}) > 1 or len(states) < sum(len(part.states) for part in parts):
+            raise ValueError(f"ranks that share {name} differ in its size, or have written one state twice")
+        files[name] = found[0].with_parts(parts)
     return files
+
+
+def parts_of_ranks(files: Mapping[str, SavedFile]) -> list[SavedFile]:
+    """What the ranks have written, in order of their files: a shared file once for each rank, with only its part."""
+    return [part for name in sorted(files) for part in files[name].split()]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.base import FilePart, HeaderExtent, SavedFile
 from megatron.checkpointing.store import naming as names
 from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import parse_json
@@ -27,6 +27,8 @@ _MAX_MANIFEST = 1 << 30  # bytes: some millions of files
 _MAX_INTEGER = (1 << 63) - 1
 _MAX_RANKS = 1 << 24  # in a layout: programs that read one loop over them
 _LAYOUT = ("tp", "pp", "dp")
+_HEADER_EXTENTS = 2  # of a rank's part of a shared file
+_MAX_HEADER = 100_000_000  # bytes: what readers of safetensors take
 # How a manifest begins and ends, as this program writes it. No text in it has a line break, so nothing else is so.
 _HEADING_BYTES = 512
 _BEGINNING_BYTES = 1 << 13  # holds what a manifest says of the model, which comes before the files
@@ -79,6 +81,9 @@ class Manifest:
     def to_json(self) -> str:
         """The content and, under "checksum", the SHA-256 of its canonical JSON."""
         content = asdict(self)
+        for file in content["files"].values():
+            if not file["parts"]:  # as below
+                del file["parts"]
         training = content.pop("training")
         for key in ("objects", "first_start", "resumed_with"):
             if not content[key]:  # programs of before, which did not know it, read all others
@@ -93,10 +98,7 @@ class Manifest:
     def from_json(text: str) -> Manifest:
         """Raises ValueError if `text` is not a complete, unaltered manifest with values of the right types."""
         content = parse_manifest(text)
-        content["files"] = {
-            name: SavedFile(**entry | {"states": tuple(entry.get("states", ()))})
-            for name, entry in content["files"].items()
-        }
+        content["files"] = {name: saved_file(entry) for name, entry in content["files"].items()}
         content["objects"] = {name: StoredObject(**entry) for name, entry in content.get("objects", {}).items()}
         return Manifest(**content)
 
@@ -124,6 +126,18 @@ class Manifest:
         except ValueError:
             return Manifest.of(directory)
         return Manifest(**content, files={})
+
+
+def saved_file(entry: dict[str, Any]) -> SavedFile:
+    """A file as the JSON of a manifest tells of it."""
+    parts = tuple(
+        FilePart(
+            part["rank"], tuple(HeaderExtent(*extent) for extent in part["header"]), tuple(part["data"]),
+            tuple(part["states"]),
+        )
+        for part in entry.get("parts", ())
+    )  # fmt: skip
+    return SavedFile(**entry | {"states": tuple(entry.get("states", ())), "parts": parts})
 
 
 def content_checksum(content: dict[str, Any]) -> str:
@@ -277,6 +291,37 @@ def _files(value: Any) -> None:
             raise ValueError(f"{_shown(name)}: {exc}") from None
 
 
+def _parts(value: Any) -> None:
+    if type(value) is not list or not value:
+        raise ValueError(f"must be a list of what ranks have written, and is {_shown(value)}")
+    for part in value:
+        _check_object(part, _PART, tuple(_PART))
+
+
+def _extent(value: Any) -> None:
+    if type(value) is not list or len(value) != 2:
+        raise ValueError(f"must be the first byte of an extent and the one after its last, and is {_shown(value)}")
+    for position in value:
+        _integer(0)(position)
+    if value[1] < value[0]:
+        raise ValueError(f"ends before it begins: {_shown(value)}")
+
+
+def _header_extents(value: Any) -> None:
+    if type(value) is not list or len(value) != _HEADER_EXTENTS:
+        raise ValueError(f"must be {_HEADER_EXTENTS} extents with their checksums, and is {_shown(value)}")
+    for item in value:
+        if type(item) is not list or len(item) != 3 or not _is_crc32(item[2]):
+            raise ValueError(f"must be an extent with its checksum, and is {_shown(item)}")
+        _extent(item[:2])
+        if item[1] - item[0] > _MAX_HEADER:
+            raise ValueError(f"is longer than a header may be: {_shown(item)}")
+
+
+def _is_crc32(value: Any) -> bool:
+    return type(value) is str and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
 def _objects(value: Any) -> None:
     if type(value) is not dict:
         raise ValueError(f"must be an object that tells of objects, and is {_shown(value)}")
@@ -302,7 +347,8 @@ def _check_object(value: Any, checks: dict[str, _Check], required: tuple[str, ..
             raise ValueError(f"{key}: {exc}") from None
 
 
-_FILE = {"name": _path, "num_bytes": _integer(0), "checksum": _line_or_nothing, "states": _paths}
+_PART = {"rank": _integer(0, _MAX_RANKS), "header": _header_extents, "data": _extent, "states": _paths}
+_FILE = {"name": _path, "num_bytes": _integer(0), "checksum": _line_or_nothing, "states": _paths, "parts": _parts}
 _OBJECT = {"etag": _line, "checksum": _line}
 _MANIFEST = {
     "tag": _tag,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.store.manifest import saved_file
 from tests.conformance.compare import differences
 from tests.conformance.states import STATES
 from tests.conformance.subjects import Saved, Subject, engines_under_test, traced
@@ -26,7 +26,7 @@ def save(subject: Subject, directory: Path) -> None:
 def load(subject: Subject, directory: Path) -> list[str]:
     """What differs from what was saved."""
     told = json.loads((directory / "manifest.json").read_text())
-    files = [SavedFile(**entry | {"states": tuple(entry["states"])}) for entry in told]
+    files = [saved_file(entry) for entry in told]
     names = [f"{number}.pt" for number in range(len(STATES))]
     found = subject.load(names, Saved(directory, files, traced("save")))
     return [

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.store.manifest import saved_file
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, Subject, sizes, traced
 from tests.dist.storage import drop_root_rights
@@ -32,7 +32,7 @@ def example_state() -> dict[str, Any]:
 def load(subject: Subject, directory: Path) -> Any:
     """Read what another process saved there; its files are told in manifest.json."""
     told = json.loads((directory / "manifest.json").read_text())
-    files = [SavedFile(**entry | {"states": tuple(entry["states"])}) for entry in told]
+    files = [saved_file(entry) for entry in told]
     found = subject.load([NAME], Saved(directory, files, traced("save")))
     return differences(found[NAME], example_state())
 

@@ -1,6 +1,7 @@
 """This project's own engine: asynchronous saves through direct I/O, one safetensors file per rank, parallel loads.
 
-The parts: format (the file), writer (a save), host_cache (its memory), reader (a load).
+The parts: format (the file), writer (a save), host_cache (its memory), reader (a load); shared_format and shared_save,
+where several ranks share a file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
+    FilePart,
     FileState,
     PendingSave,
     PlacedTensor,
@@ -30,10 +32,12 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
+from megatron.checkpointing.engines.lazy import shared_format
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, STREAMING_THREADS, HostCache
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
 from megatron.checkpointing.engines.lazy.reader import Wanted, open_checked, read_tensors
+from megatron.checkpointing.engines.lazy.shared_save import SharedSave
 from megatron.checkpointing.engines.lazy.writer import LazySave, StreamedSave
 from megatron.config.errors import ConfigError
 from megatron.fileio.checksums import CheckedBytes
@@ -45,6 +49,9 @@ from megatron.fileio.ranged_reader import DIRECT_THREADS
 from restart_trace.recorder import Operation
 
 _HEADER_THREADS = 8
+
+
+_Part = tuple[Path, tuple[FilePart, ...]]  # a file, or the part of a shared one
 
 
 class LazyEngine(CheckpointEngine):
@@ -96,14 +103,32 @@ class LazyEngine(CheckpointEngine):
         self.memory_is_ready()
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
-        path = directory / lazy_format.file_name(self.options.rank)
-        return LazySave(self._captured(files, op), path, self.options, self._cache, op)
+        captured = self._captured(files, op)
+        path = directory / self._file_name()
+        if self.shares_files:
+            return SharedSave(captured, path, self.options, self._cache, op)
+        return LazySave(captured, path, self.options, self._cache, op)
+
+    @property
+    def shares_files(self) -> bool:
+        return self.options.files_per_node is not None and not self.keeps_in_memory
+
+    def place_parts(self, parts: Sequence[shared_format.Room]) -> list[shared_format.Place]:
+        return shared_format.place_parts(parts)
+
+    def _file_name(self) -> str:
+        options = self.options
+        if not self.shares_files or options.files_per_node is None:
+            return lazy_format.file_name(options.rank)
+        return shared_format.file_name(
+            options.rank, options.local_rank, options.local_world_size, options.files_per_node
+        )
 
     def begin_streamed_save(self, files: Sequence[FileState], targets: SaveTargets, op: Operation) -> PendingSave:
         return StreamedSave(self._captured(files, op), targets, self.options, self._cache, op)
 
     def _captured(self, files: Sequence[FileState], op: Operation) -> lazy_format.Captured:
-        with op.span("serialize", file=lazy_format.file_name(self.options.rank)):
+        with op.span("serialize", file=self._file_name()):
             refuse_duplicates(files)
             captured = lazy_format.capture(files, self.options.checksum)
             self._cache.prepare(captured.contents.data_bytes)
@@ -122,17 +147,18 @@ class LazyEngine(CheckpointEngine):
     def load_into(self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As CheckpointEngine.load_into: live tensors are filled in place; others are as from `load`."""
         names = [file.name for file in live]
-        opened: dict[Path, lazy_format.Contents] = {}
-        holder: dict[str, Path] = {}
+        opened: dict[_Part, lazy_format.Contents] = {}
+        holder: dict[str, _Part] = {}
         for name in names:
             path, file = self._file_of(name, checkpoint)
-            holder[name] = path
-            if path not in opened:
-                opened[path] = open_checked(path, file, self.options, checkpoint.ranged, op)
+            part = holder[name] = (path, file.parts)
+            if part not in opened:
+                opened[part] = open_checked(path, file, self.options, checkpoint.ranged, op)
         with op.span("load", "deserialize", joined=True):
             wanted = []
-            for path, contents in opened.items():
-                mine = [name for name in names if holder[name] == path]
+            for part, contents in opened.items():
+                path = part[0]
+                mine = [name for name in names if holder[name] == part]
                 wanted.append(Wanted(path, contents, [e for name in mine for e in contents.tensors_of(name)]))
             targets: dict[str, torch.Tensor] = {}
             for file in live:
@@ -140,15 +166,15 @@ class LazyEngine(CheckpointEngine):
                 targets |= {f"{file.name}/{name}": tensor for name, tensor in tensors.items()}
         read = read_tensors(wanted, targets, self._arena, self.options, checkpoint.ranged, op)
         with op.span("load", "deserialize", joined=True):
-            states = {name: _join(name, opened[holder[name]], holder[name], read) for name in names}
-        num_bytes = sum(contents.data_start for contents in opened.values())
+            states = {name: _join(name, opened[holder[name]], holder[name][0], read) for name in names}
+        num_bytes = sum(contents.header_bytes for contents in opened.values())
         num_bytes += sum(entry.num_bytes for item in wanted for entry in item.entries)
-        note_loaded(num_bytes, len(opened), op)
+        note_loaded(num_bytes, len({path for path, _ in opened}), op)
         return states
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
-        saved = sorted(checkpoint.files.items())
-        files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_header.SUFFIX)]
+        saved = [file for name, file in sorted(checkpoint.files.items()) if name.endswith(lazy_header.SUFFIX)]
+        files = [(checkpoint.path(file.name), part) for file in saved for part in file.split()]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             opened = list(
                 pool.map(lambda item: open_checked(item[0], item[1], self.options, checkpoint.ranged, op), files)
@@ -192,7 +218,8 @@ class LazyEngine(CheckpointEngine):
 
     @staticmethod
     def _file_of(name: str, checkpoint: SavedCheckpoint) -> tuple[Path, SavedFile]:
-        files = checkpoint.holding(name)
+        """The file that holds the state called `name`; of a shared file only the part that does."""
+        files = checkpoint.parts_holding(name)
         if len(files) != 1:
             raise CheckpointDamagedError(
                 f"{checkpoint.directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"

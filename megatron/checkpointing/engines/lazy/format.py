@@ -1,5 +1,7 @@
 """The file format of engine `lazy`: safetensors, one file per rank, nothing pickled (docs/lazy_format.md).
 
+Files that several ranks share: shared_format.
+
     8 bytes   length of the JSON, little endian
     JSON      name -> dtype, shape, data_offsets; padded with spaces so that the data begins at a multiple of 4096
     data      tensors without gaps, those of wide types first, so each is aligned to the size of its elements
@@ -14,7 +16,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,20 +69,33 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Bytes of a file that several ranks share, and of the part of its header that tells of one rank's tensors."""
+
+    file_bytes: int
+    header_bytes: int
+
+
+@dataclass(frozen=True)
 class Contents:
     """The content of a file except the bytes of its tensors."""
 
     entries: dict[str, TensorEntry]  # in the order of the data
     states: dict[str, Any]  # file name of DeepSpeed's layout -> skeleton
     data_start: int  # bytes from the beginning of the file; 0: not yet computed
+    shared: Shared | None = None  # of a part of a file that several ranks share
 
     @property
     def data_bytes(self) -> int:
         return max((entry.stop for entry in self.entries.values()), default=0)
 
     @property
+    def header_bytes(self) -> int:
+        return self.data_start if self.shared is None else self.shared.header_bytes
+
+    @property
     def file_bytes(self) -> int:
-        return self.data_start + self.data_bytes
+        return self.data_start + self.data_bytes if self.shared is None else self.shared.file_bytes
 
     def tensors_of(self, state_name: str) -> list[TensorEntry]:
         """Entries of one state."""
@@ -143,22 +159,35 @@ def _at(state: Any, path: Sequence[Any]) -> Any:
 
 def encode(contents: Contents) -> bytes:
     """The bytes before the data."""
-    described = {name: _description(entry) for name, entry in contents.entries.items()}
     metadata = {
         "format": "pt",
         "lazy_format_version": FORMAT_VERSION,
-        "states": json.dumps(contents.states, separators=(",", ":")),
-        "tensors": json.dumps(described, separators=(",", ":")),
+        "states": compact_json(contents.states),
+        "tensors": compact_json(descriptions(contents)),
     }
-    header: dict[str, Any] = {METADATA: metadata}
-    for name, entry in contents.entries.items():
-        header[name] = {
+    text = compact_json({METADATA: metadata} | table(contents)).encode()
+    return LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+
+
+def compact_json(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def table(contents: Contents, base: int = 0) -> dict[str, Any]:
+    """The tensors as safetensors describes them, at `base` bytes after their positions in `contents`."""
+    return {
+        name: {
             "dtype": _DTYPE_NAMES.get(entry.dtype, "U8"),
             "shape": list(entry.shape) if entry.dtype in _DTYPE_NAMES else [entry.num_bytes],
-            "data_offsets": [entry.start, entry.stop],
+            "data_offsets": [base + entry.start, base + entry.stop],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+        for name, entry in contents.entries.items()
+    }
+
+
+def descriptions(contents: Contents) -> dict[str, Any]:
+    """What safetensors has no place for, by tensor."""
+    return {name: _description(entry) for name, entry in contents.entries.items()}
 
 
 def _description(entry: TensorEntry) -> dict[str, Any]:
@@ -184,24 +213,43 @@ def header_checksum(header: bytes) -> str:
 
 def decode(header: bytes, path: Path) -> Contents:
     """Parse what `read_header` returned. Raises CheckpointDamagedError naming `path` if it is not of this format."""
-    try:
+    with decoding(path):
         content = entries_of(header)
         metadata = content.pop(METADATA)
-        if metadata["lazy_format_version"] != FORMAT_VERSION:
-            raise CheckpointDamagedError(
-                f"{path}: format version {metadata['lazy_format_version']}; only {FORMAT_VERSION} is known"
-            )
-        described = json.loads(metadata["tensors"])
-        entries = {name: _entry(name, item, described[name]) for name, item in content.items()}
-        _check_order(entries)
-        states = json.loads(metadata["states"])
-        if not isinstance(states, dict):
-            raise TypeError("its states are not an object")
+        check_version(metadata["lazy_format_version"], FORMAT_VERSION, path)
+        entries = parsed_table(content, json.loads(metadata["tensors"]))
+        return Contents(entries, parsed_states(json.loads(metadata["states"])), len(header))
+
+
+@contextmanager
+def decoding(path: Path) -> Iterator[None]:
+    """What the body finds wrong with the header of `path` is a CheckpointDamagedError."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointDamagedError(
             f"{path}: its header is not one of engine lazy ({type(exc).__name__}: {exc})"
         ) from exc
-    return Contents(entries, states, len(header))
+
+
+def check_version(found: Any, known: str, path: Path) -> None:
+    """Raises CheckpointDamagedError if the format is of another version than `known`."""
+    if found != known:
+        raise CheckpointDamagedError(f"{path}: format version {found}; only {known} is known")
+
+
+def parsed_states(states: Any) -> dict[str, Any]:
+    """Raises TypeError if `states` is not an object."""
+    if not isinstance(states, dict):
+        raise TypeError("its states are not an object")
+    return states
+
+
+def parsed_table(content: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """The entries that `table` and `descriptions` wrote. Raises ValueError, KeyError, TypeError or AttributeError."""
+    entries = {name: _entry(name, item, described[name]) for name, item in content.items()}
+    _check_order(entries)
+    return entries
 
 
 def _entry(name: str, item: dict[str, Any], described: dict[str, Any]) -> TensorEntry:

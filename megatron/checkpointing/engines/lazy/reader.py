@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, SavedFile, check_size
+from megatron.checkpointing.engines.base import EngineOptions, FilePart, SavedFile, check_size
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, damaged_files, reading
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry, decode, header_checksum
-from megatron.fileio.checksums import RangeChecksum, by_file, combine
+from megatron.checkpointing.engines.lazy.shared_format import decode_part
+from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
 from megatron.fileio.objects.parts import PART_BYTES
@@ -79,7 +80,9 @@ class _Range:
 def open_checked(
     path: Path, file: SavedFile, options: EngineOptions, ranged: RangedFiles | None, op: Operation
 ) -> Contents:
-    """What the file at `path` holds, by its header, which is that of `file`. `ranged`: as in SavedCheckpoint.
+    """What the file at `path` holds, by its header, which is that of `file`; of a shared file the only part of `file`.
+
+    `ranged`: as in SavedCheckpoint.
 
     Raises CheckpointDamagedError naming `path`, or OSError.
     """
@@ -87,8 +90,8 @@ def open_checked(
         check_size(path, file)
     with reading(path):
         with op.span("load", "read", file=path.name) as span:
-            header = lazy_header.read_header(path, ranged)
-            span.bytes = len(header)
+            header = _read_header(path, file, ranged)
+            span.bytes = sum(map(len, header))
         with op.span("load", "deserialize", file=path.name):
             contents = _parse(header, path, file, options)
     if ranged is not None and any(entry.crc32 is None for entry in contents.entries.values()):
@@ -96,17 +99,38 @@ def open_checked(
     return contents
 
 
-def _parse(header: bytes, path: Path, file: SavedFile, options: EngineOptions) -> Contents:
+def _read_header(path: Path, file: SavedFile, ranged: RangedFiles | None) -> list[bytes]:
+    """The extents of the header that tell of what `file` is to give."""
+    if file.parts:
+        return lazy_header.read_part_header(path, file.parts[0], ranged)
+    return [lazy_header.read_header(path, ranged)]
+
+
+def _parse(header: Sequence[bytes], path: Path, file: SavedFile, options: EngineOptions) -> Contents:
+    if file.parts:
+        if options.verify_checksums:
+            _verify_header(header, path, file.parts[0])
+        return decode_part(header, file, path)
     if options.verify_checksums:
-        found = header_checksum(header)
+        found = header_checksum(header[0])
         if found != file.checksum:
             raise CheckpointDamagedError(f"{path}: header checksum {found}, but {file.checksum} was saved")
-    contents = decode(header, path)
+    contents = decode(header[0], path)
     if contents.file_bytes != file.num_bytes:
         raise CheckpointDamagedError(
             f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
         )
     return contents
+
+
+def _verify_header(header: Sequence[bytes], path: Path, part: FilePart) -> None:
+    for text, extent in zip(header, part.header, strict=True):
+        found = f"{crc32(text):08x}"
+        if found != extent.crc32:
+            raise CheckpointDamagedError(
+                f"{path}: bytes {extent.start} to {extent.stop}, of the header of rank {part.rank}'s part, have the "
+                f"checksum {found}, but {extent.crc32} was saved"
+            )
 
 
 def read_tensors(

@@ -198,7 +198,7 @@ class LazySave(PendingSave):
         blocks: list[Block] = []
         try:
             with self._op.span("serialize", file=self._path.name, blocking=False):
-                self._contents = lazy_format.with_data_start(self._contents)
+                self._contents = self._laid_out()
                 blocks = cut_into_blocks(self._contents, self._options.io_block_bytes, self._uncrossed_bytes)
                 tensors = self._captured.tensors
                 self._sources = {
@@ -424,14 +424,18 @@ class LazySave(PendingSave):
 
     # A file on storage
 
+    def _laid_out(self) -> lazy_format.Contents:
+        """The contents, with the position from which the positions of blocks count."""
+        return lazy_format.with_data_start(self._contents)
+
     def _open(self) -> SaveTarget:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd, direct = direct_files.open_direct(self._path, flags, self._options.direct_io)
-        return _Descriptor(fd, direct, self._path, self._options.direct_io)
+        return Descriptor(fd, direct, self._path, self._options.direct_io)
 
     def _reserve(self, file: SaveTarget) -> None:
         """Reserve the space of a file that is written directly, while the first blocks are gathered."""
-        if isinstance(file, _Descriptor) and file.direct:
+        if isinstance(file, Descriptor) and file.direct:
             with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
                 span.bytes = 0
                 direct_files.allocate(file.fd, direct_files.align_up(self._contents.file_bytes))
@@ -555,7 +559,7 @@ class StreamedSave(LazySave):
 
 
 @dataclass
-class _Descriptor:
+class Descriptor:
     """The file being written. Direct transfers are padded to complete sectors; `_finish` truncates the last one."""
 
     fd: int

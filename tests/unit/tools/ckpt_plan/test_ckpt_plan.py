@@ -107,6 +107,27 @@ def test_an_engine_that_does_not_save_to_object_storage_is_not_planned_there() -
         make_plan(planned, "memory")
 
 
+SHARING = ["--save", "x", "--save-interval", "1", "--checkpoint-files-per-node", "1"]
+
+
+def test_ranks_of_a_node_share_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 ranks of 8 nodes leave 8 files; of nodes with 3 ranks the last has one."""
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    flags = ["--dp", "16", "--engine", "lazy"]
+    apart = plan_json(capsys, *flags, "--", *FLAGS, *layout)
+    assert apart["num_files"] == 64
+    shared = plan_json(capsys, *flags, "--", *FLAGS, *layout, *SHARING)
+    assert [(file["name"], file["rank"]) for file in shared["files"]] == [
+        (f"ranks_{8 * node:05d}-{8 * node + 7:05d}.safetensors", 8 * node) for node in range(8)
+    ]
+    assert shared["total_bytes"] == sum(file["bytes"] for file in shared["files"])
+    assert shared["bytes_by_kind"]["moments"] == apart["bytes_by_kind"]["moments"]
+    of_three = plan_json(capsys, "--ranks-per-host", "3", *flags, "--", *FLAGS, *layout, *SHARING)
+    assert of_three["num_files"] == 22 and of_three["files"][-1]["name"] == "ranks_00063-00063.safetensors"
+    status, _, told = run(capsys, "--engine", "torch", "--", *FLAGS, *SHARING)
+    assert status == 2 and "--checkpoint-files-per-node 1: --checkpoint-engine torch has no files" in told
+
+
 def test_presets_are_those_of_the_launchers() -> None:
     config, layout, vocab_sizes = config_for("70b", 8, 8, 2)
     assert layout == Layout(8, 8, 2)
@@ -568,7 +589,10 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--tp 2 -- --num-layers 2", "--tp 2: without --model, give --tensor-model-parallel-size 2"),
         ("-- --num-layers 2", "required flags are missing: --hidden-size"),
         ("--dp 2", f"--model is missing: give one of {', '.join(model_names())}"),
-        ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: add --run or --host-memory or --step-time, or drop it"),
+        (
+            "--model 7b --ranks-per-host 4",
+            "--ranks-per-host 4: add --run or --host-memory or --step-time or --checkpoint-files-per-node, or drop it",
+        ),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
         (
             "--model tiny --engine memory --no-coordinator",

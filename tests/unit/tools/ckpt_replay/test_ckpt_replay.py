@@ -83,6 +83,11 @@ def test_engine_options_are_the_trainers() -> None:
             "--operations saves_then_loads: the slots of --engine memory hold the newest save alone",
         ),
         (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
+        (
+            ["--model", "70b", "--engine", "torch", "--checkpoint-files-per-node", "1"],
+            ReplayError,
+            "--checkpoint-files-per-node 1: only engine lazy heeds it",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.base import MIB, EngineOptions, FileState, SavedCheckpoint, SavedFile
+from megatron.checkpointing.engines.base import MIB, EngineOptions, FileState, PendingSave, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.lazy import writer
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
+from megatron.checkpointing.store.commit import collect_files
 from restart_trace.recorder import untraced_operation
 
 NAMES = ["layer_01-model_00-model_states.pt", "mp_rank_00_model_states.pt"]
@@ -39,6 +40,25 @@ def load(directory: Path, saved: list[SavedFile], names: list[str] = NAMES, **op
     return engine(**options).load(
         names, SavedCheckpoint(directory, {file.name: file for file in saved}), untraced_operation()
     )
+
+
+def save_together(
+    engines: Sequence[LazyEngine], states: Sequence[list[FileState]], directory: Path
+) -> dict[str, SavedFile]:
+    """What the ranks of these engines save into the files that they share."""
+    pairs = zip(engines, states, strict=True)
+    pending = [each.begin_save(mine, directory, untraced_operation()) for each, mine in pairs]
+    give_places(engines, pending)
+    for save in pending:
+        save.release_state()
+    return collect_files([save.wait() for save in pending])
+
+
+def give_places(engines: Sequence[LazyEngine], pending: Sequence[PendingSave]) -> None:
+    """As CheckpointWriter does over the ranks."""
+    places = engines[0].place_parts([save.shared_part() for save in pending])
+    for save, place in zip(pending, places, strict=True):
+        save.take_place(place)
 
 
 def check(found: dict[str, Any], expected: list[FileState]) -> None:

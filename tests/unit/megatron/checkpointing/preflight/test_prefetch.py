@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
+from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.preflight.prefetch import Prefetch
 from megatron.checkpointing.store import naming as names
@@ -24,9 +25,11 @@ from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
+from tests.unit.megatron.checkpointing.engines.lazy_helpers import save_together
 from tests.unit.trace_helpers import PROCESS, read
 
 MIB = 1 << 20
+SHARED = "lazy, in one file"
 TWO = Layout(tp=1, pp=1, dp=2)
 LAYER = names.layer_file(1, 0)
 COMMON_STATE = names.model_states_file(TWO, TWO.coordinates(0))
@@ -60,7 +63,11 @@ def save(directory: Path, engine: str) -> dict[str, SavedFile]:
     target = directory / "global_step5"
     target.mkdir()
     saved: dict[str, SavedFile] = {}
-    for rank in (0, 1):
+    if engine == SHARED:
+        options = [EngineOptions(rank=i, local_rank=i, local_world_size=2, files_per_node=1) for i in (0, 1)]
+        saved = save_together([LazyEngine(each) for each in options], [states(0), states(1)], target)
+        engine = "lazy"
+    for rank in (0, 1) if not saved else ():
         saving = create_engine(engine, EngineOptions(rank=rank))
         saved |= {file.name: file for file in saving.save(states(rank), target, untraced_operation())}
         saving.close()
@@ -162,15 +169,17 @@ def load_what_was_read_ahead(place: Path, name: str, engine: CheckpointEngine) -
     return ReadAhead(spans, shares, after - before, resident < MINE or faults_after > faults_before)
 
 
-@pytest.mark.parametrize("name", ["torch", "lazy"])
+@pytest.mark.parametrize("name", ["torch", "lazy", SHARED])
 def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, name: str) -> None:
-    engine = create_engine(name, EngineOptions(rank=1))
+    engine = create_engine("lazy" if name == SHARED else name, EngineOptions(rank=1))
     load_what_was_read_ahead(tmp_path / "first", name, engine)  # a first load reads modules, too
     rounds = (load_what_was_read_ahead(tmp_path / str(number), name, engine) for number in range(ROUNDS))
     found = next((one for one in rounds if not one.disturbed), None)
     assert found is not None, f"less than what rank 1 loads was read ahead, in each of {ROUNDS} rounds"
     if name == "lazy":  # the other rank's shard lies in the file that holds the weights
         assert 0.2 < found.shares["rank_00000.safetensors"] < 0.8
+    elif name == SHARED:
+        assert 0.2 < found.shares["ranks_00000-00001.safetensors"] < 0.8
     else:
         assert found.shares[shard(0)] == 0
     assert found.read_bytes < MIB, "the load has read from storage again"

@@ -22,6 +22,7 @@ from tests.unit.hostile import NO_FILES, altered, blocking_fails, fifo
 from tests.unit.megatron.checkpointing.store.test_commit import FILE, committed, found, manifest_of, prune, write
 
 MANIFEST = "manifest.json"
+PART = {"rank": 0, "header": [[0, 1, "0" * 8], [1, 2, "0" * 8]], "data": [2, 3], "states": ["a"]}
 GARBAGE = [
     b"", b" \n", b"\xff\xff", b"a\x00b", b".", b"..", b"../..", b"/etc", b"a/b", b"x" * 300, b"x" * 100_000,
     b"\x1b]0;x\x07", b".incomplete_global_step1_a", b"absent",
@@ -183,6 +184,18 @@ def test_manifest_of_wrong_types(tmp_path: Path, change: dict[str, Any], told: s
         ({"states": [{}]}, "states: must be text, and is {}"),
         ({"name": "other"}, "calls itself 'other'"),
         ({"mode": 1}, "'mode' is unknown"),
+        ({"parts": []}, "parts: must be a list of what ranks have written, and is []"),
+        ({"parts": [7]}, "parts: must be an object, and is 7"),
+        ({"parts": [{}]}, "parts: rank is missing"),
+        ({"parts": [PART | {"rank": -1}]}, "parts: rank: must be a whole number from 0"),
+        ({"parts": [PART | {"data": [4, 3]}]}, "parts: data: ends before it begins: [4, 3]"),
+        ({"parts": [PART | {"data": [0]}]}, "parts: data: must be the first byte of an extent and the one after"),
+        ({"parts": [PART | {"data": ["0", 1]}]}, "parts: data: must be a whole number from 0"),
+        ({"parts": [PART | {"header": PART["header"][:1]}]}, "parts: header: must be 2 extents with their checksums"),
+        ({"parts": [PART | {"header": [[0, 4096, "x"]] * 2}]}, "parts: header: must be an extent with its checksum"),
+        ({"parts": [PART | {"header": [[0, 1 << 40, "0" * 8]] * 2}]}, "parts: header: is longer than a header may be"),
+        ({"parts": [PART | {"states": ["../x"]}]}, "parts: states: the path '../x' leads out of the checkpoint"),
+        ({"parts": [PART | {"more": 1}]}, "parts: 'more' is unknown"),
     ],
     ids=str,
 )
