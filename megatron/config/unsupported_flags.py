@@ -54,7 +54,8 @@ or with --checkpoint-activations
     --output-bert-embeddings --bert-embedder-type: this fork only trains; use another program for inference
 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size
     : set it in zero_optimization of the --deepspeed_config file
---cpu-optimizer --cpu_torch_adam --ds_fused_adam
+--cpu-optimizer: moments and master weights stay on the device, where ZeRO-1 divides them over the replicas; drop it
+--cpu_torch_adam --ds_fused_adam
     : the fastest Adam that is installed for the device is used and named in the log; drop it
 --train-data-exact-num-epochs --return-data-index: the sample index is built and cached; --data-cache-path says where
 --use-distributed-optimizer --use-contiguous-buffers-in-ddp: gradients are reduced by DeepSpeed; drop it

@@ -263,6 +263,9 @@ def test_ranks_that_share_sequences_go_on_after_sigkill(launcher: Launcher, whol
     common = load_file(save / "global_step5" / "mp_rank_00_model_states.pt")
     assert (common["global_samples"], common["args"].consumed_train_samples) == (20, 20)
     assert (common["args"].data_parallel_size, common["dp_world_size"]) == (1, 2)
+    first = [next(iter(records(save / "restart_trace", rank=rank))) for rank in range(layout.world_size)]
+    assert [(record["dp"], record["cp"]) for record in first] == [(0, 0), (0, 1)] * layout.pp
+    assert first[0]["layout"] == {"tp": 1, "pp": layout.pp, "dp": 1, "cp": 2}
 
 
 def test_momentum_of_sgd(launcher: Launcher, whole: Whole) -> None:

@@ -140,7 +140,12 @@ def _random_state_of(config: Config, at: Coordinates) -> Iterator[None]:
     """Within the context, this process has the random state with which the rank at `at` starts."""
     before = get_rng_state()
     try:
-        seed_everything(config.training.seed, at)  # which numbers these are changes no size
+        seed_everything(
+            config.training.seed,
+            at,
+            sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
+            replicas_differ=config.training.data_parallel_random_init,
+        )
         yield
     finally:
         set_rng_state(before)

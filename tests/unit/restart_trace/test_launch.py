@@ -173,6 +173,14 @@ def test_process_record(tmp_path: Path) -> None:
     assert record["environment"]["NCCL_DEBUG"] == "INFO" and "AWS_SECRET_KEY" not in record["environment"]
 
 
+def test_a_rank_with_a_part_of_each_sequence_says_which(tmp_path: Path) -> None:
+    identity = RankIdentity(5, 8, 5, coordinates=(1, 0, 1), layout=(2, 1, 2), sequence=(0, 2))
+    recorder, _ = open_rank_trace(tmp_path, identity, {}, engine_asked="torch", durability="none", probes=False)
+    recorder.close()
+    record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
+    assert (record["dp"], record["cp"], record["layout"]) == (1, 0, {"tp": 2, "pp": 1, "dp": 2, "cp": 2})
+
+
 @pytest.mark.parametrize("probes", [True, False])
 def test_processes_are_probed_if_that_is_asked_for(probes: bool, tmp_path: Path) -> None:
     identity = RankIdentity(rank=0, world_size=1, local_rank=0, coordinates=(0, 0, 0), layout=(1, 1, 1))

@@ -123,8 +123,17 @@ def test_a_job_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
         assert started.ranks() == []
 
 
-def write_first(directory: Path, rank: int, world_size: int, pid: int, boot: str) -> None:
-    first = {"type": "process", "rank": rank, "world_size": world_size, "pid": pid, "boot_id": boot}
+def test_ranks_that_share_sequences_have_the_places_of_checkpoints(tmp_path: Path) -> None:
+    """There they are data-parallel ranks, one after the other."""
+    layout = {"tp": 2, "pp": 1, "dp": 2, "cp": 2}
+    write_first(tmp_path, 7, 8, 1, "boot", tp=1, pp=0, dp=1, cp=1, layout=layout)
+    write_first(tmp_path, 2, 8, 1, "boot", tp=0, pp=0, dp=0, cp=1, layout=layout)
+    _, ranks = recorded_ranks(tmp_path, 0)
+    assert {rank: location.coordinates for rank, location in ranks.items()} == {7: (1, 0, 3), 2: (0, 0, 1)}
+
+
+def write_first(directory: Path, rank: int, world_size: int, pid: int, boot: str, **more: object) -> None:
+    first = {"type": "process", "rank": rank, "world_size": world_size, "pid": pid, "boot_id": boot, **more}
     (directory / f"rank_{rank:05d}_cycle_000.jsonl").write_text(json.dumps(first) + "\n")
 
 

@@ -47,5 +47,16 @@ def test_the_last_record_of_a_process_counts(tmp_path: Path) -> None:
     assert found["model"] == "4 k parameters"  # of the ranks with dp 0, each once
 
 
+def test_ranks_that_share_sequences_hold_the_same_parameters(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        log = RankLog(Options(), rank, 0, 0)
+        log.process()
+        log.write("runtime", engine_used="TorchEngine", parameters=1000)
+        first = log.records[0]
+        first |= {"cp": first["dp"], "dp": 0, "layout": {"tp": 2, "pp": 2, "dp": 1, "cp": 2}}
+        dump(file_of(tmp_path, rank, 0), log.records)
+    assert result(tmp_path)["model"] == "4 k parameters"
+
+
 def test_what_was_not_recorded_is_not_guessed(tmp_path: Path) -> None:
     assert result(write_trace(tmp_path))["storage"] == []
