@@ -10,7 +10,7 @@ from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.processes.in_process_restart import at_return, is_possible
 
 # Whose saves and loads leave no thread and no process behind, as runs have shown.
-ENGINES = ("torch",)
+ENGINES = ("torch", "lazy", "memory")
 
 
 def refusal(options: CheckpointConfig, *, compiles: bool) -> str | None:
@@ -48,6 +48,7 @@ def drop_world() -> None:
     """Drop DeepSpeed's engine, all process groups and their connections, and the memory that they held."""
     import deepspeed.comm.comm
     import torch.distributed as dist
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe import p2p
     from deepspeed.utils import groups
@@ -56,9 +57,14 @@ def drop_world() -> None:
 
     close_trees()
     # An engine that was not built to its end is in no variable. Hooks in autograd's graph, which the collector does not
-    # see, keep one that was destroyed; so its attributes go.
-    for engine in [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine)]:
-        _destroy(engine)
+    # see, keep engine and optimizer, and with them their groups; so their attributes go.
+    kept = [one for one in gc.get_objects() if issubclass(type(one), (DeepSpeedEngine, DeepSpeedOptimizer))]
+    for one in kept:
+        if isinstance(one, DeepSpeedEngine):
+            with contextlib.suppress(AttributeError):  # of one that was not built to its end
+                one.destroy()
+    for one in kept:
+        one.__dict__.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     state: Any = deepspeed.comm.comm
@@ -67,9 +73,3 @@ def drop_world() -> None:
     pipes: Any = p2p
     pipes._groups = pipes._grid = None
     gc.collect()
-
-
-def _destroy(engine: Any) -> None:
-    with contextlib.suppress(AttributeError):  # of an engine that was not built to its end
-        engine.destroy()
-    engine.__dict__.clear()

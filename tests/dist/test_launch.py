@@ -128,12 +128,14 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_lives_goes_on_exactly_in_its_process(tmp_path: Path, dataset: list[str], lost: int) -> None:
+@pytest.mark.parametrize(("lost", "engine"), [(0, "torch"), (1, "lazy"), (0, "memory"), (1, "memory")])
+def test_a_rank_that_lives_goes_on_exactly_in_its_process(
+    tmp_path: Path, dataset: list[str], lost: int, engine: str
+) -> None:
     """In place of rank 0 or 1 another process comes, in each of two stages; rank 0 owns --save."""
-    stages = ["--pipeline-model-parallel-size", "2"]
+    flags = ["--pipeline-model-parallel-size", "2", "--checkpoint-engine", engine]
     trace = trained_and_killed(
-        tmp_path, [*dataset, *DROPOUT, *stages], "--in-process-restart", "--return-timeout", str(HANGS_S),
+        tmp_path, [*dataset, *DROPOUT, *flags], "--in-process-restart", "--return-timeout", str(HANGS_S),
         killed=(lost,),
     )  # fmt: skip
     pids = [[records(trace, cycle, rank)[0]["pid"] for cycle in (0, 1)] for rank in (0, 1)]
@@ -152,11 +154,13 @@ def size_of(process: psutil.Process) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(minutes=2)
-def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str]) -> None:
+@pytest.mark.nightly(minutes=4)
+@pytest.mark.parametrize("engine", ["torch", "lazy", "memory"])
+def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str], engine: str) -> None:
     """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and 12th."""
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     flags = ["--save", str(save), "--load", str(save), "--train-iters", "1000", "--pipeline-model-parallel-size", "2"]
+    flags += ["--checkpoint-engine", engine]
     command = [*LAUNCHER, "--max-restarts", "12", "--in-process-restart", "--return-timeout", str(HANGS_S)]
     sizes = []
     with (tmp_path / "log").open("wb") as log:
