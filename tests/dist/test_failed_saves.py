@@ -171,6 +171,17 @@ def test_one_rank_whose_engine_raises(launcher: Launcher) -> None:
     assert "rank 0:" not in outcomes(launcher, 0)[2]
 
 
+def test_one_rank_that_cannot_begin_its_part_of_a_shared_file(launcher: Launcher) -> None:
+    """The other one is not left waiting for it, and writes nothing where it does not know its place."""
+    save = launcher.directory / "run"
+    shared = ["--checkpoint-engine", "lazy", "--checkpoint-files-per-node", "1"]
+    run = train(launcher, save, {2: "raise:1", 3: "recover"}, *shared)
+    reasons = ["rank 0: CheckpointSaveError: rank 1 has failed to begin its part; rank 1: IndexError: "]
+    check_failure_in_the_middle(launcher, save, run, reasons)
+    again = launcher.train(TWO, *MODEL, *TRAINING, "--load", str(save), "--load-tag", "global_step3")
+    assert "resumed from iteration 3" in again.output
+
+
 def test_failed_save_leaves_the_previous_checkpoint_untouched(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     run = train(launcher, save, {}, "--exit-interval", "1")

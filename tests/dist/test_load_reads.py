@@ -29,13 +29,14 @@ def reads_of(save: Path) -> LoadReads:
     return found
 
 
-@pytest.fixture(scope="module", params=["torch", "lazy"])
+@pytest.fixture(scope="module", params=["torch", "lazy", "lazy --checkpoint-files-per-node 1"])
 def saved(
     request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Launcher, list[str]]:
     """A launcher, and flags: of the engine that saved a checkpoint on four replicas to its directory `saved`."""
-    launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
-    flags = [*FLAGS, "--checkpoint-engine", request.param]
+    engine = request.param.split()
+    launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp("_".join(engine)))
+    flags = [*FLAGS, "--checkpoint-engine", *engine]
     launcher.train(SAVED, *flags, *buffered_saving(launcher.directory / "saved", 2))
     return launcher, flags
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 # Storage that does not answer costs the time that the client waits: by default two minutes.
 _SOON = ["--storage-deadline", "5"]
+_SHARING = ["--checkpoint-files-per-node", "1"]
 # Name -> flags. `memory` keeps saves in slots, of which calls count, too.
 SCENARIOS: dict[str, list[str]] = {
     **{engine: ["--checkpoint-engine", engine] for engine in EXPECTED},
@@ -64,6 +65,9 @@ SCENARIOS: dict[str, list[str]] = {
     "torch-rank-1": ["--checkpoint-engine", "torch"],
     "lazy-rank-0": ["--checkpoint-engine", "lazy"],
     "lazy-rank-1": ["--checkpoint-engine", "lazy"],
+    "lazy-shared": ["--checkpoint-engine", "lazy", *_SHARING],
+    "lazy-shared-rank-0": ["--checkpoint-engine", "lazy", *_SHARING],
+    "lazy-shared-rank-1": ["--checkpoint-engine", "lazy", *_SHARING],
 }
 # What a launcher sets for one rank.
 _ENVIRONMENT = {
@@ -253,12 +257,13 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | T
     if TWO_RANKS.keys() & names:
         from tests.faults.two_ranks import TwoRanks
 
-        made: dict[str, TwoRanks] = {}  # engine -> the first with it
+        made: dict[tuple[str, ...], TwoRanks] = {}  # flags -> the first with them
         scenarios = []
         for name in names:
-            engine, like = SCENARIOS[name][1], made.get(SCENARIOS[name][1])
-            scenarios.append(TwoRanks(name, SCENARIOS[name], TWO_RANKS[name], root / "data", root / name, like))
-            made.setdefault(engine, scenarios[-1])
+            flags = tuple(SCENARIOS[name])
+            like = made.get(flags)
+            scenarios.append(TwoRanks(name, flags, TWO_RANKS[name], root / "data", root / name, like))
+            made.setdefault(flags, scenarios[-1])
         yield scenarios
         return
     trained = launches.Trained(root / "data")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.torch.engine import TorchEngine
 from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.store import commit
@@ -26,6 +27,7 @@ from tests.dist.storage import drop_root_rights, fill
 ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])
 SAVE = Checkpointer.save
 SAVE_FILE = TorchEngine._save_file
+BEGIN_SAVE = LazyEngine.begin_save
 _LIMIT = 100_000
 
 
@@ -66,15 +68,22 @@ def disturb(action: str, save: Path) -> None:
         drop_root_rights()
         save.chmod(0o500 if name == "forbid" else 0o700)
     elif name == "raise":
-        TorchEngine._save_file = broken if dist.get_rank() == int(argument) else SAVE_FILE  # type: ignore[method-assign]
+        if dist.get_rank() == int(argument):
+            TorchEngine._save_file = broken  # type: ignore[method-assign]
+            LazyEngine.begin_save = broken_begin  # type: ignore[method-assign]
     elif name == "recover":
         TorchEngine._save_file = SAVE_FILE  # type: ignore[method-assign]
+        LazyEngine.begin_save = BEGIN_SAVE  # type: ignore[method-assign]
     else:
         raise ValueError(action)
 
 
 def broken(self: TorchEngine, file: Any, directory: Path, op: Any) -> Any:
     raise IndexError(f"{file.name} met a broken engine")
+
+
+def broken_begin(self: LazyEngine, files: Any, directory: Path, op: Any) -> Any:
+    raise IndexError(f"{files[0].name} met a broken engine")
 
 
 def save_disturbed(self: Checkpointer, engine: Any, progress: Any, **how: Any) -> None:
