@@ -323,7 +323,7 @@ def test_the_command_prints_text_and_json(capsys: pytest.CaptureFixture[str]) ->
         ("--step-time h100 --engine lazy", "--engine: not printed with --step-time; drop one of the two"),
         ("--step-time h100 --run", "--run: not printed with --step-time; drop one of the two"),
         ("--device-facts x.json", "--device-facts x.json: add --step-time DEVICE, or drop it"),
-        ("--ranks-per-host 4", "--ranks-per-host 4: add --run or --host-memory or --step-time, or drop it"),
+        ("--ranks-per-host 4", "--ranks-per-host 4: add --run or --host-memory or --step-time or "),
         ("--step-time mine --device-facts absent.json", "No such file"),
     ],
 )
@@ -346,10 +346,17 @@ def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[st
     assert "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases" in err
 
 
-def test_experts_are_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = answer(capsys, "--step-time", "h100", "--", *FLAGS.split(), "--num-experts", "4")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--num-experts 4", "--num-experts: --step-time predicts dense models; drop one of them"),
+        ("--ds-sequence-parallel-size 2", "--ds-sequence-parallel-size 2: --step-time predicts no exchange of heads"),
+    ],
+)
+def test_layers_that_are_not_predicted(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    status, _, err = answer(capsys, "--dp", "2", "--step-time", "h100", "--", *FLAGS.split(), *given.split())
     assert status == 2
-    assert "--num-experts: --step-time predicts dense models; drop one of them" in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
