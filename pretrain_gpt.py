@@ -31,6 +31,7 @@ def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> 
         runtime.coordinates.tp,
         runtime.device,
         loss_func,
+        dp_rank=runtime.coordinates.dp,
         sequence_parallel=config.parallel.sequence_parallel,
         sequence=SequenceGroup.of(runtime.coordinates, config.parallel.ds_sequence_parallel_size),
     )

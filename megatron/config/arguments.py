@@ -244,7 +244,7 @@ def _without_experts(given: dict[str, Any]) -> list[Note]:
     if set(given.get("num_experts", [1])) != {1}:
         return []
     notes = []
-    for field in dataclasses.fields(ModelConfig):
+    for field in (*dataclasses.fields(ModelConfig), *dataclasses.fields(ParallelConfig)):
         spec = spec_of(field)
         if spec is None or field.name not in OF_EXPERTS or given.get(field.name, "residual") == "residual":
             continue

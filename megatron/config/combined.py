@@ -199,6 +199,7 @@ class Config:
         if not self.model.has_experts:
             return
         shown = f"--num-experts {' '.join(map(str, self.model.num_experts))}"
+        self._check_divided_experts(shown)
         if self.parallel.splits_sequence:
             raise ConfigError(
                 f"{shown}: a gate sees whole sequences, and --sequence-parallel splits them over TP; drop one of them"
@@ -210,6 +211,14 @@ class Config:
             )
         if self.training.torch_compile:
             raise ConfigError(f"{shown}: --torch-compile compiles no mixture of experts; drop one of them")
+
+    def _check_divided_experts(self, shown: str) -> None:
+        ep, name = self.parallel.moe_expert_parallel_size, "moe_expert_parallel_size"
+        for experts in sorted({experts for experts in self.model.experts_per_layer if experts > 1}):
+            if max(experts, ep) % min(experts, ep):
+                self.parallel.refuse(name, f"does not divide the {experts} experts of a layer, nor they it ({shown})")
+        if ep > 1 and self.checkpoint.universal_checkpoint:
+            self.parallel.refuse(name, "a universal checkpoint is loaded with 1; drop --universal-checkpoint, or this")
 
     @property
     def profile_dir(self) -> str | None:

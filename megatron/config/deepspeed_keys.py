@@ -132,7 +132,7 @@ _TOP: dict[str, Rule] = {
     "sequence_parallel_size": Inert(1, "use --ds-sequence-parallel-size"),
     "seq_parallel_communication_data_type": Inert("fp32", "gradients are reduced as those of data-parallel ranks"),
     "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
-    "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
+    "use_data_before_expert_parallelism": Inert(False, "experts are divided over neighbouring data-parallel ranks"),
     "data_parallel_size": Refused("start as many processes as TP x PP x DP"),
     "vocabulary_size": Refused("use --vocab-size or the tokenizer's files"),
     "seed": Refused("use --seed"),
@@ -141,7 +141,7 @@ _TOP: dict[str, Rule] = {
     "max_train_batch_size": Refused("use --global-batch-size"),
     "async_ckpt_config": Refused("use --checkpoint-engine lazy, or another that saves in the background"),
     "tensor_parallel": Refused("use --tensor-model-parallel-size"),
-    "expert_parallel": Refused("train a dense model; this fork has no experts"),
+    "expert_parallel": Refused("use --num-experts and --moe-expert-parallel-size"),
     "weight_quantization": Refused(_AS_IT_IS),
     "nebula": _off(
         "use --checkpoint-engine NAME",

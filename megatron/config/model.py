@@ -14,6 +14,7 @@ ABSOLUTE, ROTARY, ALIBI, NO_POSITIONS = POSITION_EMBEDDING_TYPES = ("absolute", 
 OF_EXPERTS = (
     "num_experts", "expert_interval", "topk", "mlp_type", "moe_train_capacity_factor", "moe_eval_capacity_factor",
     "moe_min_capacity", "moe_token_dropping", "moe_top2_2nd_expert_sampling", "moe_loss_coeff",
+    "moe_expert_parallel_size",
 )  # fmt: skip
 """Settings that mean nothing in a dense model."""
 

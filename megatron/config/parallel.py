@@ -14,6 +14,12 @@ class ParallelConfig(FlagGroup):
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer (TP)", least=1)
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)", least=1)
+    moe_expert_parallel_size: int = flag(
+        1,
+        "data-parallel ranks that the experts of a layer are divided over (EP), one expert each where the layer has "
+        "fewer; it must divide the number of replicas, and the number of experts, or that number it",
+        least=1,
+    )
     sequence_parallel: bool = flag(
         False,
         "split activations along the sequence over the TP ranks wherever layers are not split: less memory of "
@@ -128,6 +134,11 @@ class ParallelConfig(FlagGroup):
         """(TP, PP, DP x SP)."""
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.weight_copies
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """The fields of megatron.parallel.topology.Layout."""
+        return dict(zip(("tp", "pp", "dp"), self.sizes, strict=True)) | {"ep": self.moe_expert_parallel_size}
+
     def _resolve_zero_stage(self) -> None:
         if self.zero_stage not in (0, 1, 2):
             self.refuse(
@@ -151,11 +162,17 @@ class ParallelConfig(FlagGroup):
                 f"not divide the world size {self.world_size}: start a multiple of {tp * pp} processes, or "
                 "change TP or PP"
             )
-        copies, parts = self.weight_copies, self.ds_sequence_parallel_size
+        copies, parts, ep = self.weight_copies, self.ds_sequence_parallel_size, self.moe_expert_parallel_size
         if copies % parts:
             self.refuse(
                 "ds_sequence_parallel_size",
                 f"does not divide the {copies} ranks that hold the same weights, world size {self.world_size} / "
                 f"(TP {tp} x PP {pp}): start a multiple of {tp * pp * parts} processes, or give a size that divides "
                 "them",
+            )
+        if copies % ep:
+            self.refuse(
+                "moe_expert_parallel_size",
+                f"does not divide the {copies} replicas of the model, world size {self.world_size} / "
+                f"(TP {tp} x PP {pp}): start a multiple of {tp * pp * ep} processes, or give a size that divides them",
             )

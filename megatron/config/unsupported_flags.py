@@ -110,7 +110,7 @@ scaled_dot_product_attention accumulates in fp32 and needs no help with fp16's r
 flags that differ
 --no-data-sharding: it concerns retrieval models only
 --force-ds-sequence-parallel: the ranks that share a sequence always exchange heads, and a rank alone has no other
---create-moe-param-group: data-parallel ranks hold the same experts, so ZeRO-1 divides them as all other parameters
+--create-moe-param-group: experts that are divided over data-parallel ranks always have groups of their own
 --enable-expert-tensor-parallelism: experts are always split over TP
 """)
 # Each switches off what is not there, or asks for what is always done.
@@ -127,9 +127,6 @@ class NoEffect(NamedTuple):
 
 NO_EFFECT: dict[str, NoEffect] = {
     **{name: NoEffect(why, nargs=0) for name, why in _SWITCHES.items()},
-    "--moe-expert-parallel-size": NoEffect(
-        "data-parallel ranks hold the same experts", ("1",), "all data-parallel ranks hold all experts; use 1"
-    ),
     "--dataloader-type": NoEffect("samples are read once, in order", ("single",), UNSUPPORTED["--repeated-dataloader"]),
     "--DDP-impl": NoEffect(
         "gradients are reduced by DeepSpeed", ("local", "torch"), UNSUPPORTED["--use-distributed-optimizer"]

@@ -3,7 +3,8 @@
 The method is that of GShard (arXiv:2006.16668) and Switch Transformer (arXiv:2101.03961), with the choices and the
 parameter names of DeepSpeed's layer, which upstream uses: each expert takes a limited number of tokens, tokens beyond
 that pass by the layer, and an auxiliary loss keeps the experts equally used. With --mlp-type residual each token also
-passes an MLP that all share (arXiv:2201.05596). Every data-parallel rank holds all experts of its stage, split over TP.
+passes an MLP that all share (arXiv:2201.05596). Experts are split over TP, and with --moe-expert-parallel-size they
+are divided over data-parallel ranks, which exchange tokens (megatron/parallel/expert_parallel.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.parallel.expert_parallel import ExpertParallelGroup
 from megatron.parallel.layers import ReplicatedLinear
 from megatron.parallel.placement import Placement
 
@@ -82,9 +84,17 @@ class Routes(NamedTuple):
 
 
 def route(
-    logits: torch.Tensor, k: int, capacity: int | None, *, draw_tokens: bool = False, draw_second: bool = False
+    logits: torch.Tensor,
+    k: int,
+    capacity: int | None,
+    *,
+    draw_tokens: bool = False,
+    draw_second: bool = False,
+    largest: Callable[[torch.Tensor], int] = int,
 ) -> Routes:
     """The experts of each token by `logits` [n, experts], fp32; `capacity`: tokens of each expert, None: no limit.
+
+    Without a limit it is the number of tokens of the expert that has most; `largest`: that of all ranks that exchange.
 
     k 1: the most probable expert; one with too many tokens takes the earlier ones, or if `draw_tokens` some at random.
     k 2: also the second, if `draw_second` drawn by the probabilities of the others; first choices go before second
@@ -103,7 +113,7 @@ def route(
         choices.append(others.argmax(dim=1))
         masks.append(F.one_hot(choices[1], experts))
     if capacity is None:
-        capacity = int(torch.stack(masks).sum(dim=(0, 1)).max())
+        capacity = largest(torch.stack(masks).sum(dim=(0, 1)).max())
     elif draw_tokens and k == 1 and capacity < len(logits):
         chance = first * torch.rand_like(probabilities)
         taken = torch.zeros_like(first).scatter_(0, chance.topk(capacity, dim=0).indices, 1)
@@ -135,14 +145,21 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The copies of the MLP; input and output [experts, tokens, hidden]."""
+    """The copies of the MLP that this rank holds of all `experts`; input and output [held, tokens, hidden].
 
-    def __init__(self, experts: int, build: Callable[[], nn.Module]) -> None:
+    Their names have their numbers among all, so that a name means the same on every rank and layout.
+    """
+
+    def __init__(self, experts: int, group: ExpertParallelGroup, build: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.deepspeed_experts = nn.ModuleList(build() for _ in range(experts))
+        self.deepspeed_experts = nn.ModuleDict({str(number): build() for number in group.held(experts)})
+        for number, expert in self.deepspeed_experts.items():
+            for parameter in expert.parameters():
+                group.mark(parameter, int(number))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([expert(part) for expert, part in zip(self.deepspeed_experts, x.split(1), strict=True)])
+        held = self.deepspeed_experts.values()
+        return torch.cat([expert(part) for expert, part in zip(held, x.split(1), strict=True)])
 
 
 class RoutedExperts(nn.Module):
@@ -156,7 +173,8 @@ class RoutedExperts(nn.Module):
         self.config = config
         self.auxiliary = auxiliary
         self.gate = Gate(config, experts, place)
-        self.experts = Experts(experts, build)
+        self.group = place.experts.group_for(experts)
+        self.experts = Experts(experts, self.group, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         config, tokens = self.config, x.flatten(0, 1)
@@ -165,13 +183,17 @@ class RoutedExperts(nn.Module):
         capacity = config.expert_capacity(count, experts, training=self.training)
         # Nothing is drawn in an evaluation, so that the training goes on as without it.
         draw_second = self.training and config.moe_top2_2nd_expert_sampling
-        routes = route(logits, config.topk, capacity, draw_tokens=self.training, draw_second=draw_second)
+        routes = route(
+            logits, config.topk, capacity, draw_tokens=self.training, draw_second=draw_second,
+            largest=self.group.largest,
+        )  # fmt: skip
         unused = experts * routes.capacity
         # The token of each slot; slots that none goes to read a row of zeros, and so does the one behind the last.
         source = torch.full((unused + 1,), count, device=x.device)
         source.scatter_(0, routes.slots.flatten(), torch.arange(count, device=x.device).repeat(config.topk))
         sent = torch.cat([tokens, tokens.new_zeros(1, hidden)]).index_select(0, source[:-1])
-        found = self.experts(sent.view(experts, routes.capacity, hidden)).view(unused, hidden)
+        found = self.experts(self.group.to_experts(sent.view(experts, routes.capacity, hidden)))
+        found = self.group.from_experts(found).view(unused, hidden)
         found = torch.cat([found, found.new_zeros(1, hidden)]).index_select(0, routes.slots.flatten())
         # Weights are in fp32, and so is the sum.
         out = (found.view(config.topk, count, hidden) * routes.weights.unsqueeze(-1)).sum(dim=0).to(x.dtype)

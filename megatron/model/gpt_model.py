@@ -6,18 +6,22 @@ L+2 final norm, L+3 head. The numbers are part of the checkpoint's file names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import deepspeed.moe.layer
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups as deepspeed_groups
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.model.embedding import EmbeddingPipe, LMHeadPipe, TiedHead, tied_logits
 from megatron.model.experts import AuxiliaryLoss
 from megatron.model.norms import LayerNorm, RMSNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.parallel.expert_parallel import ExpertParallel, ExpertParallelGroup
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import Layout, SequenceGroup, TensorParallelGroup
 from megatron.parallel.ulysses import new_sequence_group
@@ -36,7 +40,9 @@ class GPTModelPipe(PipelineModule):
 
     `loss_func(logits, labels, tensor-parallel group)` runs on the last stage. `sequence_parallel`: see
     megatron/parallel/sequence.py. `sequence`: the ranks of this one's sequences, still without their process group.
-    Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
+    `dp_rank`: says which experts this rank holds, if they are divided.
+    Raises ValueError from DeepSpeed if the layers cannot be spread over the stages, ConfigError if experts are divided,
+    but not on each stage, in fp16 or fp32.
     """
 
     def __init__(
@@ -48,13 +54,15 @@ class GPTModelPipe(PipelineModule):
         device: torch.device,
         loss_func: LossFunction,
         *,
+        dp_rank: int = 0,
         sequence_parallel: bool = False,
         sequence: SequenceGroup | None = None,
     ) -> None:
         self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp, sequence_parallel=sequence_parallel)
         self.model_config = config
         sequence = sequence or SequenceGroup()
-        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device, sequence)
+        self.expert_parallel = ExpertParallel(layout, dp_rank)
+        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device, sequence, self.expert_parallel)
         self.auxiliary_loss = AuxiliaryLoss(config.moe_loss_coeff) if config.has_experts else None
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         super().__init__(
@@ -64,9 +72,13 @@ class GPTModelPipe(PipelineModule):
             activation_checkpoint_interval=interval,
             partition_method="type:transformer",
         )
+        if layout.ep > 1 and config.params_dtype != "bf16":
+            _check_stages(config.experts_per_layer, self.parts, layout.ep)
         self.tp.group = self._grid.get_slice_parallel_group()
         if sequence.size > 1:
             sequence.group = new_sequence_group(layout, sequence.size, self._grid.get_global_rank())
+        self.expert_parallel.connect(config.experts_per_layer)
+        self.divided_experts = _DividedExperts.of(self)
 
     def initialize_parameters(self, seed: int) -> None:
         """Draw all parameters of this stage; the same values for the same seed on every layout."""
@@ -90,6 +102,44 @@ class GPTModelPipe(PipelineModule):
         seen = {id(layer) for _, layer in layers}
         tied = [(1, module) for module in self.tied_modules.values() if id(module) not in seen]
         return layers + tied
+
+
+def _check_stages(experts_per_layer: Sequence[int], parts: Sequence[int], ep: int) -> None:
+    """Refuse stages that divide their experts differently: DeepSpeed's optimizer for fp16 and fp32 adds up the norms of
+    each group of parameters over all stages, and would wait for those without such a group.
+    """
+    blocks = [(max(first - 2, 0), max(end - 2, 0)) for first, end in itertools.pairwise(parts)]
+    ranks = [sorted({min(ep, experts) for experts in experts_per_layer[first:end]} - {1}) for first, end in blocks]
+    if any(found != ranks[0] for found in ranks):
+        shown = "; ".join(f"{stage}: " + (" and ".join(map(str, found)) or "1") for stage, found in enumerate(ranks))
+        raise ConfigError(
+            f"--moe-expert-parallel-size {ep}: in fp16 and fp32 all pipeline stages must divide experts over the same "
+            f"numbers of ranks, and the stages do so over {shown}: give --bf16, or other values of "
+            "--pipeline-model-parallel-size, --expert-interval and --num-experts"
+        )
+
+
+class _DividedExperts(deepspeed.moe.layer.MoE):
+    """Tells DeepSpeed, which looks for modules of its class, that there are experts, and the groups that have them.
+
+    Without parameters: the experts are in the layers.
+    """
+
+    def __init__(self, groups: Collection[ExpertParallelGroup]) -> None:
+        torch.nn.Module.__init__(self)  # not DeepSpeed's, which makes a layer
+        self.num_experts = max(group.size for group in groups)
+        for group in groups:
+            deepspeed_groups._EXPERT_PARALLEL_GROUP[group.name] = group.group
+            deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[group.name] = group.replicas
+
+    @staticmethod
+    def of(stage: GPTModelPipe) -> _DividedExperts | None:
+        """None for a stage without divided experts."""
+        sizes = {mark.ranks for param in stage.parameters() if (mark := getattr(param, "divided_expert", None))}
+        return _DividedExperts([stage.expert_parallel.groups[size] for size in sorted(sizes)]) if sizes else None
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """The groups are there."""
 
 
 def _layer_specs(

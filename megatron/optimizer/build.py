@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from importlib import util
 from typing import Any
@@ -14,14 +15,26 @@ logger = logging.getLogger(__name__)
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Two groups, with upstream's names and order: weights that decay, then biases and norms that do not."""
-    decayed = [p for n, p in model.named_parameters() if p.requires_grad and not _no_weight_decay(n, p)]
-    plain = [p for n, p in model.named_parameters() if p.requires_grad and _no_weight_decay(n, p)]
-    groups = [
-        {"name": "wd_no_scale_lr", "params": decayed, "wd_mult": 1.0, "lr_mult": 1.0},
-        {"name": "no_wd_no_scale_lr", "params": plain, "wd_mult": 0.0, "lr_mult": 1.0},
+    """Two groups, with upstream's names and order: weights that decay, then biases and norms that do not.
+
+    Experts that are divided over data-parallel ranks follow in groups of their own, two for each number of these ranks,
+    with the key and the name by which DeepSpeed knows them.
+    """
+    shared: list[dict[str, Any]] = [
+        {"name": "wd_no_scale_lr", "params": [], "wd_mult": 1.0, "lr_mult": 1.0},
+        {"name": "no_wd_no_scale_lr", "params": [], "wd_mult": 0.0, "lr_mult": 1.0},
     ]
-    return [group for group in groups if group["params"]]
+    of_experts: dict[str, list[dict[str, Any]]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        groups, experts = shared, getattr(param, "group_name", None)
+        if experts is not None:
+            own = [{**group, "name": experts, "moe": True, "params": []} for group in shared]
+            groups = of_experts.setdefault(experts, own)
+        groups[_no_weight_decay(name, param)]["params"].append(param)
+    found = [*shared, *itertools.chain.from_iterable(group for _, group in sorted(of_experts.items()))]
+    return [group for group in found if group["params"]]
 
 
 def _no_weight_decay(name: str, param: torch.Tensor) -> bool:

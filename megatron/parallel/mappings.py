@@ -1,4 +1,4 @@
-"""The conjugate communication pairs f and g of Megatron-LM (arXiv:1909.08053, section 3)."""
+"""The conjugate communication pairs f and g of Megatron-LM (arXiv:1909.08053, section 3), and all-to-all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.collectives import all_reduce, all_to_all, start_all_reduce
 from megatron.parallel.products import linear, matmul, parameter_gradients
 from megatron.parallel.topology import TensorParallelGroup
 
@@ -34,6 +34,19 @@ class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part j of the first dimension goes to rank j; so does its gradient, the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all(grads[0], ctx.group), None
 
 
 class _LinearOfCopy(torch.autograd.Function):
@@ -97,3 +110,8 @@ def summed_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallelGroup
     if tp.size == 1:
         return linear(x, weight)
     return _SummedLinear.apply(x, weight, tp.group)  # type: ignore[no-any-return]
+
+
+def exchange_parts(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Part i of `parts` [size, ...] goes to rank i; what each rank has for this one, in the same shape, by rank."""
+    return _AllToAll.apply(parts, group)  # type: ignore[no-any-return]

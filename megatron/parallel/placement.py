@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.parallel.expert_parallel import ExpertParallel
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import SequenceGroup, TensorParallelGroup
 
@@ -19,6 +20,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     sequence: SequenceGroup = field(default_factory=SequenceGroup)
+    experts: ExpertParallel = field(default_factory=ExpertParallel)
 
     def parameter(
         self, *shape: int, dim: int | None = None, blocks: Sequence[int] = (), vocabulary: bool = False

@@ -22,12 +22,14 @@ class Layout:
     """Sizes of the tensor-, pipeline- and data-parallel dimensions.
 
     `dp` counts all ranks that hold the same part of the model: of each replica those that have parts of the same
-    sequences (--ds-sequence-parallel-size), one after the other.
+    sequences (--ds-sequence-parallel-size), one after the other. `ep`: how many neighbours of these the experts of a
+    layer are divided over (--moe-expert-parallel-size).
     """
 
     tp: int
     pp: int
     dp: int
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -44,10 +46,12 @@ class Layout:
         return (pp * self.dp + dp) * self.tp + tp
 
     def as_dict(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        """The sizes by name; "ep" only where experts are divided."""
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        return sizes if self.ep == 1 else sizes | {"ep": self.ep}
 
     def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} DP{self.dp}"
+        return " ".join(f"{name.upper()}{size}" for name, size in self.as_dict().items())
 
 
 @dataclass

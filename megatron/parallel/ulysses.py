@@ -17,21 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.collectives import all_to_all
+from megatron.parallel.mappings import exchange_parts
 from megatron.parallel.topology import Layout, SequenceGroup
-
-
-class _AllToAll(torch.autograd.Function):
-    """Part j of the first dimension goes to rank j; so does its gradient, the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_to_all(grads[0], ctx.group), None
 
 
 def new_sequence_group(layout: Layout, size: int, rank: int) -> Any:
@@ -57,7 +44,7 @@ def gather_sequence(heads: torch.Tensor, counts: Sequence[int], sequence: Sequen
         return heads
     by_rank = [kind.unflatten(2, (size, -1)) for kind in heads.split(list(counts), dim=2)]
     parts = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)
-    received: torch.Tensor = _AllToAll.apply(parts, sequence.group)
+    received = exchange_parts(parts, sequence.group)
     return received.transpose(0, 1).flatten(1, 2)
 
 
@@ -67,5 +54,5 @@ def scatter_sequence(heads: torch.Tensor, sequence: SequenceGroup) -> torch.Tens
     if size == 1:
         return heads
     parts = heads.unflatten(1, (size, -1)).transpose(0, 1)
-    received: torch.Tensor = _AllToAll.apply(parts, sequence.group)
+    received = exchange_parts(parts, sequence.group)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

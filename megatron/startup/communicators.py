@@ -8,7 +8,7 @@ neighbouring pipeline stages in both directions, so that the first step finds ev
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,10 +104,10 @@ class Communicators:
             finally:
                 dist.new_group, operators.jit_load = create, build
 
-    def connect_all(self, rank: int, device: Any, dtype: Any, sequence_parallel_size: int = 1) -> None:
+    def connect_all(self, rank: int, device: Any, dtype: Any, exchanging: Collection[int] = ()) -> None:
         """Connect the default group, every group created so far and the neighbouring stages. Collective.
 
-        Groups of ranks with the same weights, of `sequence_parallel_size`, exchange with each other.
+        Groups of data-parallel ranks of the sizes `exchanging` also exchange parts of sequences, or tokens.
 
         All ranks go through the groups in the order of their creation, which is the same on all: a rank waits in a
         group only for ranks that are on their way to it. The device is synchronised after each, so that the spans of
@@ -119,7 +119,7 @@ class Communicators:
             return
         for kind, group in [("world", None), *self._groups]:
             with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
-                exchanges = kind == "data" and dist.get_world_size(group) == sequence_parallel_size
+                exchanges = kind == "data" and dist.get_world_size(group) in exchanging
                 _use(group, device, dtype, exchanges)
                 accelerator().synchronize()
         if self._layout.pp > 1:

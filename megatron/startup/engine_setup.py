@@ -32,6 +32,7 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
         dist_init_required=False,
     )
     scheduler.optimizer = engine.optimizer
+    _count_experts_once(engine)
     engine.set_batch_fn(batch_fn)
     set_batch_size(engine, config.training.global_batch_size, config.parallel.ds_sequence_parallel_size)
     _start_backward_timers_once(engine)
@@ -48,6 +49,37 @@ def set_batch_size(engine: Any, samples: int, sequence_parallel_size: int) -> No
     """
     engine.set_train_batch_size(samples * sequence_parallel_size)
     engine._config.train_batch_size = engine.batch_timer.batch_size = samples
+
+
+def _count_experts_once(engine: Any) -> None:
+    """Let the gradient norm in bf16 count each divided expert once, and its parts over TP.
+
+    DeepSpeed 0.19.8's BF16_Optimizer counts what TP ranks hold alike (the bias of the second matrix) on each of them,
+    and its sum over stages waits for those that hold no experts. Here the squares are added up within the group over
+    which experts are divided, and join those of the other parameters. Its optimizer for fp16 and fp32 sums over all
+    data-parallel ranks anyway, of which each holds another part.
+    """
+    optimizer = engine.optimizer
+    if not (hasattr(optimizer, "bf16_groups") and optimizer.has_moe_layers):
+        return
+    of_deepspeed, by_name = optimizer.get_grads_for_norm, engine.module.expert_parallel.by_name
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return of_deepspeed(for_clipping=True)
+        shared, _ = of_deepspeed()
+        for group, params, grads in zip(
+            optimizer.param_groups, optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
+        ):
+            if group.get("moe"):
+                mine = [
+                    grad for param, grad in zip(params, grads, strict=True)
+                    if param.tensor_model_parallel or engine.module.tp.rank == 0
+                ]  # fmt: skip
+                shared.append(by_name(group["name"]).norm(mine, engine.device))
+        return shared, {}
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 def _start_backward_timers_once(engine: Any) -> None:

@@ -187,7 +187,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     import torch
 
     parallel = config.parallel
-    layout = Layout(*parallel.sizes)
+    layout = Layout(**parallel.layout)
     with startup.phase("engine_init"):
         kind, backend = _prepare_accelerator(config)
     device = torch.device("cpu")

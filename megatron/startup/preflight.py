@@ -90,7 +90,7 @@ def check_before_imports(config: Config) -> Checked:
         check_copies(config)
         check_exports(config)
         vocab_size, eod = check_inputs(config)
-        padded = check_newest(config, Layout(*config.parallel.sizes), vocab_size)
+        padded = check_newest(config, Layout(**config.parallel.layout), vocab_size)
         return Checked(Vocabulary(vocab_size, padded, eod), later, back_to)
 
 

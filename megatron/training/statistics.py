@@ -86,7 +86,9 @@ class TrainingStatistics:
     def _params_norm(self) -> float:
         total = 0.0
         for param in self._counts_here().values():
-            total += float(torch.linalg.vector_norm(param.detach(), dtype=torch.float32)) ** 2
+            mark = getattr(param, "divided_expert", None)  # one of so many replicas holds such an expert
+            square = float(torch.linalg.vector_norm(param.detach(), dtype=torch.float32)) ** 2
+            total += square * (1 if mark is None else mark.ranks)
         return (self._reduce([total])[0] / self._layout.dp) ** 0.5
 
     def _count_zeros(self, optimizer: Any, args: Any, kwargs: Any) -> None:

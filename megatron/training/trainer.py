@@ -183,7 +183,7 @@ class Start:
             self.later_start = is_later_start(self._config)
             self.back_to = goes_back_to(self._config, self.later_start)
         if not told:
-            self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
+            self.prefetch = start_prefetch(self.config, Layout(**self._config.parallel.layout))
         self.early_copy = _start_early_copy(self._config)
 
     def _leave(self) -> None:
@@ -230,7 +230,7 @@ class Start:
         begins = how_the_run_began(self._config) if control.rank == 0 else FirstStart()
         self.later_start, self.back_to, begins = control.broadcast((self.later_start, self.back_to, begins))
         if self._is_told:
-            self.prefetch = start_prefetch(self.config, Layout(*self._config.parallel.sizes))
+            self.prefetch = start_prefetch(self.config, Layout(**self._config.parallel.layout))
         if self.later_start and control.rank == 0:
             logger.info("%s", passed_over(self._config.checkpoint))
         return self.config, begins
@@ -274,7 +274,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     from megatron.checkpointing.engines.memory.early_copy import start_early_copy
 
     parallel = config.parallel
-    layout = Layout(*parallel.sizes)
+    layout = Layout(**parallel.layout)
     key = None
     if config.checkpoint.save is not None:
         key = key_of({"layout": layout.as_dict(), "place": layout.coordinates(parallel.rank)._asdict()})
@@ -464,12 +464,12 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
 
 def _layers_to_load(config: Config, runtime: Runtime, model: Any) -> list[str]:
     """Names of the files with the layers that this rank reads in a load, if they are in files of their own."""
+    from megatron.checkpointing.state.layer_files import layer_files
     from megatron.checkpointing.state.replicas import layers_read_by
-    from megatron.checkpointing.state.shard_metadata import layers_of
     from megatron.checkpointing.store.naming import RankPlace
 
     place = RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype)
-    return layers_read_by(layers_of(model), place, divided=config.checkpoint.ckpt_fully_parallel_load)
+    return layers_read_by(layer_files(model, place), place, divided=config.checkpoint.ckpt_fully_parallel_load)
 
 
 def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
@@ -590,9 +590,8 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
         engine = build_engine(config, model, batch_fn)
     if config.parallel.warmup_communicators:  # before the collectives of layers that compute in the compilation
-        runtime.communicators.connect_all(
-            runtime.rank, runtime.device, next(model.parameters()).dtype, config.parallel.ds_sequence_parallel_size
-        )
+        exchanging = (config.parallel.ds_sequence_parallel_size, config.parallel.moe_expert_parallel_size)
+        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype, exchanging)
     if config.training.torch_compile:
         from megatron.startup.compilation import compile_layers
 

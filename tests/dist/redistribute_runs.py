@@ -52,7 +52,7 @@ State = dict[tuple[str, str], torch.Tensor]  # (kind, parameter) -> the full ten
 
 
 def shown(layout: Layout) -> str:
-    return f"tp{layout.tp}_pp{layout.pp}_dp{layout.dp}"
+    return "_".join(f"{axis}{size}" for axis, size in layout.as_dict().items())
 
 
 class Model:

@@ -41,6 +41,8 @@ ALL_THREE = Layout(tp=2, pp=2, dp=2)
 TENSOR_PARALLEL = Layout(tp=2, pp=1, dp=1)
 STAGES = Layout(tp=1, pp=2, dp=1)
 FOUR_STAGES = Layout(tp=1, pp=4, dp=1)
+DIVIDED_EXPERTS = Layout(tp=1, pp=1, dp=4, ep=2)
+EXPERTS_OVER_STAGES = Layout(tp=1, pp=2, dp=2, ep=2)
 STAGES_OF_TWO = Layout(tp=2, pp=2, dp=1)
 STAGES_IN_PARTS = Layout(tp=1, pp=2, dp=2)
 # Each layout and each precision, and both of DeepSpeed's optimizers, bf16's own and the one for all else, over TP, PP
@@ -226,7 +228,11 @@ def test_a_model_like_blooms_goes_on_after_sigkill(launcher: Launcher, whole: Wh
     assert not [name for name in last if "embeddings.norm" in name]
 
 
-@pytest.mark.parametrize(("layout", "precision"), [(ALL_THREE, "bf16"), (STAGES, "fp16")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(ALL_THREE, "bf16"), (STAGES, "fp16"), (DIVIDED_EXPERTS, "bf16"), (EXPERTS_OVER_STAGES, "fp32")],
+    ids=str,
+)
 def test_a_mixture_of_experts_goes_on_after_sigkill(
     launcher: Launcher, whole: Whole, layout: Layout, precision: str
 ) -> None:
@@ -234,7 +240,8 @@ def test_a_mixture_of_experts_goes_on_after_sigkill(
     flags = [*CLASSIC, *EXPERTS, "--expert-interval", "1", "--moe-train-capacity-factor", "0.2"]
     flags += ["--moe-min-capacity", "1", *PRECISIONS[precision]]
     saved = whole(layout, *flags)
-    save, output = killed_and_resumed(launcher, layout, flags)
+    of_load = ["--ckpt-fully-parallel-load"] if layout.ep > 1 else []  # ranks with the same experts share them
+    save, output = killed_and_resumed(launcher, layout, [*flags, *of_load])
     assert losses_of_ranks(save, layout, cycle=1) == from_iteration(losses_of_ranks(saved, layout), 4)
     assert_same_checkpoint(saved / "global_step5", save / "global_step5")
     printed = [float(loss) for loss in re.findall(r"moe loss: (\S+)", output)]

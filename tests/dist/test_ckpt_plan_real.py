@@ -52,6 +52,8 @@ CASES = [
     Case("moe_bf16", Layout(2, 2, 1), ["--bf16", *EXPERTS, "--mlp-type", "residual"]),
     Case("sequences_bf16", Layout(1, 1, 2), ["--bf16", "--ds-sequence-parallel-size", "2"]),
     Case("replicas_fp32", Layout(1, 1, 2), ["--data-parallel-random-init"]),
+    Case("moe_divided", Layout(2, 1, 2, ep=2), ["--bf16", *EXPERTS, "--mlp-type", "residual"]),
+    Case("moe_divided_fp32", Layout(1, 1, 4, ep=2), [*EXPERTS, "--num-experts", "2"], engine="lazy"),
     Case("llama_bf16_sgd", Layout(1, 2, 1), ["--bf16", *LLAMA_STYLE, "--optimizer", "sgd"]),
     Case("llama_no_optim", Layout(2, 1, 2), ["--bf16", *LLAMA_STYLE, "--no-save-optim"]),
     Case("gpt_no_rng", Layout(1, 1, 1), ["--bf16", "--no-save-rng"]),

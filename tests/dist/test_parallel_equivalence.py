@@ -53,7 +53,7 @@ ALL_THREE, FOUR_OF_TP = Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=1)
 CASES = [
     ("llama", ALL_THREE), ("classic", ALL_THREE), ("llama", FOUR_OF_TP), ("classic", Layout(tp=1, pp=4, dp=1)),
     ("llama", Layout(tp=1, pp=1, dp=2)), ("bloom", ALL_THREE),
-    ("moe", ALL_THREE),
+    ("moe", ALL_THREE), ("moe", Layout(tp=2, pp=1, dp=2, ep=2)), ("moe", Layout(tp=1, pp=1, dp=4, ep=2)),
 ]  # fmt: skip
 WITH_CHECKPOINT = (SINGLE, ALL_THREE, FOUR_OF_TP)
 

@@ -66,6 +66,12 @@ def test_a_walk_with_experts_in_every_second_layer(model: Model) -> None:
     walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
 
 
+@pytest.mark.parametrize("model", ["moe"], indirect=True)
+def test_a_walk_with_experts_divided_over_replicas(model: Model) -> None:
+    """Each expert is cut into partitions of other ranks on each layout."""
+    walk_over(model, [Layout(2, 1, 2, ep=2), Layout(1, 1, 4), Layout(1, 2, 2, ep=2), Layout(1, 1, 4, ep=4)])
+
+
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
 def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None:
     walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
@@ -73,7 +79,12 @@ def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None
 
 @pytest.mark.parametrize(
     ("model", "old", "new"),
-    [("llama", Layout(1, 2, 2), Layout(4, 1, 1)), ("classic", Layout(2, 2, 1), Layout(1, 1, 4))],
+    [
+        ("llama", Layout(1, 2, 2), Layout(4, 1, 1)),
+        ("classic", Layout(2, 2, 1), Layout(1, 1, 4)),
+        ("moe", Layout(1, 1, 4, ep=2), Layout(2, 1, 1)),
+        ("moe", Layout(2, 1, 1), Layout(1, 1, 4, ep=2)),
+    ],  # fmt: skip
     indirect=["model"],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )

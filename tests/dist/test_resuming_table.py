@@ -67,7 +67,10 @@ def table() -> list[Row]:
 
 ROWS = table()
 OF_FLAG = {flag: row for row in ROWS for flag in row.flags}
-OF_LAYOUT = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--no-pipeline-parallel"}
+OF_LAYOUT = {
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--no-pipeline-parallel",
+    "--moe-expert-parallel-size",
+}  # fmt: skip
 MEANINGS = {
     SPECS[name].names[0]: decision.meaning.format(sample=8) for name, decision in DECISIONS.items() if name in SPECS
 }  # flag -> what the log says of it; 8 samples were consumed
@@ -160,6 +163,7 @@ ACCEPTED = {
         "--topk 1 --moe-train-capacity-factor 2 --moe-eval-capacity-factor 3 --moe-min-capacity 8 "
         "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --moe-loss-coeff 0.2",
     ),
+    "divided experts": Start(EXPERTS, "--moe-expert-parallel-size 2", Layout(tp=1, pp=1, dp=2)),
     "finetune experts": Start(EXPERTS, "--finetune --topk 1 --moe-loss-coeff 0.2"),
     "scale": Start(ROTARY, "--loss-scale 8"),
     "loop": Start(

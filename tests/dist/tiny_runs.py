@@ -67,9 +67,8 @@ class Launcher:
 
 def parallel(layout: Layout) -> list[str]:
     """Flags of a layout; DP follows from the number of processes."""
-    return [
-        "--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp),
-    ]  # fmt: skip
+    flags = ["--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp)]
+    return flags if layout.ep == 1 else [*flags, "--moe-expert-parallel-size", str(layout.ep)]
 
 
 def saving(directory: Path, interval: int) -> list[str]:

@@ -122,7 +122,8 @@ def make_plan(
     progress = progress or first_save(config)
     # Ranks of a stage follow each other, since their model is built once.
     made = {}
-    for at in sorted(map(layout.coordinates, range(layout.world_size)), key=lambda at: (at.pp, at.tp, at.dp)):
+    places = map(layout.coordinates, range(layout.world_size))
+    for at in sorted(places, key=lambda at: (at.pp, at.dp % layout.ep, at.tp, at.dp)):
         rank = layout.rank(*at)
         made[rank] = _plan_rank(planned, engine, progress, rank)
         report(len(made), layout.world_size)
@@ -150,7 +151,7 @@ def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> 
     states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
     saved = upstream_sizes(states, config) if engine == UPSTREAM else of_engine.sizes(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
-    stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
+    stage = stage_on_meta(config.model, vocab_sizes[1], layout, at if placements else at._replace(tp=0))
     parameters = sum(parameter.numel() for parameter in stage.parameters())
     device = device_bytes(config, parameters, stage.num_blocks, at.pp, vocab_sizes[1], kinds)
     total = sum(file.num_bytes for file in saved)

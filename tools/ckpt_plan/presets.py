@@ -83,7 +83,7 @@ def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> P
     pp = getattr(args, "pipeline_model_parallel_size", 1)
     require_at_least("--tensor-model-parallel-size", tp, 1)
     require_at_least("--pipeline-model-parallel-size", pp, 1)
-    layout = Layout(tp, pp, dp)
+    layout = Layout(tp, pp, dp, getattr(args, "moe_expert_parallel_size", 1))
     places = {"WORLD_SIZE": str(layout.world_size), "RANK": "0", "LOCAL_RANK": "0"}
     config = config_from_args(args, places)
     if vocab_size is None:

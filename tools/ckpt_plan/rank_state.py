@@ -50,8 +50,8 @@ def planned_files(
     parallel = dataclasses.replace(config.parallel, rank=rank, world_size=layout.world_size)
     config = dataclasses.replace(config, parallel=parallel)
     # The ranks of a TP group have the same shapes, and only placements say which part each of them holds.
-    tp_rank = coordinates.tp if with_placements else 0
-    stage = stage_on_meta(config.model, vocab_sizes[1], layout, tp_rank, coordinates.pp)
+    at = coordinates if with_placements else coordinates._replace(tp=0)
+    stage = stage_on_meta(config.model, vocab_sizes[1], layout, at)
     engine = _Engine(config, layout, coordinates, stage, progress)
     place = RankPlace(layout, coordinates, config.model.params_dtype)
     with _random_state_of(config, coordinates):

@@ -37,13 +37,16 @@ class _Shard:
         self.param_names = {param: name for name, param in model.named_parameters()}
         self.clip_grad = config.optimizer.clip_grad
         groups = self.optimizer.param_groups
-        self.partition_count = [layout.dp] * len(groups)
         self.groups: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
         self.masters: list[torch.Tensor] = []
         self.paddings: list[int] = []
         self.partition_size: list[int] = []
+        self.partition_count: list[int] = []
         for index, group in enumerate(groups):
-            master = self._partition(index, layout.dp, at.dp)
+            mark = getattr(group["params"][0], "divided_expert", None)
+            ranks = 1 if mark is None else mark.ranks  # such a group is partitioned over each of so many DP ranks
+            self.partition_count.append(layout.dp // ranks)
+            master = self._partition(index, layout.dp // ranks, at.dp // ranks)
             self.masters.append(master)
             group["params"] = [master]
         self.optimizer.state.clear()
@@ -91,7 +94,8 @@ class Bf16Shard(_Shard):
         self.fp32_groups_flat_partition = self.masters
         self.group_paddings = self.paddings
         self.bf16_partitioned_groups = [
-            [torch.empty(size, dtype=torch.bfloat16, device="meta")] * layout.dp for size in self.partition_size
+            [torch.empty(size, dtype=torch.bfloat16, device="meta")] * count
+            for size, count in zip(self.partition_size, self.partition_count, strict=True)
         ]
         self._param_slice_mappings = self._create_param_mapping()
 

@@ -18,6 +18,7 @@ from megatron.model import gpt_model
 from megatron.model.experts import AuxiliaryLoss
 from megatron.model.gpt_model import TORCH_DTYPES, GPTModelPipe
 from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.parallel.expert_parallel import ExpertParallel
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import Coordinates, Layout, TensorParallelGroup
 
@@ -27,7 +28,7 @@ _PARTS: dict[tuple[ModelConfig, int, int], list[int]] = {}
 
 
 class StageOnMeta(GPTModelPipe):
-    """The layers of stage `at.pp` that tensor-parallel rank `at.tp` holds.
+    """The layers of stage `at.pp` that the rank at `at` holds.
 
     Raises ConfigError if a stage would have no layer, or TP does not divide a parameter.
     """
@@ -37,7 +38,10 @@ class StageOnMeta(GPTModelPipe):
         self.tp = TensorParallelGroup(rank=at.tp, size=layout.tp)
         self.model_config = config
         self.auxiliary_loss = AuxiliaryLoss(config.moe_loss_coeff) if config.has_experts else None
-        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], torch.device("meta"))
+        self.expert_parallel = ExpertParallel(layout, at.dp)
+        place = Placement(
+            self.tp, TORCH_DTYPES[config.params_dtype], torch.device("meta"), experts=self.expert_parallel
+        )
         self._layer_specs = gpt_model._layer_specs(config, padded_vocab_size, place, self.auxiliary_loss)
         self._topo = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
         self.num_stages = layout.pp
@@ -68,9 +72,11 @@ class StageOnMeta(GPTModelPipe):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
 
+def stage_on_meta(config: ModelConfig, padded_vocab_size: int, layout: Layout, at: Coordinates) -> StageOnMeta:
+    """The stage as the rank at `at` holds it, and all DP replicas with the same experts; the last one is cached."""
+    return _cached(config, padded_vocab_size, layout, at._replace(dp=at.dp % layout.ep))
+
+
 @functools.lru_cache(maxsize=1)
-def stage_on_meta(
-    config: ModelConfig, padded_vocab_size: int, layout: Layout, tp_rank: int, pp_rank: int
-) -> StageOnMeta:
-    """The stage as all DP replicas hold it; the last one is cached."""
-    return StageOnMeta(config, padded_vocab_size, layout, Coordinates(tp_rank, pp_rank, 0))
+def _cached(config: ModelConfig, padded_vocab_size: int, layout: Layout, at: Coordinates) -> StageOnMeta:
+    return StageOnMeta(config, padded_vocab_size, layout, at)

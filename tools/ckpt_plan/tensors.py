@@ -57,10 +57,20 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Elements of a pipeline layer's parameters on one rank: with weight decay, and without (biases and norms)."""
+    """Elements of a pipeline layer's parameters on one rank: with weight decay, and without (biases and norms).
+
+    `experts`: both again, of experts that are divided over so many data-parallel `ranks`.
+    """
 
     decayed: int = 0
     plain: int = 0
+    experts: tuple[int, int] = (0, 0)
+    ranks: int = 1
+
+    @property
+    def shared(self) -> int:
+        """Elements of which each data-parallel rank has the same."""
+        return self.decayed + self.plain
 
 
 def plan_tensors(planned: Planned) -> TensorPlan:
@@ -70,7 +80,7 @@ def plan_tensors(planned: Planned) -> TensorPlan:
     """
     config, layout, vocab_sizes = planned
     try:
-        layers = _layers(config.model, vocab_sizes[1], layout.tp)
+        layers = _layers(config.model, vocab_sizes[1], layout.tp, layout.ep)
     except ValueError as exc:  # raised by ParameterSlice
         raise ConfigError(str(exc)) from exc
     bounds = stage_bounds(config.model.num_layers, layout.pp)
@@ -81,7 +91,7 @@ def plan_tensors(planned: Planned) -> TensorPlan:
         tied = not config.model.untie_embeddings_and_output_weights and last and layout.pp > 1
         copies = [_word_embedding(config.model, vocab_sizes[1], layout.tp)] if tied else []
         optimized = [*held, *copies]
-        parameters = sum(layer.decayed + layer.plain for layer in optimized)
+        parameters = sum(layer.shared + sum(layer.experts) for layer in optimized)
         by_stage.append([(_rank_bytes(config, layout.dp, dp, held, optimized), parameters) for dp in range(layout.dp)])
     ranks = []
     for rank, at in enumerate(map(layout.coordinates, range(layout.world_size))):
@@ -94,23 +104,28 @@ def _rank_bytes(
 ) -> dict[str, int]:
     """What a rank of a stage writes, by kind; `written`: layers with files, `optimized`: these and tied copies."""
     found = dict.fromkeys(TENSOR_KINDS, 0)
-    if dp_rank == 0:
-        elements = sum(layer.decayed + layer.plain for layer in written)
-        found[WEIGHTS] = elements * _ELEMENT_SIZE[config.model.params_dtype]
+    elements = sum(layer.shared for layer in written) if dp_rank == 0 else 0
+    elements += sum(sum(layer.experts) for layer in written if dp_rank < layer.ranks)
+    found[WEIGHTS] = elements * _ELEMENT_SIZE[config.model.params_dtype]
     if config.checkpoint.no_save_optim:
         return found
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    for group in (sum(layer.decayed for layer in optimized), sum(layer.plain for layer in optimized)):
-        # Each group is padded to a multiple of 2 x DP elements, and divided into DP equal partitions.
-        partition = -(-group // (_ALIGNMENT * dp)) * _ALIGNMENT
+    groups = [(sum(layer.decayed for layer in optimized), 1), (sum(layer.plain for layer in optimized), 1)]
+    for ranks in sorted({layer.ranks for layer in optimized} - {1}):
+        alike = [layer.experts for layer in optimized if layer.ranks == ranks]
+        groups += [(sum(elements), ranks) for elements in zip(*alike, strict=True)]
+    for group, ranks in groups:
+        # Each group is padded to a multiple of 2 x DP elements, and divided into DP equal partitions; divided experts
+        # over the data-parallel ranks with the same ones.
+        partition = -(-group // (_ALIGNMENT * (dp // ranks))) * _ALIGNMENT
         # The bf16 optimizer writes master weights with the padding, the other optimizer without it.
-        kept = partition if config.model.bf16 else min(partition, max(0, group - dp_rank * partition))
+        kept = partition if config.model.bf16 else min(partition, max(0, group - dp_rank // ranks * partition))
         found[MASTER_WEIGHTS] += _FP32 * kept
         found[MOMENTS] += _FP32 * partition * moments
     return found
 
 
-def _layers(model: ModelConfig, padded_vocab_size: int, tp: int) -> list[_Layer]:
+def _layers(model: ModelConfig, padded_vocab_size: int, tp: int, ep: int) -> list[_Layer]:
     """The pipeline layers as megatron.model.gpt_model numbers them."""
     hidden, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
     query, kv = (model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads))
@@ -129,11 +144,14 @@ def _layers(model: ModelConfig, padded_vocab_size: int, tp: int) -> list[_Layer]
     blocks = []
     for experts in model.experts_per_layer:
         routed = experts > 1
-        mlps = experts + (routed and model.has_residual_mlp)
+        ranks = min(ep, experts)
+        held = experts // ranks
+        mlps = (held if ranks == 1 else 0) + (routed and model.has_residual_mlp)
+        divided = (held * mlp.decayed, held * mlp.plain) if ranks > 1 else (0, 0)
         gate = hidden * experts if routed else 0
         shares = 2 if routed and model.has_residual_mlp else 0
         decayed = attention.decayed + mlps * mlp.decayed + gate + shares * hidden
-        blocks.append(_Layer(decayed, attention.plain + mlps * mlp.plain + shares + 2 * norm))
+        blocks.append(_Layer(decayed, attention.plain + mlps * mlp.plain + shares + 2 * norm, divided, ranks))
     return [_Layer(), _Layer(embedding.decayed + positions, of_words), *blocks, _Layer(0, norm), head]
 
 

@@ -37,9 +37,9 @@ from megatron.checkpointing.reshard.resharding import load_on_other_layout, load
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress, live_state
 from megatron.checkpointing.state.hashes import compare_hashes
+from megatron.checkpointing.state.layer_files import layer_files
 from megatron.checkpointing.state.replicas import differing, exchange_layers, layer_checksums, layers_read_by
 from megatron.checkpointing.state.restore import restore_layers, restore_progress, restore_state, restore_tied_weights
-from megatron.checkpointing.state.shard_metadata import layer_modules
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.search import Candidate
 from megatron.config.uris import is_uri
@@ -333,7 +333,7 @@ class _CandidateLoad:
         are live already, and FailedAloneError.
         """
         ctx, op = self.ctx, self.op
-        mine = set(layers_read_by(layer_modules(self.engine), ctx.place, divided=True))
+        mine = set(layers_read_by(layer_files(self.engine.module, ctx.place), ctx.place, divided=True))
         self._read_on_all_ranks(states, mine)
         self._apply_on_all_ranks(states, lambda _: restore_layers(self.engine, ctx.place, states, mine))
         with op.span("redistribute", "broadcast"), exchanging(ctx.control, "exchange of weights"):

@@ -37,12 +37,12 @@ from megatron.checkpointing.reshard.torch_shards import TorchShards
 from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shares_of_each
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress
-from megatron.checkpointing.state.replicas import broadcast_within_replicas
+from megatron.checkpointing.state.layer_files import layer_files, layers_of
+from megatron.checkpointing.state.replicas import broadcast_within_replicas, spread_over_replicas
 from megatron.checkpointing.state.restore import restore_optimizer, restore_progress, restore_tied_weights
 from megatron.checkpointing.state.shard_metadata import (
     flat_partitions,
     fragments,
-    layer_modules,
     layer_placements,
     names_of_parameters,
     shard_placement,
@@ -50,7 +50,7 @@ from megatron.checkpointing.state.shard_metadata import (
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import collect_files, parts_of_ranks
 from megatron.checkpointing.store.manifest import Manifest
-from megatron.checkpointing.store.parts import share_of, spread
+from megatron.checkpointing.store.parts import share_of
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.checksums import RangeChecksum
@@ -132,7 +132,7 @@ class DirectLoad:
         self._with_optimizer = not (options.no_load_optim or options.finetune)
         self._from_masters = self._with_optimizer  # else the weights are read, and masters are made of them
         self._shard: dict[str, Any] = {}
-        self._weights: list[Target] = []
+        self._weights: list[tuple[Target, range]] = []  # and the DP ranks that hold the same
 
     def run(self) -> Progress:
         """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `run_on_all_ranks`.
@@ -237,7 +237,7 @@ class DirectLoad:
     def _names_held(self) -> set[str]:
         """The parameters of which this rank holds a part that is to be filled."""
         if not self._from_masters:
-            return {it.placement["name"] for it in self._live_weights()}
+            return {it.placement["name"] for it, _ in self._live_weights()}
         partitions = flat_partitions(self._engine, self._place.at.dp)
         return {part["name"] for each in partitions for part in fragments(each, self._ctx.vocab_size)}
 
@@ -257,7 +257,7 @@ class DirectLoad:
         else:
             self._weights = self._live_weights()
             here = self._place.at.dp
-            targets = [it for it, dp in zip(self._weights, self._readers(), strict=True) if dp == here]
+            targets = [it for (it, _), dp in zip(self._weights, self._readers(), strict=True) if dp == here]
         with self._op.span("redistribute", "reshard"):
             options, files = self._ctx.config.checkpoint, self._checkpoint
             direct_io, bring = options.direct_io, None
@@ -281,14 +281,16 @@ class DirectLoad:
 
     def _readers(self) -> list[int]:
         """The DP rank that reads each of `_weights`: the same list on all replicas."""
-        return spread([target.tensor.nbytes for target in self._weights], self._place.layout.dp)
+        sizes = [target.tensor.nbytes for target, _ in self._weights]
+        return spread_over_replicas(sizes, [replicas for _, replicas in self._weights])
 
     def _share_weights(self) -> None:
         """Have the weights that each DP replica has read on all of them; collective over these."""
         place = self._place
         if place.layout.dp == 1:
             return
-        weights = zip((target.tensor for target in self._weights), self._readers(), strict=True)
+        pairs = zip(self._weights, self._readers(), strict=True)
+        weights = [(target.tensor, reader, replicas) for (target, replicas), reader in pairs]
         with self._op.span("redistribute", "broadcast"), exchanging(self._ctx.control, "exchange of weights"):
             broadcast_within_replicas(self._engine, place, weights)
 
@@ -334,7 +336,7 @@ class DirectLoad:
         return shards.weights(
             {
                 number: {key: placement["name"] for key, placement in self._placements_of(layer).items()}
-                for number, layer in layer_modules(self._engine)
+                for number, layer in layers_of(self._engine.module)
             }
         )
 
@@ -342,12 +344,12 @@ class DirectLoad:
         file = FileState(type(layer).__name__, layer.state_dict())
         return layer_placements(file, layer, names_of_parameters(self._engine), self._ctx.vocab_size)
 
-    def _live_weights(self) -> list[Target]:
-        """The live weights of this stage's layers."""
+    def _live_weights(self) -> list[tuple[Target, range]]:
+        """The live weights of this stage's layers, and the DP ranks that hold the same."""
         targets = []
-        for _, layer in layer_modules(self._engine):
-            state = layer.state_dict()
-            targets += [Target(state[key], WEIGHT, it) for key, it in self._placements_of(layer).items()]
+        for file in layer_files(self._engine.module, self._place):
+            placements = self._placements_of(file.layer)
+            targets += [(Target(it, WEIGHT, placements[key]), file.replicas) for key, it in file.state.items()]
         return targets
 
     def _optimizer(self, saved: Mapping[str, Any], kinds: set[str]) -> list[Target]:
@@ -390,7 +392,19 @@ def _copied(counters: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if torch.is_tensor(value) else value for key, value in counters.items()}
 
 
+_OF_A_GROUP = ("params", "name", "moe")  # the others are options of the optimizer
+
+
 def _groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options of the saved groups, of the same name, for this rank's parameters."""
-    by_name = {group.get("name"): group for group in saved}
-    return [by_name.get(group.get("name"), group) | {"params": group["params"]} for group in own]
+    """The options of the saved groups for this rank's parameters.
+
+    They are those of the group of the same name. Experts that are divided have groups of their own, or none in a
+    checkpoint of another layout: their options are those of other parameters with the same weight decay.
+    """
+    by_name = {group.get("name"): group for group in saved if not group.get("moe")}
+    name_of = {group.get("wd_mult"): group.get("name") for group in own if not group.get("moe")}
+    found = []
+    for group in own:
+        name = name_of.get(group.get("wd_mult")) if group.get("moe") else group.get("name")
+        found.append(by_name.get(name, group) | {key: group[key] for key in _OF_A_GROUP if key in group})
+    return found

@@ -8,6 +8,7 @@ parameter follows from the live parameter, which is split along the same dimensi
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from megatron.fileio.zip_records import Record
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Coordinates, Layout
 from restart_trace.recorder import Operation
+
+_EXPERT = re.compile(r"\.deepspeed_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,24 @@ class TorchShards:
         found = []
         for number, keys in layers.items():
             for tp_rank in range(self._layout.tp):
-                path = self._checkpoint.path(names.layer_file(number, tp_rank))
-                state = self._load(path)
-                records = self._records(path)
+                by_file: dict[str, dict[str, str]] = defaultdict(dict)
                 for key, name in keys.items():
-                    _check_weight(path, key, state, self._old_part(name, tp_rank))
-                    found.append(placed_tensor(path, key, state[key], self._placement(name, tp_rank), records))
+                    by_file[self._file_with(number, key, tp_rank)][key] = name
+                for file, held in by_file.items():
+                    found += self._weights_in(self._checkpoint.path(file), held, tp_rank)
         return found
+
+    def _file_with(self, number: int, key: str, tp_rank: int) -> str:
+        """The file with the weight `key` of a pipeline layer. Experts that were divided have files of their own."""
+        expert = _EXPERT.search(key)
+        own = names.expert_file(number, int(expert[1]), tp_rank) if expert else None
+        return own if own in self.manifest.files else names.layer_file(number, tp_rank)
+
+    def _weights_in(self, path: Path, keys: Mapping[str, str], tp_rank: int) -> Iterator[PlacedTensor]:
+        state, records = self._load(path), self._records(path)
+        for key, name in keys.items():
+            _check_weight(path, key, state, self._old_part(name, tp_rank))
+            yield placed_tensor(path, key, state[key], self._placement(name, tp_rank), records)
 
     def _records(self, path: Path) -> Mapping[int, Record]:
         """By first byte; none if checksums are not to be verified."""

@@ -131,7 +131,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the checkpoint is loaded onto any layout that its engine allows (otherwise refused); the samples and their "
         "order stay":
             "tensor_model_parallel_size pipeline_model_parallel_size no_pipeline_parallel world_size "
-            "data_parallel_size",
+            "data_parallel_size moe_expert_parallel_size",
         "it changes what is kept for the backward pass, and where; gradients are the same":
             "checkpoint_activations checkpoint_num_layers recompute_activations recompute_granularity "
             "recompute_method recompute_num_layers deepspeed_activation_checkpointing partition_activations "

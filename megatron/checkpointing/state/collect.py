@@ -16,7 +16,8 @@ from deepspeed import __version__ as deepspeed_version
 
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.state.changed_flags import input_contents
-from megatron.checkpointing.state.shard_metadata import add_placements, layer_modules
+from megatron.checkpointing.state.layer_files import layer_files
+from megatron.checkpointing.state.shard_metadata import add_placements
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config, ModelConfig
@@ -51,9 +52,9 @@ def live_state(
     moments.
     """
     mine = [
-        FileState(name, layer.state_dict() if with_tensors else {})
-        for number, layer in layer_modules(engine)
-        if (name := names.layer_file(number, place.at.tp)) and (layers is None or name in layers)
+        FileState(file.name, file.state if with_tensors else {})
+        for file in layer_files(engine.module, place)
+        if layers is None or file.name in layers
     ]
     mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
     if with_optimizer:
@@ -78,16 +79,18 @@ def collect_state(
 
     `vocab_sizes`: the tokenizer's, and the size padded for TP. `with_placements`: add to every tensor which part of
     which parameter it is (megatron.checkpointing.state.shard_metadata).
-    The first DP replica writes weights and shared state; every rank writes its ZeRO-1 shard, which includes the random
-    state of the rank. `every_replica`: the other replicas also get weights and shared state, for saves in memory only.
+    The first DP replica writes weights and shared state; of experts that only some DP ranks hold, the first of these
+    does. Every rank writes its ZeRO-1 shard, which includes the random state of the rank. `every_replica`: the other
+    replicas also get weights and shared state, for saves in memory only.
     """
     files: list[FileState] = []
     rng = get_rng_state()
     first = place.at.dp == 0
+    for weights in layer_files(engine.module, place):
+        writes = weights.replicas[0] == place.at.dp
+        if writes or every_replica:
+            files.append(FileState(weights.name, weights.state, on_storage=writes))
     if first or every_replica:
-        for number, layer in layer_modules(engine):
-            name = names.layer_file(number, place.at.tp)
-            files.append(FileState(name, layer.state_dict(), on_storage=first))
         client = client_state(config, vocab_sizes, progress)
         if not config.checkpoint.no_save_rng:
             client["rng_state"] = [rng]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing.state.shard_metadata import layer_modules
-from megatron.checkpointing.store import naming as names
+from megatron.checkpointing.state.layer_files import LayerFile, layer_files
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.checkpointing.store.parts import spread
 from megatron.fileio.checksums import crc32
@@ -22,38 +21,52 @@ from megatron.fileio.checksums import crc32
 _UNDER_WAY = 4  # broadcasts at once: gloo keeps a copy in host memory of each tensor of a device meanwhile
 
 
-def readers_of(layers: Iterable[torch.nn.Module], replicas: int) -> list[int]:
-    """The DP rank that reads each of the `layers` of a stage."""
-    return spread([sum(tensor.numel() for tensor in _tensors(layer)) for layer in layers], replicas)
+def readers_of(files: Sequence[LayerFile]) -> list[int]:
+    """The DP rank that reads each of the `files` of a rank.
+
+    Those of experts that only some DP ranks hold are divided among these, by themselves.
+    """
+    sizes = [sum(tensor.numel() for tensor in _tensors(file)) for file in files]
+    return spread_over_replicas(sizes, [file.replicas for file in files])
 
 
-def layers_read_by(layers: Sequence[tuple[int, torch.nn.Module]], place: RankPlace, *, divided: bool) -> list[str]:
-    """Names of the files with the layers that the rank at `place` reads, of the (number, module) of its stage.
+def spread_over_replicas(sizes: Sequence[int], replicas: Sequence[range]) -> list[int]:
+    """The DP rank that reads each of some items, of these sizes, which these `replicas` need."""
+    readers = [0] * len(sizes)
+    for alike in set(replicas):
+        positions = [i for i, needing in enumerate(replicas) if needing == alike]
+        of_each = spread([sizes[i] for i in positions], len(alike))
+        for i, reader in zip(positions, of_each, strict=True):
+            readers[i] = alike[reader]
+    return readers
+
+
+def layers_read_by(files: Sequence[LayerFile], place: RankPlace, *, divided: bool) -> list[str]:
+    """Names of those of `files` that the rank at `place`, which holds their weights, reads.
 
     `divided`: as with --ckpt-fully-parallel-load, by which replicas read a part each; else all.
     """
-    readers = readers_of((layer for _, layer in layers), place.layout.dp)
     return [
-        names.layer_file(number, place.at.tp)
-        for (number, _), reader in zip(layers, readers, strict=True)
-        if reader == place.at.dp or not divided
+        file.name for file, reader in zip(files, readers_of(files), strict=True) if reader == place.at.dp or not divided
     ]
 
 
-def broadcast_within_replicas(engine: Any, place: RankPlace, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Fill each of `tensors` on all DP replicas with what it is on the DP rank beside it; collective over these.
+def broadcast_within_replicas(
+    engine: Any, place: RankPlace, tensors: Iterable[tuple[torch.Tensor, int, range]]
+) -> None:
+    """Fill each of `tensors` with what it is on the DP rank beside it, on the DP ranks that follow; collective over
+    these.
 
     They are filled when it returns, on a device, too.
     """
-    group = engine.mpu.get_data_parallel_group()
     under_way: deque[Any] = deque()
     device = torch.device("cpu")
     with torch.no_grad():
-        for tensor, reader in tensors:
+        for tensor, reader, replicas in tensors:
             if len(under_way) == _UNDER_WAY:
                 under_way.popleft().wait()
             source = place.layout.rank(place.at.tp, place.at.pp, reader)
-            under_way.append(dist.broadcast(tensor, source, group, async_op=True))
+            under_way.append(dist.broadcast(tensor, source, _group_of(engine, replicas), async_op=True))
             device = tensor.device
         for broadcast in under_way:
             broadcast.wait()
@@ -63,21 +76,26 @@ def broadcast_within_replicas(engine: Any, place: RankPlace, tensors: Iterable[t
 
 def exchange_layers(engine: Any, place: RankPlace) -> None:
     """Have the layers that each replica has read on all of them; collective over these."""
-    layers = [layer for _, layer in layer_modules(engine)]
-    readers = readers_of(layers, place.layout.dp)
-    pairs = zip(layers, readers, strict=True)
+    files = layer_files(engine.module, place)
+    pairs = zip(files, readers_of(files), strict=True)
     broadcast_within_replicas(
-        engine, place, ((tensor, reader) for layer, reader in pairs for tensor in _tensors(layer))
+        engine, place, ((tensor, reader, file.replicas) for file, reader in pairs for tensor in _tensors(file))
     )
+
+
+def _group_of(engine: Any, replicas: range) -> Any:
+    """The process group of the DP ranks that hold the same: all, or those with the same experts."""
+    if replicas.step == 1:
+        return engine.mpu.get_data_parallel_group()
+    return engine.module.expert_parallel.groups[replicas.step].replicas
 
 
 def layer_checksums(engine: Any, place: RankPlace) -> dict[str, tuple[int, int]]:
     """By name of its file, the CRC-32 of each layer's live weights, and the global rank that has read them."""
-    layers = layer_modules(engine)
-    readers = readers_of((layer for _, layer in layers), place.layout.dp)
+    files = layer_files(engine.module, place)
     return {
-        names.layer_file(number, place.at.tp): (_checksum(layer), place.layout.rank(place.at.tp, place.at.pp, reader))
-        for (number, layer), reader in zip(layers, readers, strict=True)
+        file.name: (_checksum(file), place.layout.rank(place.at.tp, place.at.pp, reader))
+        for file, reader in zip(files, readers_of(files), strict=True)
     }
 
 
@@ -91,13 +109,13 @@ def differing(by_rank: Sequence[dict[str, tuple[int, int]]]) -> list[str]:
     ]
 
 
-def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """The live tensors of its file."""
-    return [value for value in layer.state_dict().values() if isinstance(value, torch.Tensor)]
+def _tensors(file: LayerFile) -> list[torch.Tensor]:
+    """The live tensors of a file."""
+    return [value for value in file.state.values() if isinstance(value, torch.Tensor)]
 
 
-def _checksum(layer: torch.nn.Module) -> int:
+def _checksum(file: LayerFile) -> int:
     crc = 0
-    for tensor in _tensors(layer):
+    for tensor in _tensors(file):
         crc = crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(), crc)
     return crc

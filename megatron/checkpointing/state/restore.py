@@ -19,7 +19,7 @@ import torch
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.state.collect import Progress
-from megatron.checkpointing.state.shard_metadata import layer_modules
+from megatron.checkpointing.state.layer_files import layer_files
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.config import Config
@@ -39,12 +39,11 @@ def restore_layers(
 ) -> None:
     """Put the weights of the layers that are in `files`, by default of all, into the live engine.
 
-    Raises RuntimeError from torch if a tensor's shape does not fit.
+    Raises RuntimeError if a tensor is missing, or its shape does not fit.
     """
-    for number, layer in layer_modules(engine):
-        name = names.layer_file(number, place.at.tp)
-        if files is None or name in files:
-            layer.load_state_dict(states[name], strict=True)
+    for file in layer_files(engine.module, place):
+        if files is None or file.name in files:
+            file.restore(states[file.name])
 
 
 def restore_state(

@@ -6,7 +6,7 @@ element of each parameter can be found in the files of any TP x PP x DP layout.
 Weight (tensors of the layer_* files):
 
     name      parameter name, the same on every stage and layout: "5.mlp.dense_4h_to_h.weight" (5 is the number of
-              the pipeline layer) or "tied_modules.embed.word_embeddings.weight"
+              the pipeline layer) or "tied_modules.embed.word_embeddings.weight"; an expert's has its number there
     shape     of the full parameter
     dim       dimension split over TP; null: every TP rank holds the whole parameter
     ranges    [[start, stop], ...] along `dim` of the full parameter: the tensor here is their concatenation. One
@@ -27,7 +27,8 @@ shards of the first and of the last stage, where its masters and moments may dif
 on the lower rank, are the ones to read, as its weight is the one in a layer_* file.
 
 How DeepSpeed lays out a flat group (runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py of 0.19): parameters one
-after the other, zeros up to a multiple of 2 x DP elements, then cut into DP partitions of equal size.
+after the other, zeros up to a multiple of 2 x DP elements, then cut into DP partitions of equal size. For experts that
+are divided over EP of the DP ranks it is DP / EP instead of DP.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.state.layer_files import layer_files
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.naming import RankPlace
 from megatron.parallel.parameter_slice import ParameterSlice, slice_of
@@ -149,18 +151,6 @@ def _moments(base: Any) -> Iterator[tuple[NestPath, int, Mapping[str, Any]]]:
                 yield ("state", key), group, base["state"][key]
 
 
-def layer_modules(engine: Any) -> list[tuple[int, torch.nn.Module]]:
-    """(number, module) of the pipeline layers of this stage that have files of their own."""
-    return layers_of(engine.module)
-
-
-def layers_of(module: Any) -> list[tuple[int, torch.nn.Module]]:
-    """As `layer_modules`, of DeepSpeed's PipelineModule."""
-    first = module._local_start
-    funcs = enumerate(module.forward_funcs)
-    return [(first + i, layer) for i, layer in funcs if isinstance(layer, torch.nn.Module)]
-
-
 def add_placements(engine: Any, place: RankPlace, vocab_size: int, files: list[FileState]) -> list[FileState]:
     """`files`, as collected from a DeepSpeed PipelineEngine, with their `placements`. No tensor is copied or read.
 
@@ -168,7 +158,7 @@ def add_placements(engine: Any, place: RankPlace, vocab_size: int, files: list[F
     say how it is split.
     """
     name_of = names_of_parameters(engine)
-    layers = {names.layer_file(number, place.at.tp): layer for number, layer in layer_modules(engine)}
+    layers = {file.name: file.layer for file in layer_files(engine.module, place)}
     optimizer_file = names.optimizer_file(place.layout, place.at, place.params_dtype)
     placed = []
     for file in files:
@@ -200,13 +190,16 @@ def names_of_parameters(engine: Any) -> dict[int, str]:
 
 
 def flat_partitions(engine: Any, dp_rank: int) -> list[FlatPartition]:
-    """The partitions of the flat groups of DeepSpeed's optimizer that `dp_rank` holds."""
+    """The partitions of the flat groups of DeepSpeed's optimizer that `dp_rank` holds.
+
+    Groups of divided experts are partitioned over the ranks with the same experts.
+    """
     optimizer, name_of = engine.optimizer, names_of_parameters(engine)
     # DeepSpeed has two classes of it: bf16, and all else.
     if hasattr(optimizer, "bf16_groups"):
         groups = optimizer.bf16_groups
         offsets = [[0, *accumulate(param.numel() for param in group)][:-1] for group in groups]
-        sizes = [partitions[dp_rank].numel() for partitions in optimizer.bf16_partitioned_groups]
+        sizes = [partitions[0].numel() for partitions in optimizer.bf16_partitioned_groups]  # all are equal
     else:  # its order and offsets differ from the default with round_robin_gradients and parameter_alignment
         groups = optimizer.round_robin_bit16_groups
         offsets = optimizer.round_robin_bit16_offsets
@@ -215,5 +208,6 @@ def flat_partitions(engine: Any, dp_rank: int) -> list[FlatPartition]:
     for params, starts, size in zip(groups, offsets, sizes, strict=True):
         named = [(name_of[id(param)], param, start) for param, start in zip(params, starts, strict=True)]
         table = [FlatParameter(name, slice_of(param, name), start) for name, param, start in named]
-        found.append(FlatPartition(table, dp_rank * size, size))
+        mark = getattr(params[0], "divided_expert", None)
+        found.append(FlatPartition(table, (dp_rank if mark is None else dp_rank // mark.ranks) * size, size))
     return found

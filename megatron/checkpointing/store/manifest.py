@@ -259,7 +259,9 @@ def _paths(value: Any) -> None:
 
 
 def _layout(value: Any) -> None:
-    _check_object(value, dict.fromkeys(_LAYOUT, _integer(1, _MAX_RANKS)), _LAYOUT)
+    _check_object(value, dict.fromkeys((*_LAYOUT, "ep"), _integer(1, _MAX_RANKS)), _LAYOUT)
+    if value["dp"] % value.get("ep", 1):
+        raise ValueError(f"ep {value['ep']} does not divide dp {value['dp']}")
     if value["tp"] * value["pp"] * value["dp"] > _MAX_RANKS:
         raise ValueError(f"is of more than {_MAX_RANKS} ranks")
 

@@ -8,6 +8,7 @@ SAVE/latest                                          tag of the newest checkpoin
 SAVE/latest_checkpointed_iteration.txt               its iteration
 SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
 SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1, TP rank 0
+SAVE/global_step5/layer_03_expert_5_mp_rank_00_model_states.pt   weights of its expert 5, where experts are divided
 SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
 SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
 
@@ -105,6 +106,13 @@ def model_parallel_rank(layout: Layout, at: Coordinates) -> int:
 
 def layer_file(layer_number: int, tp_rank: int) -> str:
     return f"layer_{layer_number:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def expert_file(layer_number: int, expert: int, tp_rank: int) -> str:
+    """Of an expert that only some data-parallel ranks hold. DeepSpeed, which has no pipeline layers there, counts the
+    layers with experts.
+    """
+    return f"layer_{layer_number:02d}_expert_{expert}_mp_rank_{tp_rank:02d}_model_states.pt"
 
 
 def model_states_file(layout: Layout, at: Coordinates) -> str:

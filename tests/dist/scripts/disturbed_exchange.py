@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[3]
 EXCHANGE = replicas.broadcast_within_replicas
 
 
-def disturbed(engine: Any, place: Any, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
+def disturbed(engine: Any, place: Any, tensors: Iterable[tuple[torch.Tensor, int, range]]) -> None:
     if os.environ["DISTURBANCE"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    pairs = list(tensors)
-    EXCHANGE(engine, place, pairs)
-    received = next(tensor for tensor, reader in pairs if reader != place.at.dp)
+    exchanged = list(tensors)
+    EXCHANGE(engine, place, exchanged)
+    received = next(tensor for tensor, reader, _ in exchanged if reader != place.at.dp)
     received.view(-1).view(torch.uint8)[0] ^= 1
 
 

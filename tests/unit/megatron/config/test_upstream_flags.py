@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[4]
 
 REFUSALS = [
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
-    ("--num-experts 8 --moe-expert-parallel-size 4", 1, "--moe-expert-parallel-size 4 is not supported: all data"),
+    ("--num-experts 8 --moe-expert-parallel-size 4", 2, "--moe-expert-parallel-size 4: does not divide the 2 replicas"),
+    ("--num-experts 6 --moe-expert-parallel-size 4", 4, "-size 4: does not divide the 6 experts of a layer, nor they"),
+    ("--num-experts 8 --moe-expert-parallel-size 2 --load x --universal-checkpoint", 2, "is loaded with 1; drop"),
     ("--ds-sequence-parallel-size 2", 3, "--ds-sequence-parallel-size 2: does not divide the 3 ranks that hold the"),
     ("--ds-sequence-parallel-size 3", 3, "--num-attention-heads 4: not divisible by --ds-sequence-parallel-size 3"),
     ("--ds-sequence-parallel-size 4 --num-key-value-heads 2", 4, "--num-key-value-heads 2: not divisible by --ds-seq"),

@@ -55,7 +55,7 @@ def by_loops(moe: Any, x: torch.Tensor, k: int, capacity: int) -> tuple[torch.Te
         row = torch.zeros(HIDDEN)
         whole = sum(probabilities[token, expert] for expert in experts) if k == 2 else 1.0
         for expert in experts:
-            of_expert = moe.deepspeed_moe.experts.deepspeed_experts[expert](tokens[None, token : token + 1])[0, 0]
+            of_expert = moe.deepspeed_moe.experts.deepspeed_experts[str(expert)](tokens[None, token : token + 1])[0, 0]
             row = row + probabilities[token, expert] / whole * of_expert
         rows.append(row)
     firsts = torch.tensor([ranking[:, 0].tolist().count(expert) / TOKENS for expert in range(EXPERTS)])

@@ -154,6 +154,8 @@ def test_presets_are_those_of_the_launchers() -> None:
         (["--bf16", "--num-experts", "4", "--mlp-type", "residual", "--pipeline-model-parallel-size", "2",
           "--tensor-model-parallel-size", "2"], 1),
         (["--num-experts", "2", "--expert-interval", "1"], 2),
+        (["--bf16", "--num-experts", "4", "8", "--num-layers", "4", "--moe-expert-parallel-size", "8"], 8),
+        (["--num-experts", "4", "--expert-interval", "1", "--moe-expert-parallel-size", "2"], 4),
         (["--bf16", "--save", "none", "--save-interval", "2", "--no-save-optim",
           "--tensor-model-parallel-size", "2"], 2),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.checkpointing.state.layer_files import files_of_layer
 from megatron.checkpointing.state.replicas import differing, layers_read_by
 from megatron.checkpointing.store.naming import RankPlace, layer_file
 from megatron.parallel.topology import Layout
@@ -13,7 +14,9 @@ LAYERS = [(number, torch.nn.Linear(size, 1, bias=False)) for number, size in enu
 
 
 def read_by(layout: Layout, rank: int, *, divided: bool = True) -> list[str]:
-    return layers_read_by(LAYERS, RankPlace(layout, layout.coordinates(rank), "bf16"), divided=divided)
+    place = RankPlace(layout, layout.coordinates(rank), "bf16")
+    files = [file for number, layer in LAYERS for file in files_of_layer(number, layer, place)]
+    return layers_read_by(files, place, divided=divided)
 
 
 def test_each_layer_is_read_by_one_replica() -> None:
