@@ -154,6 +154,17 @@ def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) 
     assert not list(target.iterdir()), "something was left"
 
 
+@pytest.mark.parametrize(("flags", "files"), [([], 1), (["--checkpoint-files-per-node", "3"], 3)], ids=str)
+def test_files_that_ranks_share_beside_files_of_each_rank(tmp_path: Path, flags: list[str], files: int) -> None:
+    target = tmp_path / "target"
+    argv = [*SMALL, "--ranks", "0-3", "--repeat", "1", "--no-storage", "--engine", "lazy,lazy-shared", "--keep", *flags]
+    found = figures(argv, target)["engines"]
+    for name, engine in found.items():
+        assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("LazyEngine", True, None), name
+    written = {name: len(list(target.glob(f"*/{name}/global_step*/*.safetensors"))) for name in found}
+    assert written == {"lazy": 4, "lazy-shared": files}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
 @pytest.mark.parametrize(
     ("durability", "options"), [("fsync", ["--dp", "2", "--ranks", "0-1"]), ("none", ["--dp", "1", "--no-cold"])]

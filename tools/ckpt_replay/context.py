@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from .library import Library
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
+    LAZY_SHARED,
     LOAD,
     MEMORY,
     MEMORY_PEER,
@@ -137,7 +138,10 @@ class RankContext:
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:
-            engine = create_engine(MEMORY if self.in_memory else self.engine_name, options)
+            shared = self.engine_name == LAZY_SHARED
+            files_per_node = (self.flags.checkpoint_files_per_node or 1) if shared else None
+            name = MEMORY if self.in_memory else "lazy" if shared else self.engine_name
+            engine = create_engine(name, replace(options, files_per_node=files_per_node))
             if self.engine_name == MEMORY_PEER:
                 engine.share_with([holder()])
         self.recorder.write(

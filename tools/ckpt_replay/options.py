@@ -22,6 +22,7 @@ from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
+    LAZY_SHARED,
     LIBRARIES,
     OPERATIONS,
     RAW,
@@ -147,7 +148,8 @@ def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
 def _add_how(how: argparse._ArgumentGroup) -> None:
     help_ = (
         f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: only the bytes, in a "
-        f"file per rank, per host, or for all ranks; or {', '.join(IN_MEMORY)}: saves only in host memory, "
+        f"file per rank, per host, or for all ranks; or {LAZY_SHARED}: lazy with --checkpoint-files-per-node (default: "
+        f"1); or {', '.join(IN_MEMORY)}: saves only in host memory, "
         f"loads from there or from another process's copy; or libraries: {CONNECTOR} (the S3 connector for PyTorch, "
         f"under DCP, in object storage) and {TORCH_CHECKPOINTING} (Meta's, in a directory)"
     )
@@ -247,7 +249,7 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in (name for name in names if name not in (*LIBRARIES, *RAW, *IN_MEMORY)):
+    for name in (name for name in names if name not in (*LIBRARIES, *RAW, *IN_MEMORY, LAZY_SHARED)):
         check_engine_name(name)
     return names
 
@@ -269,10 +271,10 @@ def _limit_of(arguments: argparse.Namespace, ranks: int) -> int | None:
 
 
 def _check_shared_files(files_per_node: int | None, engines: Sequence[str]) -> None:
-    if files_per_node is not None and "lazy" not in engines:
+    if files_per_node is not None and LAZY_SHARED not in engines:
         raise ReplayError(
-            f"--checkpoint-files-per-node {files_per_node}: only engine lazy heeds it; add it to --engine, or drop the "
-            "flag"
+            f"--checkpoint-files-per-node {files_per_node}: only {LAZY_SHARED} heeds it; add that to --engine, or drop "
+            "the flag"
         )
 
 

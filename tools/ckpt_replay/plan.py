@@ -26,6 +26,9 @@ RAW = {
     RAW_ALL: "the state's bytes alone, one file in all",
 }
 
+# Engine lazy, whose ranks of a host share as many files as --checkpoint-files-per-node says, by default one.
+LAZY_SHARED = "lazy-shared"
+
 # Libraries in place of an engine: the S3 connector for PyTorch under DCP (connector.py), for object storage alone, and
 # Meta's torch_checkpointing (torch_checkpointing.py), for directories alone.
 CONNECTOR, TORCH_CHECKPOINTING = "s3torchconnector", "torch_checkpointing"

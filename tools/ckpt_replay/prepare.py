@@ -20,6 +20,7 @@ from restart_trace.devices import available_accelerator
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
+    LAZY_SHARED,
     LIBRARIES,
     MEMORY_PEER,
     RAW,
@@ -55,7 +56,7 @@ def engine_problems(request: Request) -> dict[str, str]:
     problems: dict[str, str] = {}
     for name in request.engines:
         try:
-            if name in LIBRARIES or name in RAW:
+            if name in (*LIBRARIES, *RAW, LAZY_SHARED):
                 why = _problem_of_stand_in(name, request.in_object_storage)
             elif name in IN_MEMORY:
                 why = _problem_of_memory(name, request)

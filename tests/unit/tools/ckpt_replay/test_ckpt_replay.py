@@ -84,9 +84,9 @@ def test_engine_options_are_the_trainers() -> None:
         ),
         (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
         (
-            ["--model", "70b", "--engine", "torch", "--checkpoint-files-per-node", "1"],
+            ["--model", "70b", "--engine", "lazy", "--checkpoint-files-per-node", "1"],
             ReplayError,
-            "--checkpoint-files-per-node 1: only engine lazy heeds it",
+            "--checkpoint-files-per-node 1: only lazy-shared heeds it",
         ),
     ],
 )
