@@ -38,7 +38,7 @@ STALLED_NS = 10_000_000_000  # before steps are profiled, no step has ended for 
 _NAME = "megatron_step_times"
 _WORDS = 3  # of 8 bytes for each rank: steps begun, ns when the last began, whether training waits for a save
 _PROFILED = 4  # steps, unless Pacing says how many
-_BUSY_IN = 2  # of these use the network at an instant that counts as busy
+_BUSY_SHARE = 0.5  # of these, and two at least, use the network at an instant that counts as busy
 _VALID = 500  # steps, after which others are profiled: batches grow, data moves
 _SAMPLE_S = 0.002
 _READ_NS = 1_000_000  # a sample whose reading took longer says nothing of when
@@ -92,7 +92,7 @@ class Profile(NamedTuple):
 
 
 def profile_of(steps: Sequence[Step], rates: Sequence[float], pacing: Pacing = MEASURED) -> Profile:
-    """The median length, and when fewer than `_BUSY_IN` of the steps use any link, with a margin around traffic.
+    """The median length, and when fewer than `_BUSY_SHARE` of the steps use any link, with a margin around traffic.
 
     `rates`: bytes a second that each link can carry.
     """
@@ -106,12 +106,13 @@ def profile_of(steps: Sequence[Step], rates: Sequence[float], pacing: Pacing = M
             if any(num_bytes * 1e9 > busy for num_bytes, busy in zip(by_link, least, strict=True)):
                 edges += [(span.start, 1), (span.stop, -1)]
     margin, using, began = int(_MARGIN * length), 0, 0
+    busy_in = max(2, math.ceil(_BUSY_SHARE * len(steps)))  # one step alone may be disturbed
     busy: list[Span] = []
     for at, change in sorted(edges):
         using += change
-        if change > 0 and using == _BUSY_IN:
+        if change > 0 and using == busy_in:
             began = at
-        elif change < 0 and using == _BUSY_IN - 1:
+        elif change < 0 and using == busy_in - 1:
             busy.append(Span(began - margin, at + margin))
     idle, position = [], 0
     for start, stop in [*busy, Span(length, length)]:

@@ -55,7 +55,7 @@ def carried(*spans: tuple[int, int], rate: float = RATE) -> list[tuple[Span, lis
     return [(Span(start * MS, stop * MS), [int((stop - start) * rate / 1000)]) for start, stop in spans]
 
 
-def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
+def test_idle_is_what_fewer_than_half_of_the_steps_use_with_a_margin() -> None:
     steps = [
         Step(900 * MS, carried((300, 350), (350, 400))),
         Step(1000 * MS, carried((310, 410), (600, 700))),  # the latter in no other step
@@ -65,6 +65,19 @@ def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
     assert profile_of(steps, [RATE]) == Profile(1000 * MS, [Span(0, 290 * MS), Span(420 * MS, 970 * MS)])
     assert profile_of([Step(10 * MS, [])] * 4, [0.0]).idle == [Span(0, 10 * MS)]
     assert profile_of([Step(10 * MS, carried((0, 10)))] * 4, [RATE]).idle == []
+
+
+@pytest.mark.parametrize(("steps", "busy"), [(2, 2), (3, 2), (4, 2), (20, 10)])
+def test_idle_does_not_shrink_with_the_number_of_steps(steps: int, busy: int) -> None:
+    """Traffic moves a little from step to step: in more of them it is at any instant once."""
+
+    def idle(used_by: int) -> list[Span]:
+        quiet = [Step(1000 * MS, carried((0, 100)))] * (steps - used_by)
+        used = [Step(1000 * MS, carried((0, 100), (500, 600)))] * used_by
+        return list(profile_of([*quiet, *used], [RATE]).idle)
+
+    assert idle(busy - 1) == [Span(120 * MS, 1000 * MS)]
+    assert idle(busy) == [Span(120 * MS, 480 * MS), Span(620 * MS, 1000 * MS)]
 
 
 def test_spans_that_are_too_short_are_left_out_and_of_the_others_a_share_is_used() -> None:
