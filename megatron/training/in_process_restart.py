@@ -48,6 +48,7 @@ def drop_world() -> None:
     """Drop DeepSpeed's engine, all process groups and their connections, and the memory that they held."""
     import deepspeed.comm.comm
     import torch.distributed as dist
+    from deepspeed.runtime.activation_checkpointing import checkpointing
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe import p2p
@@ -67,6 +68,7 @@ def drop_world() -> None:
         one.__dict__.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    checkpointing.reset()  # its buffers may hold the layers of half a step, and would have no place for the next ones
     state: Any = deepspeed.comm.comm
     state.cdb = None
     groups._release_process_group_references()

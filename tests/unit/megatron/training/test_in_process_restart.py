@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from megatron.config import CheckpointConfig
-from megatron.training.in_process_restart import refusal
+from megatron.training.in_process_restart import drop_world, refusal
 
 SAVES = {"save": "run", "save_interval": 1}
 
@@ -28,3 +29,13 @@ SAVES = {"save": "run", "save_interval": 1}
 def test_what_does_not_survive_its_start_is_refused(options: dict[str, Any], compiles: bool, why: str | None) -> None:
     found = refusal(CheckpointConfig(**options), compiles=compiles)
     assert found is None if why is None else found is not None and found.startswith(why)
+
+
+def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --contigious-checkpointing: the next start would find no place in them for its last layers."""
+    monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
+    for name in ("contiguous_data_buffers", "contiguous_size_buffers", "data_offsets", "size_offsets"):
+        monkeypatch.setattr(checkpointing, name, [1])
+    drop_world()
+    assert checkpointing.data_offsets == checkpointing.contiguous_data_buffers == []
+    assert checkpointing.size_offsets == checkpointing.contiguous_size_buffers == []
