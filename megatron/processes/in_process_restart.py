@@ -46,6 +46,7 @@ class InProcessRestarts:
         self._launcher = launcher
         self._timeout_s = timeout_s
         self._handlers = {number: signal.getsignal(number) for number in _HANDLED}
+        self._excepthook = sys.excepthook
         self._asked, self._left = threading.Event(), threading.Event()
         self._starts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._undo: list[Callable[[], object]] = []
@@ -78,6 +79,7 @@ class InProcessRestarts:
         while self._undo:
             self._undo.pop()()
         under_way.clear()
+        sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
         self._check_threads()
         self._asked.clear()
         self._has_lost_rank = False

@@ -51,6 +51,23 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
 
 
 @pytest.mark.slow
+def test_torch_marks_each_line_of_an_error_once(start: Start) -> None:  # noqa: F811
+    """However often its process has started before: each start of torch.distributed wraps sys.excepthook."""
+    wraps = """
+hook = sys.excepthook
+sys.excepthook = lambda *error: (print("wrapped", file=sys.stderr), hook(*error))
+if restart == 1 and rank == 0:
+    raise ValueError("of this start")
+"""
+    job = start(f"{SCRIPT}{wraps}{WAITS.removeprefix(SCRIPT)}", *FLAGS, "2")
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    job.pid(0, 2)
+    assert job.said.count("wrapped") == 1 and "ValueError: of this start" in job.said
+
+
+@pytest.mark.slow
 def test_a_rank_that_misses_another_first_waits_for_the_launchers_word(start: Start) -> None:  # noqa: F811
     job = start(WAITS.replace("other.recv(1)", "if rank == 0 and restart == 0: gone()\nother.recv(1)"), *FLAGS, "2")
     job.note("waits_0_0")
