@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import math
 import os
 import socket
 import sys
@@ -393,8 +394,8 @@ def _check_least(
     parser: argparse.ArgumentParser, args: argparse.Namespace, limits: Sequence[tuple[str, float]]
 ) -> None:
     for name, least in limits:
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+        if not least <= getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}, and finite")
 
 
 def _check_port(parser: argparse.ArgumentParser, flag: str, port: int | None) -> None:

@@ -175,6 +175,10 @@ def test_none_returns_where_no_restart_is_left(start: Start) -> None:  # noqa: F
             ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "-1"],
             "--return-timeout -1.0: must be at",
         ),
+        (
+            ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "nan"],
+            "--return-timeout nan: must be at least 0, and finite",
+        ),
     ],
 )
 def test_it_is_refused_where_it_cannot_be(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

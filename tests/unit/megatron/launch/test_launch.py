@@ -373,6 +373,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(start: Start) -> None:
         ),
         (["--max-restarts", "-1"], "--max-restarts -1: must be at least 0"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout -1.0: must be at least 0"),
+        (["--shutdown-timeout", "inf"], "--shutdown-timeout inf: must be at least 0, and finite"),
         (["--master-port", "70000"], "--master-port 70000: must be from 1 to 65535"),
     ],
 )  # fmt: skip
