@@ -226,7 +226,7 @@ def decoding(path: Path) -> Iterator[None]:
     """What the body finds wrong with the header of `path` is a CheckpointDamagedError."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointDamagedError(
             f"{path}: its header is not one of engine lazy ({type(exc).__name__}: {exc})"
         ) from exc

@@ -99,7 +99,8 @@ class _Extents:
 
     def open(self, place: shared_format.Place) -> None:
         """Make the file, unless another rank has; it gets its size from each of them."""
-        fd, direct = direct_files.open_direct(self.path, os.O_RDWR | os.O_CREAT, self.mode)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # it may be there, but is no link to another
+        fd, direct = direct_files.open_direct(self.path, flags, self.mode)
         self._file, self._data_start = Descriptor(fd, direct, self.path, self.mode), place.data[0]
         os.ftruncate(fd, place.file_bytes)
         if direct:

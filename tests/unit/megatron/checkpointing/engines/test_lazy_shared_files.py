@@ -139,6 +139,36 @@ def test_damage_is_named_by_tensor_or_rank(tmp_path: Path) -> None:
         loaded(tmp_path, files, 0)
 
 
+@pytest.mark.parametrize(
+    ("found", "written", "says"),
+    [
+        (b'"data_offsets":[0,', b'"data_offsets":[', "is not one of engine lazy"),
+        (b'"data_offsets":[0,160012]', b'"data_offsets":[],       ', "is not one of engine lazy"),
+        (b'"shape":[40003]', b'"shape":[40002]', "is not one of engine lazy (ValueError"),
+        (b'lazy_format_version\\":\\"2', b'lazy_format_version\\":\\"3', "format version 3; only 2 is known"),
+        (b'"rank_00000"', b'"rank_00009"', "is not one of engine lazy (KeyError"),
+        (b'"F32"', b'"F64"', "is not one of engine lazy (ValueError"),
+    ],
+)
+def test_headers_that_are_none_are_damaged(tmp_path: Path, found: bytes, written: bytes, says: str) -> None:
+    """Which --checkpoint-verify size leaves to the parser."""
+    files = saved(tmp_path)
+    content = (tmp_path / FILE).read_bytes()
+    assert found in content
+    (tmp_path / FILE).write_bytes(content.replace(found, written.ljust(len(found)), 1))
+    with pytest.raises(CheckpointDamagedError) as raised:
+        loaded(tmp_path, files, 0, verify_checksums=False)
+    assert str(raised.value).startswith(str(tmp_path / FILE)) and says in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [(1 << 40, (1 << 40) + 163840), (0, 8192)])
+def test_a_manifest_that_tells_of_other_bytes_is_refused(tmp_path: Path, data: tuple[int, int]) -> None:
+    files = saved(tmp_path)
+    parts = [replace(part, data=data) if part.rank == 0 else part for part in files[FILE].parts]
+    with pytest.raises(CheckpointDamagedError, match="rank 0's part"):
+        loaded(tmp_path, {FILE: files[FILE].with_parts(parts)}, 0)
+
+
 def test_training_goes_on_before_the_places_are_known(tmp_path: Path) -> None:
     """The state is released, and changed, while no rank knows yet where its part lies."""
     made, live = engines(1, host_cache_bytes=8 * MIB), states(0)
@@ -183,6 +213,16 @@ def test_a_directory_that_refuses_is_named(tmp_path: Path) -> None:
     (made,) = engines(1)
     with pytest.raises(FileNotFoundError, match=r"missing/ranks_00000-00000\.safetensors"):
         made.save(states(0), tmp_path / "missing", untraced_operation())
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    other, directory = tmp_path / "other", tmp_path / "save"
+    other.write_bytes(b"of another")
+    directory.mkdir()
+    (directory / "ranks_00000-00000.safetensors").symlink_to(other)
+    with pytest.raises(OSError, match=r"save/ranks_00000-00000\.safetensors"):
+        engines(1)[0].save(states(0), directory, untraced_operation())
+    assert other.read_bytes() == b"of another"
 
 
 @pytest.mark.parametrize(("files", "expected"), [(1, 8), (3, 24), (8, 64), (99, 64)])
