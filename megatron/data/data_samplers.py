@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,7 +99,7 @@ class PretrainingDataLoader:
     batches that worker processes have only prepared do not count.
     """
 
-    def __init__(self, batches: Iterator[dict[str, torch.Tensor]], sampler: PretrainingSampler) -> None:
+    def __init__(self, batches: Generator[dict[str, torch.Tensor], None, None], sampler: PretrainingSampler) -> None:
         self._batches = batches
         self._samples_per_step = sampler.samples_per_step
         self.consumed_samples = sampler.consumed_samples
@@ -111,6 +111,10 @@ class PretrainingDataLoader:
         batch = next(self._batches)
         self.consumed_samples += self._samples_per_step
         return batch
+
+    def close(self) -> None:
+        """End the worker processes. The garbage collector may drop their queues first: then each is waited for 5 s."""
+        self._batches.close()
 
 
 def build_pretraining_data_loader(
@@ -146,7 +150,7 @@ def collate(samples: list[dict[str, npt.NDArray[np.int64]]]) -> dict[str, torch.
 
 def _in_process_batches(
     dataset: SampleDataset, sampler: PretrainingSampler, pin_memory: bool
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     for indices in sampler:
         batch = collate([dataset[i] for i in indices])
         yield {key: value.pin_memory() for key, value in batch.items()} if pin_memory else batch
@@ -154,7 +158,7 @@ def _in_process_batches(
 
 def _worker_batches(
     dataset: Any, sampler: PretrainingSampler, num_workers: int, pin_memory: bool, helpers: HelperProcesses | None
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     import torch
     from torch.utils.data import DataLoader
 

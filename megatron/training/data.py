@@ -12,6 +12,7 @@ from megatron.checkpointing.state.collect import Progress
 from megatron.config import Config, ConfigError
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.parallel.control_plane import ControlPlane
+from megatron.processes.in_process_restart import at_return
 from megatron.startup.initialize import Runtime
 from megatron.startup.preflight import Vocabulary
 from megatron.training.helpers import Helpers
@@ -128,9 +129,12 @@ def build_data_iterators(
         if dataset is None or at.pp not in (0, layout.pp - 1):
             return None
         sampler = PretrainingSampler(None, consumed, training.micro_batch_size, at.dp // parts, layout.dp // parts)
-        return build_pretraining_data_loader(
+        made = build_pretraining_data_loader(
             dataset, sampler, config.data.num_workers, runtime.device.type != "cpu", Helpers()
         )
+        if made is not None:
+            at_return(made.close)
+        return made
 
     return DataIterators(
         train=loader(train_set, progress.consumed_train_samples),

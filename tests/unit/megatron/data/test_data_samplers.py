@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import time
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_batches_and_consumed_samples(num_workers: int) -> None:
     assert seen == [[7, 8, 9], [13, 14, 15], [19, 20, 21]]
     with pytest.raises(StopIteration):
         next(loader)
+
+
+def test_a_loader_that_is_closed_has_no_processes_any_more() -> None:
+    loader = build_pretraining_data_loader(Counting(), PretrainingSampler(None, 0, 2, 0, 1), 2)
+    assert loader is not None
+    before = set(multiprocessing.active_children())
+    next(loader)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    loader.close()
+    assert not workers & set(multiprocessing.active_children())
 
 
 @pytest.mark.slow
