@@ -22,6 +22,7 @@ _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of wh
 PLAIN = "benchmarks.launchers.plain_deepspeed"
 BASELINE = "plain"
 IN_PLACE = "fork-in-place"
+IN_PROCESS = "fork-in-process"  # where one rank is lost: of a start whose ranks are all killed none returns
 STANDBY = {"fork-standby": "1", "fork-standby-load": "load"}  # name -> STANDBY of the preset
 # Name -> what it is.
 VARIANTS = {
@@ -62,7 +63,7 @@ class Setting:
 
 def restarts_in_place(variant: str) -> bool:
     """Whether the launcher outlives the failure of its ranks."""
-    return variant == IN_PLACE or variant in STANDBY
+    return variant in (IN_PLACE, IN_PROCESS) or variant in STANDBY
 
 
 def prepare_data(setting: Setting) -> None:
@@ -98,6 +99,7 @@ def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
     else:
         settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": str(setting.restarts if restarts_in_place(variant) else 0)}
         settings |= {"STANDBY": STANDBY[variant]} if variant in STANDBY else {}
+        settings |= {"IN_PROCESS_RESTART": "1"} if variant == IN_PROCESS else {}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     preset = f"tiny_tp{setting.tp}_pp{setting.pp}"
     launch = [sys.executable, "-m", "tools.restart_bench", "run", preset]

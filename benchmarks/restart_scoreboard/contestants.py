@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.launchers.variants import (
     BASELINE,
     IN_PLACE,
+    IN_PROCESS,
     PLAIN,
     Setting,
     arguments_of_plain,
@@ -180,6 +181,9 @@ CONTESTANTS = {
     "fork": Contestant("the demonstration, run again with megatron.launch", _ours("fork"), OURS),
     IN_PLACE: Contestant(
         "the demonstration; megatron.launch --max-restarts starts its ranks again", _ours(IN_PLACE), OURS
+    ),
+    IN_PROCESS: Contestant(
+        "the same with --in-process-restart: the other ranks start again in their processes", _ours(IN_PROCESS), OURS
     ),
     "fork-standby-load": Contestant(
         "the same with --standby-load: ranks that have loaded the checkpoint ahead take their place",
