@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.model.experts import AuxiliaryLoss, MoE, route
+from megatron.model.gpt_model import _check_stages
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
@@ -163,3 +164,12 @@ def test_one_number_of_experts_is_the_same_model_as_that_number_for_each_layer()
         for experts in ((4,), (4, 4), (4, 8))
     )
     assert one == each != other
+
+
+def test_stages_that_divide_experts_differently_are_refused_without_bf16() -> None:
+    """Parts of 4 blocks on two stages, of the pipeline layers that gpt_model.py numbers."""
+    _check_stages([1, 4, 1, 4], [0, 4, 8], ep=2)
+    _check_stages([1, 1, 1, 1], [0, 4, 8], ep=2)
+    for experts, shown in (([1, 1, 1, 4], "0: 1; 1: 2"), ([1, 4, 1, 8], "0: 4; 1: 8")):
+        with pytest.raises(ConfigError, match=f"^--moe-expert-parallel-size .: in fp16 and fp32 .* over {shown}: give"):
+            _check_stages(experts, [0, 4, 8], ep=2 if shown.endswith("2") else 8)
