@@ -21,34 +21,40 @@ class Shrunk:
 def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Shrunk | None:
     """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch.
 
-    As many replicas as fit at the same TP and PP; where not even one does, the most nodes at a smaller PP, and at last
-    at a smaller TP. The global batch stays what it was, so the training stays the same but for the order of sums.
+    As many replicas as fit at the same TP, PP and EP; where not even one does, the most nodes at a smaller EP, then PP,
+    and at last at a smaller TP. The global batch stays what it was, so the training stays the same but for the order of
+    sums.
     Raises ConfigError if the training would refuse its flags even with all nodes.
     """
     whole = _config(arguments, nodes * ranks_per_node)
-    tp, pp = whole.parallel.tensor_model_parallel_size, whole.parallel.pipeline_model_parallel_size
+    sizes = whole.parallel.layout
     batch = whole.training.global_batch_size or whole.training.micro_batch_size * whole.parallel.data_parallel_size
-    for fewer_tp, fewer_pp, remaining in _candidates(tp, pp, left):
+    for tp, pp, ep, remaining in _candidates(sizes["tp"], sizes["pp"], sizes["ep"], left):
         ranks = remaining * ranks_per_node
         flags = (
-            "--tensor-model-parallel-size", str(fewer_tp), "--pipeline-model-parallel-size", str(fewer_pp),
+            *(("--moe-expert-parallel-size", str(ep)) if sizes["ep"] > 1 else ()),
+            "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp),
             "--global-batch-size", str(batch),
         )  # fmt: skip
         try:
             _config([*arguments, *flags], ranks)
         except ConfigError:
             continue
-        layout = f"TP{fewer_tp} PP{fewer_pp} DP{ranks // (fewer_tp * fewer_pp)}"
+        layout = f"TP{tp} PP{pp} DP{ranks // (tp * pp)}" + (f" EP{ep}" if ep > 1 else "")
         return Shrunk(remaining, layout, flags)
     return None
 
 
-def _candidates(tp: int, pp: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """(TP, PP, nodes), the preferred first."""
-    nodes = range(left, 0, -1)
-    yield from ((tp, pp, number) for number in nodes)
-    yield from ((tp, fewer, number) for number in nodes for fewer in _below(pp))
-    yield from ((fewer, stages, number) for number in nodes for fewer in _below(tp) for stages in (pp, *_below(pp)))
+def _candidates(tp: int, pp: int, ep: int, left: int) -> Iterator[tuple[int, int, int, int]]:
+    """(TP, PP, EP, nodes), the preferred first."""
+    nodes, experts = range(left, 0, -1), (ep, *_below(ep))
+    yield from ((tp, pp, ep, number) for number in nodes)
+    yield from ((tp, pp, fewer, number) for number in nodes for fewer in _below(ep))
+    yield from ((tp, fewer, ranks, number) for number in nodes for fewer in _below(pp) for ranks in experts)
+    yield from (
+        (fewer, stages, ranks, number)
+        for number in nodes for fewer in _below(tp) for stages in (pp, *_below(pp)) for ranks in experts
+    )  # fmt: skip
 
 
 def _below(size: int) -> list[int]:

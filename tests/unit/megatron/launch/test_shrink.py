@@ -18,6 +18,9 @@ FLAGS = (
         ("", 1, 4, 3, (2, "TP1 PP1 DP2")),  # 3 replicas do not divide the batch
         ("--ds-sequence-parallel-size 2", 2, 4, 3, (2, "TP1 PP1 DP4")),
         ("--ds-sequence-parallel-size 4", 1, 8, 7, (4, "TP1 PP1 DP4")),  # all of a sequence or none
+        ("--num-experts 4 --moe-expert-parallel-size 2", 1, 4, 3, (2, "TP1 PP1 DP2 EP2")),
+        ("--num-experts 4 --moe-expert-parallel-size 4", 1, 4, 3, (2, "TP1 PP1 DP2 EP2")),
+        ("--num-experts 4 --moe-expert-parallel-size 2", 1, 4, 1, (1, "TP1 PP1 DP1")),
         ("--pipeline-model-parallel-size 2 --ds-sequence-parallel-size 2", 1, 4, 3, (2, "TP1 PP1 DP2")),
     ],
 )
