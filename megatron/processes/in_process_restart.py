@@ -61,9 +61,10 @@ class InProcessRestarts:
     def follows(self, error: BaseException) -> bool:
         """Whether a restart in this process follows `error`, which has ended the script.
 
-        Another rank may be missed before the launcher has seen its end: then the launcher's word is waited for.
+        Another rank may be missed before the launcher has seen its end: then the launcher's word is waited for. None
+        follows a script that has registered nothing with `at_return`: it would find what its last start has built.
         """
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+        if not self._undo or isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
             return False
         self._restore_handlers()  # the script has ended: a signal has nothing to wait for any more
         if self._has_lost_rank:

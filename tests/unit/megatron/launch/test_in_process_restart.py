@@ -110,6 +110,16 @@ def test_a_rank_whose_last_start_has_left_a_thread_is_forked_anew(start: Start) 
 
 
 @pytest.mark.slow
+def test_a_rank_whose_script_undoes_nothing_is_forked_anew(start: Start) -> None:  # noqa: F811
+    script = WAITS.replace("in_process_restart.at_return", "(lambda undo: None)")
+    job = start(script, *FLAGS, "2")
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) != job.pid(0)
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_returns(start: Start) -> None:  # noqa: F811
     job = start(WAITS, *FLAGS, "2")
     for rank in range(2):
