@@ -73,7 +73,7 @@ class GPTModelPipe(PipelineModule):
             partition_method="type:transformer",
         )
         if layout.ep > 1 and config.params_dtype != "bf16":
-            _check_stages(config.experts_per_layer, self.parts, layout.ep)
+            check_stages(config.experts_per_layer, self.parts, layout.ep)
         self.tp.group = self._grid.get_slice_parallel_group()
         if sequence.size > 1:
             sequence.group = new_sequence_group(layout, sequence.size, self._grid.get_global_rank())
@@ -104,7 +104,7 @@ class GPTModelPipe(PipelineModule):
         return layers + tied
 
 
-def _check_stages(experts_per_layer: Sequence[int], parts: Sequence[int], ep: int) -> None:
+def check_stages(experts_per_layer: Sequence[int], parts: Sequence[int], ep: int) -> None:
     """Refuse stages that divide their experts differently: DeepSpeed's optimizer for fp16 and fp32 adds up the norms of
     each group of parameters over all stages, and would wait for those without such a group.
     """

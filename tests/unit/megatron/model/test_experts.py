@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.experts import AuxiliaryLoss, MoE, route
-from megatron.model.gpt_model import _check_stages
+from megatron.model.gpt_model import check_stages
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
@@ -168,8 +168,8 @@ def test_one_number_of_experts_is_the_same_model_as_that_number_for_each_layer()
 
 def test_stages_that_divide_experts_differently_are_refused_without_bf16() -> None:
     """Parts of 4 blocks on two stages, of the pipeline layers that gpt_model.py numbers."""
-    _check_stages([1, 4, 1, 4], [0, 4, 8], ep=2)
-    _check_stages([1, 1, 1, 1], [0, 4, 8], ep=2)
+    check_stages([1, 4, 1, 4], [0, 4, 8], ep=2)
+    check_stages([1, 1, 1, 1], [0, 4, 8], ep=2)
     for experts, shown in (([1, 1, 1, 4], "0: 1; 1: 2"), ([1, 4, 1, 8], "0: 4; 1: 8")):
         with pytest.raises(ConfigError, match=f"^--moe-expert-parallel-size .: in fp16 and fp32 .* over {shown}: give"):
-            _check_stages(experts, [0, 4, 8], ep=2 if shown.endswith("2") else 8)
+            check_stages(experts, [0, 4, 8], ep=2 if shown.endswith("2") else 8)
