@@ -187,7 +187,8 @@ ACCEPTED = {
     "saves": Start(
         LEARNED,
         "--save {tmp}/save --save-interval 1 --keep-last 1 --no-save-optim --no-save-rng --checkpoint-engine lazy "
-        "--checkpoint-durability none --host-cache-size 0.1 --io-threads 1 --io-block-size 4 --direct-io off "
+        "--checkpoint-files-per-node 1 --checkpoint-durability none --host-cache-size 0.1 --io-threads 1 "
+        "--io-block-size 4 --direct-io off "
         "--checksum none --verify-restored-state --take-over --allow-other-checkpoints --start-over again "
         "--on-repeated-error retry --export-hf-interval 4 --export-hf-dir {tmp}/models --export-hf-wait 60 "
         "--recompute-activations --restart-trace-probes-interval 0.5",
