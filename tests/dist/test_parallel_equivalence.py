@@ -70,11 +70,12 @@ Curve = list[tuple[float, float]]
 class Trained:
     """(loss, gradient norm) by iteration, and the checkpoint after iteration 1, of WITH_CHECKPOINT alone.
 
-    `of_experts`: their auxiliary losses, as printed. `log`: that of rank 0.
+    `of_experts`: their auxiliary losses, as printed; `params_norms`: with --log-params-norm. `log`: that of rank 0.
     """
 
     curve: Curve
     of_experts: list[float]
+    params_norms: list[float]
     initial: Path
     log: str
 
@@ -110,9 +111,9 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
         assert all(mine == per_rank[0] for mine in per_rank)
         norms = [float(norm) for norm in re.findall(r"grad norm: (\S+)", run.output)]
         of_experts = [float(loss) for loss in re.findall(r"moe loss: (\S+)", run.output)]
-        return Trained(
-            list(zip(per_rank[0].values(), norms, strict=True)), of_experts, save / "global_step1", run.log(0)
-        )
+        params_norms = [float(norm) for norm in re.findall(r"params norm: (\S+)", run.output)]
+        curve = list(zip(per_rank[0].values(), norms, strict=True))
+        return Trained(curve, of_experts, params_norms, save / "global_step1", run.log(0))
 
     return train
 
@@ -133,15 +134,17 @@ def test_curve_is_that_of_one_process(trained: Trainer, style: str, layout: Layo
     assert found.of_experts == pytest.approx(expected.of_experts, abs=TOLERANCE)
 
 
-def test_gradient_norm_in_bf16_counts_each_divided_expert_once(trained: Trainer) -> None:
-    """By DeepSpeed's optimizer for bf16, with a stage that holds no experts.
+def test_norms_in_bf16_count_each_divided_expert_once(trained: Trainer) -> None:
+    """Of gradients, by DeepSpeed's optimizer for bf16, and of parameters; one stage holds no experts.
 
-    The norms of the first two iterations, of the same weights, were seen to be the same in all printed digits; later
-    ones move apart, since bf16 rounds gradients where tokens are added up.
+    The gradient norms of the first two iterations, of the same weights, were seen to be the same in all printed digits;
+    later ones move apart, since bf16 rounds gradients where tokens are added up.
     """
-    one_layer = ("--bf16", "--num-experts", "1", "4")
-    divided = trained("moe", "adam", Layout(tp=2, pp=2, dp=2, ep=2), *one_layer).curve
-    held_by_all = trained("moe", "adam", FOUR, *one_layer).curve
+    one_layer = ("--bf16", "--num-experts", "1", "4", "--log-params-norm")
+    runs = [trained("moe", "adam", layout, *one_layer) for layout in (Layout(tp=2, pp=2, dp=2, ep=2), FOUR)]
+    divided, held_by_all = (run.curve for run in runs)
+    assert len(runs[0].params_norms) == ITERATIONS
+    assert runs[0].params_norms == pytest.approx(runs[1].params_norms, rel=1e-3)
     assert [loss for loss, _ in divided] == pytest.approx([loss for loss, _ in held_by_all], abs=1e-2)
     assert [norm for _, norm in divided[:2]] == pytest.approx([norm for _, norm in held_by_all[:2]], abs=4e-3)
     assert [norm for _, norm in divided] == pytest.approx([norm for _, norm in held_by_all], rel=0.1)
