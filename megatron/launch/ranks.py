@@ -18,6 +18,8 @@ from megatron.launch.rank import become_rank
 from megatron.processes.in_process_restart import RETURN, RETURNED, start_message
 from restart_trace.startup import Preload
 
+_KILLED_AGAIN_S = 1.0  # at least: an end takes a while
+
 
 @dataclass
 class Ranks:
@@ -85,7 +87,7 @@ class Ranks:
             self.deadline = time.monotonic() + timeout_s
 
     def kill_overdue(self, timeout_s: float) -> str | None:
-        """SIGKILL to those that should have ended, or returned, by now; again after `timeout_s`.
+        """SIGKILL to those that should have ended, or returned, by now; again after `timeout_s`, at least a second.
 
         Returns which they are, and why; None if there are none.
         """
@@ -94,7 +96,7 @@ class Ranks:
             return None
         for pid in late:
             _send_to_group(pid, signal.SIGKILL)
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + max(timeout_s, _KILLED_AGAIN_S)
         ranks = ", ".join(str(rank) for rank in sorted(late.values()))
         if self.ended_by is None:
             return f"killed after --return-timeout {timeout_s:g}, since they had not returned: ranks {ranks}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 
 import pytest
 
 from megatron.launch.cli import parse_arguments
+from megatron.launch.ranks import Ranks
 from tests.unit.megatron.launch.test_launch import Start, start, until  # noqa: F401  the fixture
 
 # A rank of the starts before the last waits for another one, over a connection of its process.
@@ -96,6 +99,16 @@ def test_a_rank_that_does_not_return_is_killed_and_forked_anew(start: Start) -> 
     os.kill(job.pid(1), signal.SIGKILL)
     assert job.pid(0, 1) != job.pid(0)
     assert "killed after --return-timeout 0.5, since they had not returned: ranks 0\n" in job.said
+
+
+def test_a_rank_that_is_killed_at_once_has_time_to_end() -> None:
+    """Else the launcher would kill it again, and tell it, until it has ended."""
+    with subprocess.Popen(["sleep", "1000"]) as rank:
+        ranks = Ranks({rank.pid: 3}, deadline=0.0)
+        before = time.monotonic()
+        told = ranks.kill_overdue(0.0)
+    assert told == "killed after --return-timeout 0, since they had not returned: ranks 3"
+    assert ranks.deadline is not None and ranks.deadline >= before + 1
 
 
 @pytest.mark.slow
