@@ -133,6 +133,8 @@ def _run_to_end(
     stopped_by: signal.Signals | None = None
     failed = False
     while True:
+        if may_return:
+            ranks.hear()  # before: one that has returned may have ended since
         ranks.reap()
         if ranks.failures and not failed and stopped_by is None:
             failed, at_ns = True, now_ns()
@@ -141,8 +143,6 @@ def _run_to_end(
             else:
                 ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
             trace.detected(start.number, ranks.failures[0], at_ns)
-        if may_return:
-            ranks.hear()
         if ranks.settled:
             if failed:
                 trace.stopped()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments
@@ -155,6 +156,7 @@ def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> 
     os.kill(job.pid(1), signal.SIGKILL)
     job.note("undone_0_0_first")
     os.kill(job.pid(0), signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(job.pid(0)), "the end of rank 0")  # else it may end in the next start
     (job.directory / "go").touch()
     assert job.pid(2, 1) == job.pid(2) and job.pid(0, 1) != job.pid(0)
 
