@@ -11,6 +11,7 @@ from megatron.config.flags import REQUIRED, FlagGroup, flag, on_off
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MOST_SEED = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,9 @@ class TrainingConfig(FlagGroup):
         for name in ("rampup_batch_size", "exit_signal", "profile_ranks"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.check_values()
+        if self.seed > MOST_SEED:
+            why = f"ranks add their places to it, and NumPy takes seeds below 2^32; give at most {MOST_SEED}"
+            self.refuse("seed", why)
         self._check_exit_signals()
         self._check_profile()
         step = self.micro_batch_size * self.data_parallel_size

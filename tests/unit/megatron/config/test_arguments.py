@@ -223,6 +223,7 @@ REFUSALS = [
     ("--pipeline-model-parallel-size 8", 8, "--num-layers 4: is less than --pipeline-model-"),
     ("--global-batch-size 6", 2, "--global-batch-size 6: not divisible by --micro-batch-size 2 x"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0: must be at least 1"),
+    ("--seed 2147483649", 1, "--seed 2147483649: ranks add their places to it, and NumPy takes seeds below 2^32"),
     ("--hidden-size 65", 1, "--hidden-size 65: not divisible by --num-attention-heads 4"),
     ("--num-key-value-heads 3", 1, "--num-key-value-heads 3: must divide --num-attention-heads 4"),
     ("--max-position-embeddings 32", 1, "--max-position-embeddings 32: is less than --seq-length 64"),
