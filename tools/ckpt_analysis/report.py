@@ -31,6 +31,7 @@ from .model.probe_values import probe_values
 from .model.run_info import (
     CycleInfo,
     Storage,
+    cycles_imported_once,
     describe_cycles,
     describe_storage,
     is_ours,
@@ -216,6 +217,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
                 oversubscribed_hosts(trace.ranks),
                 is_ours(trace.ranks),
                 any(process["layout"]["pp"] > 1 for process in trace.ranks),
+                cycles_imported_once(trace.ranks),
             )
         ),
         steps=step_times(frames.iterations),

@@ -7,7 +7,14 @@ import polars as pl
 from ...common.formatting import plural, seconds, size
 from ..metrics.results import OperationStats
 from .evidence import Evidence, median_of, name_of, phase_of
-from .rule import Observation, Thresholds
+from .rule import Advice, Observation, Thresholds
+
+_IN_PLACE = Advice(
+    "Restart the ranks in place, with --max-restarts",
+    "The launcher has imported once for all ranks of a node; with --max-restarts it restarts them without imports, too. "
+    "Keep the Python environment on node-local storage or in the container image, and leave MEGATRON_FULL_IMPORTS "
+    "unset.",
+)
 
 
 def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -148,6 +155,7 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
                 data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": start.wall.max_s},
                 phase="imports",
                 group=start.group,
+                advice=_IN_PLACE if start.cycle in e.imported_once else None,
             )
         ]
     return []

@@ -17,6 +17,7 @@ class Evidence:
 
     `oversubscribed` has cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`: the
     run used this project's trainer, so advice may name its flags. `is_pipeline`: its layout has pipeline stages.
+    `imported_once`: the cycles in which a launcher imported for all ranks of a node.
     """
 
     saves: list[OperationStats]
@@ -29,6 +30,7 @@ class Evidence:
     oversubscribed: pl.DataFrame
     is_ours: bool
     is_pipeline: bool
+    imported_once: frozenset[int]
 
     @property
     def operations(self) -> list[tuple[str, OperationStats | StartStats]]:

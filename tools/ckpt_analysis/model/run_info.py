@@ -15,6 +15,7 @@ from ..common.problems import Problem, number_list
 from ..ingest.load import Trace
 from .frame import Frames
 
+_PRELOADED = "RESTART_TRACE_PRELOAD"  # restart_trace.startup.PRELOAD_VARIABLE, whose module is slow to import
 _MOST_CORES = 1 << 16  # more is no number that a host has
 
 
@@ -156,6 +157,12 @@ def layout_text(layout: dict[str, int]) -> str:
 def is_ours(ranks: list[dict[str, Any]]) -> bool:
     """Whether this project's trainer ran, of whose ranks these are the process records; else hooks traced a job."""
     return all(process["instrument"] == "trainer" for process in ranks)
+
+
+def cycles_imported_once(ranks: list[dict[str, Any]]) -> frozenset[int]:
+    """Cycles in which all of these ranks have what their launcher imported before it forked them."""
+    own = {process["cycle"] for process in ranks if _PRELOADED not in process["environment"]}
+    return frozenset(process["cycle"] for process in ranks) - own
 
 
 def oversubscribed_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:

@@ -10,7 +10,7 @@ from ..common.errors import CouldNotRunError
 from ..ingest.load import Trace
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats
-from ..model.run_info import cores_of_hosts
+from ..model.run_info import cores_of_hosts, cycles_imported_once
 from ..report import Analysis
 from .save_replay import pieces_of, with_factors
 
@@ -88,7 +88,7 @@ def drill_of(trace: Trace, analysis: Analysis) -> Drill:
         engine=engine,
         deployment=deployment,
         seconds={name: parts for name, parts in seconds.items() if parts},
-        imported_once=all("RESTART_TRACE_PRELOAD" in process["environment"] for process in trace.ranks),
+        imported_once=cycles_imported_once(trace.ranks) == {process["cycle"] for process in trace.ranks},
     )
 
 

@@ -379,6 +379,19 @@ def test_cold_imports(tmp_path: Path, imports_ms: float, rest_ms: float, met: bo
     assert len(found) == met
     if met:
         assert found[0].cost_s == pytest.approx(imports_ms / 1000)
+        assert "megatron.launch" in found[0].remedy
+
+
+def test_who_imports_once_is_not_told_to(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        log.records[0]["environment"]["RESTART_TRACE_PRELOAD"] = "1"
+        op = log.begin("startup")
+        op.span("imports", None, 4000)
+        op.span("first_step", None, 1000)
+        op.end()
+
+    (found,) = findings(tmp_path, "cold_imports", make)
+    assert "megatron.launch" not in found.advice and "--max-restarts" in found.remedy
 
 
 @pytest.mark.parametrize(
