@@ -11,7 +11,7 @@ from .rule import Advice, Observation, Thresholds
 
 _IN_PLACE = Advice(
     "Restart the ranks in place, with --max-restarts",
-    "The launcher has imported once for all ranks of a node; with --max-restarts it restarts them without imports, too. "
+    "The launcher has imported once for all ranks of a node; with --max-restarts it restarts them without imports. "
     "Keep the Python environment on node-local storage or in the container image, and leave MEGATRON_FULL_IMPORTS "
     "unset.",
 )
