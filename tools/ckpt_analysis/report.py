@@ -185,12 +185,11 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(times["save"], times["load"], of_starts), probe_values(frames)
     hosts = _hosts(trace)
-    copies = device_copies(frames, probes, hosts)
+    copies, traffic = device_copies(frames, probes, hosts), store_traffic(frames, probes)
     sent, read = replications(frames, probes), tier_reads(frames, times["load"].seconds, hosts)
     saves = [replace(s, device_copies=copies.get(s.group), replication=sent.get(s.group)) for s in saves]
     asked = load_reads(frames, probes, hosts, lacking)
     loads = [replace(load, tiers=read.get(load.group, []), reads=asked.get(load.group)) for load in loads]
-    traffic = store_traffic(frames, probes)
     saves, loads = ([replace(s, store_traffic=traffic.get(s.group)) for s in part] for part in (saves, loads))
     weights, saves = ([s for s in saves if s.weights_only == only] for only in (True, False))
     last_failure = failure_of(frames.events, max(info.cycle for info in cycles))
