@@ -42,7 +42,7 @@ class ExpertParallelGroup:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def mark(self, parameter: torch.nn.Parameter, expert: int) -> None:
-        """Record that `parameter` is of this `expert` of a layer, for DeepSpeed and for checkpoints."""
+        """Mark `parameter` as belonging to expert number `expert` of its layer, for DeepSpeed and for checkpoints."""
         if self.size > 1:
             parameter.allreduce, parameter.group_name = False, self.name  # type: ignore[attr-defined]
             parameter.divided_expert = DividedExpert(expert, self.size)  # type: ignore[attr-defined]
@@ -77,7 +77,10 @@ class ExpertParallelGroup:
 
 @dataclass(frozen=True)
 class DividedExpert:
-    """Which expert of its layer a parameter is of, and over how many data-parallel ranks the layer divides them."""
+    """The expert of a layer that a parameter belongs to.
+
+    `index`: its number in the layer; `ranks`: data-parallel ranks over which the experts of the layer are divided.
+    """
 
     index: int
     ranks: int

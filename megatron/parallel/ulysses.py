@@ -36,8 +36,8 @@ def new_sequence_group(layout: Layout, size: int, rank: int) -> Any:
 def gather_sequence(heads: torch.Tensor, counts: Sequence[int], sequence: SequenceGroup) -> torch.Tensor:
     """The whole sequence of this rank's part of the heads: [b, s, heads / size, n] of `heads` [b, s / size, heads, n].
 
-    `counts`: how many heads are of one kind; each kind is divided by itself, and the kinds stay in their order. The
-    size of the group divides each. A group of one has all of them already.
+    `counts`: the number of heads of each kind (queries, keys, values), multiples of the group's size. Each kind is
+    split over the group by itself, and the kinds stay in their order. A group of one has all heads already.
     """
     size = sequence.size
     if size == 1:

@@ -1,7 +1,7 @@
 """In-process restarts: after a failure the ranks that live leave the training and start it again in their processes.
 
 The launcher has a connection to each rank. When a rank fails, it sends RETURN to the others. In each of them a thread
-shuts down the connections to other ranks, so that whatever waits there raises; the main thread leaves the script,
+shuts down all connections of the process, so that whatever waits there raises; the main thread leaves the script,
 undoes what was registered with `at_return`, sends RETURNED and waits for the next start. A rank that cannot do that
 ends, or is killed after --return-timeout, and the launcher forks it anew.
 

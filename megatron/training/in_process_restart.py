@@ -15,7 +15,7 @@ ENGINES = ("torch", "lazy", "memory")
 
 def refusal(options: CheckpointConfig, *, compiles: bool) -> str | None:
     """Why a run with these flags cannot have in-process restarts; None if it can. `compiles`: --torch-compile."""
-    if options.save is not None and options.checkpoint_engine not in ENGINES:
+    if (options.save or options.load) is not None and options.checkpoint_engine not in ENGINES:
         return (
             f"--checkpoint-engine {options.checkpoint_engine} with --in-process-restart: its threads and processes are "
             f"not known to end with a start; use {' or '.join(ENGINES)}, or leave out --in-process-restart"

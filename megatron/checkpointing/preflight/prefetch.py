@@ -68,7 +68,7 @@ class Prefetch:
         # What a rank knows that it reads before its model is built: all but, with engine torch, the layers.
         with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
         self._mine = names.optimizer_file(layout, at, config.model.params_dtype)
-        # Where experts are divided, which replica reads what is not known before the model: all of it is read ahead.
+        # With divided experts only the model tells which part a replica reads: then each reads all of it ahead.
         divided = config.checkpoint.ckpt_fully_parallel_load and layout.ep == 1
         self._replica, self._replicas = (at.dp, layout.dp) if divided else (0, 1)  # of those that divide the weights
         common = names.model_states_file(layout, at)

@@ -233,7 +233,7 @@ def decoding(path: Path) -> Iterator[None]:
 
 
 def check_version(found: Any, known: str, path: Path) -> None:
-    """Raises CheckpointDamagedError if the format is of another version than `known`."""
+    """Compare the version of the format. Raises CheckpointDamagedError if it is not `known`."""
     if found != known:
         raise CheckpointDamagedError(f"{path}: format version {found}; only {known} is known")
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments
 from megatron.launch.ranks import Ranks
-from tests.unit.megatron.launch.test_launch import Start, start, until  # noqa: F401  the fixture
+from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
 
 # A rank of the starts before the last waits for another one, over a connection of its process.
 SCRIPT = """
@@ -148,13 +148,19 @@ RETURNS_LATE = WAITS.replace(
 )
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> None:  # noqa: F811
+def where_one_has_returned(start: Start) -> Job:  # noqa: F811
+    """Of three ranks rank 1 has been killed, 0 has returned, and 2 does so when the file `go` is there."""
     job = start(RETURNS_LATE, *FLAGS, "3")
     for rank in range(3):
         job.note(f"waits_{rank}_0")
     os.kill(job.pid(1), signal.SIGKILL)
     job.note("undone_0_0_first")
+    return job
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> None:  # noqa: F811
+    job = where_one_has_returned(start)
     os.kill(job.pid(0), signal.SIGKILL)
     until(lambda: not psutil.pid_exists(job.pid(0)), "the end of rank 0")  # else it may end in the next start
     (job.directory / "go").touch()
@@ -163,11 +169,7 @@ def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> 
 
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_ends_ranks_that_have_returned(start: Start) -> None:  # noqa: F811
-    job = start(RETURNS_LATE, *FLAGS, "3")
-    for rank in range(3):
-        job.note(f"waits_{rank}_0")
-    os.kill(job.pid(1), signal.SIGKILL)
-    job.note("undone_0_0_first")
+    job = where_one_has_returned(start)
     job.process.send_signal(signal.SIGTERM)
     (job.directory / "go").touch()
     assert job.wait() == 128 + signal.SIGTERM, job.said

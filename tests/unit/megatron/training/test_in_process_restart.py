@@ -19,6 +19,7 @@ SAVES = {"save": "run", "save_interval": 1}
         (SAVES | {"checkpoint_engine": "torch"}, False, None),
         ({}, False, None),
         (SAVES | {"checkpoint_engine": "dcp"}, False, "--checkpoint-engine dcp with --in-process-restart: its threads"),
+        ({"load": "run", "checkpoint_engine": "dcp"}, False, "--checkpoint-engine dcp with --in-process-restart: its"),
         (
             {"save": "s3://bucket/run", "save_interval": 1, "checkpoint_engine": "torch"}, False,
             "--save s3://bucket/run, --load None with --in-process-restart: not tried together",
