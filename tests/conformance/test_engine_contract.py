@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -210,33 +211,31 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
 def test_phases_of_a_save_account_for_the_time_it_blocks(
     subject: Subject, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a save large enough to be timed, in processor time of this process, which others do not lengthen.
+    """Of a save large enough to be timed, in processor time, which other processes do not lengthen.
 
-    The writer of `dcp-async` begins before `begin_save` returns and would count: there it is that of this thread, which
-    makes the copies itself.
+    What this thread does outside of the spans is compared with all that the process does meanwhile: the writers of some
+    engines have begun then. That it does not wait outside of them: tests/dist/test_async_saves.py.
     """
-    spent_ns = time.thread_time_ns if subject.name == "dcp-async" else time.process_time_ns
     states = {SHARD: {f"master.{i}": tensor(torch.float32, 1 << 20, seed=i) for i in range(8)}}
     subject.save(states, directory)  # what is done once only: buffers, threads
     for module in [m for m in sys.modules.values() if getattr(m, "now_ns", None) is clock.now_ns]:
-        monkeypatch.setattr(module, "now_ns", spent_ns)
-    best = 0.0
-    for attempt in range(8):
+        monkeypatch.setattr(module, "now_ns", time.thread_time_ns)
+    shares = []
+    for attempt in range(5):
         where = directory.parent / f"timed_{attempt}"
         where.mkdir()
         engine = subject.engine()
         trace = traced("save")
-        begun = trace.op.start_ns
+        begun_ns = time.process_time_ns()
         pending = engine.begin_save([FileState(SHARD, states[SHARD])], where, trace.op)
         pending.release_state()
+        blocked_ns = time.process_time_ns() - begun_ns
         trace.op.end()
-        blocked = trace.records.all[-1]["end_ns"] - begun
-        spans = [r for r in trace.records.spans() if r["blocking"]]
+        of_thread_ns = trace.records.all[-1]["end_ns"] - trace.op.start_ns
+        in_spans_ns = sum(r["duration_ns"] for r in trace.records.spans() if r["blocking"])
         pending.wait()
-        best = max(best, sum(r["duration_ns"] for r in spans) / blocked)
-        if best >= 0.8 or blocked < 3_000_000:
-            return
-    pytest.fail(f"only {best:.0%} of the time that the save blocks is in its spans")
+        shares.append((of_thread_ns - in_spans_ns) / blocked_ns)
+    assert statistics.median(shares) < 0.2, "so much of the time that the save blocks is in none of its spans"
 
 
 def test_one_name_twice_is_refused_or_kept_apart(subject: Subject, directory: Path) -> None:
