@@ -25,7 +25,7 @@ _ENVIRONMENT_NAMES = frozenset((
     *cycles.LAUNCHER_VARIABLES, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE",
     "CROSS_RANK", "CROSS_SIZE", "DS_ACCELERATOR", "SLURM_NODEID", "PYTHONDONTWRITEBYTECODE",
     "RESTART_TRACE_LABEL", "RESTART_TRACE_LAUNCH_ID", "RESTART_TRACE_PRELOAD", "MEGATRON_MEMORY_COPIES",
-    "MEGATRON_STANDBY", "MEGATRON_IN_PROCESS_RESTARTS",
+    "MEGATRON_STANDBY",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING",
@@ -115,12 +115,13 @@ def rank_fields(
     engine_asked: str | None = None,
     durability: str | None = None,
     instrument: str = "trainer",
+    returns: int | None = None,
 ) -> dict[str, Any]:
     """The first record of a rank's file, without its version and type."""
     tp, pp, dp = identity.coordinates
     layout = dict(zip(("tp", "pp", "dp"), identity.layout, strict=True))
     part, parts = identity.sequence
-    asked = {"engine_asked": engine_asked, "durability": durability}
+    asked = {"engine_asked": engine_asked, "durability": durability, "returns": returns}
     return {
         "run_id": run_id,
         "cycle": cycle,
@@ -146,8 +147,11 @@ def open_rank_trace(
     engine_asked: str,
     durability: str,
     probes: bool,
+    returns: int = 0,
 ) -> tuple[Recorder, int]:
     """Open `rank_RRRRR_cycle_CCC.jsonl` in `trace_dir` and write the process record.
+
+    `returns`: how often this process has returned from a start before, for in-process restarts.
 
     Returns (recorder, cycle); if `trace_dir` is None, a recorder that records nothing, and cycle 0.
     Raises OSError if the directory cannot be written.
@@ -156,5 +160,7 @@ def open_rank_trace(
         return untraced_recorder(), 0
     run_id, cycle = cycles.claim_cycle(trace_dir, cycles.launch_key(env), identity.rank)
     sink = JsonlSink(trace_dir / RANK_FILE_PATTERN.format(rank=identity.rank, cycle=cycle))
-    process = rank_fields(identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability)
+    process = rank_fields(
+        identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability, returns=returns
+    )
     return Recorder(sink, process, make_probe(identity.local_rank) if probes else None), cycle

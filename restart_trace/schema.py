@@ -10,7 +10,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
+# Older ones whose records this version has, too: they lack a field that is not required, or phases.
+READABLE_VERSIONS = (15, SCHEMA_VERSION)
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -52,6 +54,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "barrier": (),
     },
     "startup": {
+        "abort": (),
+        "return": ("undo", "barrier"),
         "process_start": (),
         "imports": (),
         "cuda_context": (),
@@ -121,6 +125,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "layout": _LAYOUT,
         "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),
         "process_start_source": Field("str", True, "os (10 ms resolution) or python (first line run; no /proc)"),
+        "returns": Field("int", False, "in-process restarts of this process before; 0: it is new; absent: not known"),
         "wall_ns": Field("int", True, "clock anchor: Unix time, ns at monotonic_ns"),
         "monotonic_ns": Field("int", True, "clock anchor: time of the monotonic clock, ns"),
         "anchor_error_ns": Field("int", True, "upper bound on the error of the anchor, ns"),

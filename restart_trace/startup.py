@@ -13,7 +13,7 @@ iteration that it had reached before the failure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from restart_trace.schema import RANK_FILE_PATTERN
 
 PRELOAD_VARIABLE = "RESTART_TRACE_PRELOAD"
 _TAIL_BYTES = 1 << 16
+Phase = tuple[str, str | None, int, int]  # name, detail, begin, end: monotonic ns
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ def preload_of(env: Mapping[str, str]) -> Preload | None:
 
 
 class Interruptions:
-    """Phases that interrupt another one: (phase, detail, begin, end), monotonic ns, one after another."""
+    """Phases that interrupt another one, one after another."""
 
     def __init__(self) -> None:
-        self.windows: list[tuple[str, str | None, int, int]] = []
+        self.windows: list[Phase] = []
 
     @contextmanager
     def phase(self, name: str, detail: str | None = None) -> Iterator[None]:
@@ -81,18 +82,21 @@ class Startup:
         *,
         opened_ns: int | None = None,
         released_ns: int | None = None,
+        before: Sequence[Phase] = (),
         contiguous: bool = False,
     ) -> None:
-        """`opened_ns`: end of `process_start`, if in the past. `released_ns`: for a standby process, the time at which
-        it was released, where its start-up begins. `contiguous`: as in Recorder.begin, for the phases up to the
-        end of the first iteration.
+        """`opened_ns`: end of `process_start`, if in the past. `released_ns`: when a process that was there before was
+        told to start, where its start-up begins, or goes on after the phases `before` (an in-process restart's).
+        `contiguous`: as in Recorder.begin, for the phases up to the end of the first iteration.
         """
         self._recorder = recorder
         started = clock.process_start_ns() if released_ns is None else released_ns
         own_ns = entered_ns if started is None else started
-        start_ns = own_ns if preload is None else preload.started_ns
+        start_ns = before[0][2] if before else own_ns if preload is None else preload.started_ns
         self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns, contiguous=contiguous)
         self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
+        for phase in before:
+            self._operation.add(*phase)
         if preload is not None:
             self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
             self._operation.add("imports", None, preload.imports_ns, preload.done_ns)

@@ -499,7 +499,7 @@ _shtab_restart_drill___memory_limit_COMPGEN=_shtab_compgen_files
 _shtab_restart_drill___stop_COMPGEN=_shtab_compgen_files
 
 _shtab_restart_drill___fault_choices=(sigkill-one sigkill-all sigkill-launcher sigkill-node sigterm sigstop exception device-error disk-full truncate bitflip storage-fault:drop storage-fault:delay storage-fault:500 storage-fault:503 storage-fault:truncate storage-fault:etag storage-fault:first-byte storage-fault:rate-limit node-loss link-cut link-slow disk-slow rank-stopped)
-_shtab_restart_drill___supervisor_choices=(relaunch torchrun launch)
+_shtab_restart_drill___supervisor_choices=(relaunch torchrun launch in-process)
 _shtab_restart_drill___engines_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_drill_pos_0_nargs='*'
@@ -613,7 +613,7 @@ _shtab_restart_drill() {
 }
 
 complete -o bashdefault -o default -F _shtab_restart_drill restart-drill
-_shtab_restart_launch_option_strings=(-h --help --version --nproc-per-node --nnodes --node-rank --master-addr --master-port --max-restarts --standby --standby-load --in-process-restart --return-timeout --shutdown-timeout --coordinator --health-directory --health-interval --address --bind --secret-file --tls-cert-file --tls-key-file --tls-ca-cert-file)
+_shtab_restart_launch_option_strings=(-h --help --version --nproc-per-node --nnodes --node-rank --master-addr --master-port --max-restarts --standby --standby-load --in-process-restart --return-timeout --max-returns --shutdown-timeout --coordinator --health-directory --health-interval --address --bind --secret-file --tls-cert-file --tls-key-file --tls-ca-cert-file)
 
 _shtab_restart_launch_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___nproc_per_node_COMPGEN=_shtab_compgen_files
@@ -623,6 +623,7 @@ _shtab_restart_launch___master_addr_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___master_port_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___max_restarts_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___return_timeout_COMPGEN=_shtab_compgen_files
+_shtab_restart_launch___max_returns_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___shutdown_timeout_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___coordinator_COMPGEN=_shtab_compgen_files
 _shtab_restart_launch___health_directory_COMPGEN=_shtab_compgen_files

@@ -135,6 +135,20 @@ def _parser() -> argparse.ArgumentParser:
         "training goes on; a restart then loads nothing, unless there is a newer one",
         action="store_true",
     )
+    _add_in_process_restarts(add)
+    add(
+        "--shutdown-timeout",
+        "seconds between SIGTERM and SIGKILL when ranks are ended",
+        type=float,
+        default=30.0,
+        metavar="S",
+    )
+    _add_several_nodes(add)
+    _add_script(parser)
+    return parser
+
+
+def _add_in_process_restarts(add: Any) -> None:
     add(
         "--in-process-restart",
         "with --max-restarts: ranks that live after a failure start again in their processes, and only the others are "
@@ -149,15 +163,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
     )
     add(
-        "--shutdown-timeout",
-        "seconds between SIGTERM and SIGKILL when ranks are ended",
-        type=float,
-        default=30.0,
-        metavar="S",
+        "--max-returns",
+        "with --in-process-restart: a process that has started again so often is killed at the next failure, and its "
+        f"rank forked anew (default: {Plan.max_returns})",
+        type=int,
+        metavar="N",
     )
-    _add_several_nodes(add)
-    _add_script(parser)
-    return parser
 
 
 def _add_several_nodes(add: Any) -> None:
@@ -225,6 +236,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         standby_load=args.standby_load,
         in_process_restart=args.in_process_restart,
         return_timeout_s=Plan.return_timeout_s if args.return_timeout is None else args.return_timeout,
+        max_returns=args.max_returns or Plan.max_returns,
         coordinator=coordinator,
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
@@ -262,6 +274,10 @@ def _check_in_process_restart(parser: argparse.ArgumentParser, args: argparse.Na
         if not args.in_process_restart:
             parser.error(f"--return-timeout {args.return_timeout:g}: ranks return with {flag} alone; give it, too")
         _check_least(parser, args, (("return_timeout", 0),))
+    if args.max_returns is not None:
+        if not args.in_process_restart:
+            parser.error(f"--max-returns {args.max_returns}: ranks return with {flag} alone; give it, too")
+        _check_least(parser, args, (("max_returns", 1),))
     if not args.in_process_restart:
         return
     if args.standby:

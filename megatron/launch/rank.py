@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from megatron.launch.plan import Plan
 from megatron.launch.rendezvous_store import STORE_VARIABLES
-from megatron.processes.in_process_restart import RETURNS_VARIABLE, InProcessRestarts
+from megatron.processes.in_process_restart import InProcessRestarts
 from megatron.processes.parent_process import SHUTDOWN_TIMEOUT_VARIABLE, end_with_parent
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
@@ -70,7 +70,6 @@ def become_rank(
         restart, port = restarts.wait_for_start()
         os.environ.clear()
         os.environ.update(inherited | rank_environment(plan, local_rank, restart, port, None))
-        os.environ[RETURNS_VARIABLE] = str(restarts.returns)
 
 
 def _run(plan: Plan) -> NoReturn:

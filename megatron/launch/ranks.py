@@ -34,22 +34,31 @@ class Ranks:
     # With --in-process-restart: pid -> the launcher's end of the connection, and those that wait for the next start.
     connections: dict[int, socket.socket] = field(default_factory=dict)
     returned: set[int] = field(default_factory=set)
+    returns: dict[int, int] = field(default_factory=dict)  # pid -> how often it has been started again
 
     @property
     def settled(self) -> bool:
         """Whether nothing is to be waited for before the next start: all ranks have ended, or have returned."""
         return self.running.keys() <= self.returned
 
-    def ask_back(self, timeout_s: float) -> None:
+    def ask_back(self, timeout_s: float, most: int) -> str | None:
         """Have them leave this start and wait for the next, and end by SIGKILL those that have not after `timeout_s`.
 
-        One that is stopped is let run.
+        One that is stopped is let run. Those that have been started again `most` times are killed at once; returns
+        which they are, and why, or None if there are none.
         """
+        worn = {pid: rank for pid, rank in self.running.items() if self.returns.get(pid, 0) >= most}
         for pid in self.running:
+            if pid in worn:
+                _send_to_group(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):  # of one that has just ended, as will be seen
                 self.connections[pid].send(RETURN)
         self.send(signal.SIGCONT)
         self.deadline = time.monotonic() + timeout_s
+        ranks = ", ".join(map(str, sorted(worn.values())))
+        return (
+            f"killed, since their processes have returned --max-returns {most} times: ranks {ranks}" if worn else None
+        )
 
     def hear(self) -> None:
         """Note which have returned."""
@@ -63,6 +72,7 @@ class Ranks:
         for pid in sorted(before.returned):
             self.running[pid] = before.running.pop(pid)
             self.connections[pid] = before.connections.pop(pid)
+            self.returns[pid] = before.returns.get(pid, 0) + 1
             with contextlib.suppress(OSError):  # as in ask_back
                 self.connections[pid].send(start_message(restart, port))
         before.returned.clear()

@@ -139,7 +139,9 @@ def _run_to_end(
         if ranks.failures and not failed and stopped_by is None:
             failed, at_ns = True, now_ns()
             if may_return and not ranks.refused:
-                ranks.ask_back(plan.return_timeout_s)
+                killed = ranks.ask_back(plan.return_timeout_s, plan.max_returns)
+                if killed is not None:
+                    say(killed)
             else:
                 ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
             trace.detected(start.number, ranks.failures[0], at_ns)

@@ -18,18 +18,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from restart_trace import under_way
 from restart_trace.clock import now_ns
 
 RETURN, RETURNED = b"return", b"returned"
 REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a rank has sent RETURNED
-RETURNS_VARIABLE = "MEGATRON_IN_PROCESS_RESTARTS"  # of a rank: how often its process has returned; unset: never
 
 _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _THREADS_S = 5.0  # for threads of the start before to end
+_MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -53,6 +55,10 @@ class InProcessRestarts:
         self._has_lost_rank = False
         self.returns = 0
         self.started_ns: int | None = None
+        self.phases: list[tuple[str, str | None, int, int]] = []
+        self._asked_ns: int | None = None
+        self._error_ns: int | None = None
+        self._resident: int | None = None  # bytes of memory after the first return
         thread = threading.Thread(target=self._listen, name="in-process-restart", daemon=True)
         self._stays = {threading.main_thread(), thread}
         thread.start()
@@ -64,6 +70,7 @@ class InProcessRestarts:
         Another rank may be missed before the launcher has seen its end: then the launcher's word is waited for. None
         follows a script that has registered nothing with `at_return`: it would find what its last start has built.
         """
+        self.note_error()
         if not self._undo or isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
             return False
         self._restore_handlers()  # the script has ended: a signal has nothing to wait for any more
@@ -77,20 +84,34 @@ class InProcessRestarts:
         No exception of the start before may be alive: it would keep what its frames hold. Raises SystemExit if
         something of that start stays.
         """
+        left_ns = now_ns()
         while self._undo:
             self._undo.pop()()
         under_way.clear()
         sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
         self._check_threads()
+        self._check_memory()
+        begun_ns = min(at_ns for at_ns in (self._asked_ns, self._error_ns, left_ns) if at_ns is not None)
+        self._asked_ns = self._error_ns = None
         self._asked.clear()
         self._has_lost_rank = False
         self._left.set()
+        undone_ns = now_ns()
         self._connection.send(RETURNED)
         os.kill(self._launcher, REPORT_SIGNAL)
         restart, port = map(int, self._starts.get().split())
         self.returns += 1
         self.started_ns = now_ns()
+        self.phases = [
+            ("abort", None, begun_ns, left_ns),
+            ("return", "undo", left_ns, undone_ns),
+            ("return", "barrier", undone_ns, self.started_ns),
+        ]
         return restart, port
+
+    def note_error(self) -> None:
+        """An error may end this start: what it is left for begins here, unless the launcher has asked before."""
+        self._error_ns = self._error_ns or now_ns()
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
@@ -104,13 +125,14 @@ class InProcessRestarts:
                 continue
             thread.join(_THREADS_S)
             if thread.is_alive():
-                print(
-                    f"rank {os.environ.get('RANK')} ends instead of starting again in its process: the thread "
-                    f"{thread.name} of its last start has not ended",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                raise SystemExit(1)
+                _end(f"the thread {thread.name} of its last start has not ended")
+
+    def _check_memory(self) -> None:
+        """A leak ends with its process; what allocators keep, and what differs from start to start, is none."""
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self._resident = first = self._resident or resident
+        if resident > first + max(first // 4, _MOST_GROWTH):
+            _end(f"it has grown from {first >> 20} to {resident >> 20} MiB since its first return")
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
@@ -119,10 +141,17 @@ class InProcessRestarts:
                 self._starts.put(message)
                 continue
             self._left.clear()
+            self._asked_ns = now_ns()
             self._asked.set()
             shut_connections()
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
+
+
+def _end(why: str) -> NoReturn:
+    rank = os.environ.get("RANK")
+    print(f"rank {rank} ends instead of starting again in its process: {why}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
 
 
 _here: list[InProcessRestarts] = []  # of this process, if it is a rank that returns
@@ -145,9 +174,25 @@ def is_possible() -> bool:
     return bool(_here)
 
 
+def note_error() -> None:
+    """Note when the script sees an error that may be of another rank, before it undoes anything."""
+    for restarts in _here:
+        restarts.note_error()
+
+
 def started_ns() -> int | None:
     """When this start began (monotonic, ns), if this process has returned; None if its process began with it."""
     return _here[0].started_ns if _here else None
+
+
+def returns() -> int:
+    """How often this process has returned from a start."""
+    return _here[0].returns if _here else 0
+
+
+def phases() -> Sequence[tuple[str, str | None, int, int]]:
+    """Phase, detail, begin and end (monotonic, ns) of what led from the start before to this one; none before it."""
+    return _here[0].phases if _here else ()
 
 
 def shut_connections() -> None:

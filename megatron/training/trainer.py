@@ -303,6 +303,7 @@ def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: R
     from megatron.startup.watch import tell
     from megatron.training.lost_ranks import explain
 
+    in_process_restart.note_error()
     explained = explain(error, config, watch)
     if explained is None:
         return False
@@ -322,6 +323,7 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     try:
         train(trainer)
     except BaseException as error:
+        in_process_restart.note_error()
         trainer.errors.close()
         if is_its_own(error):
             step = trainer.progress.iteration + 1
@@ -405,7 +407,7 @@ def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarte
 
 
 def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup, int]:
-    """(recorder, start-up, cycle)."""
+    """(recorder, start-up, cycle). `released_ns`: as of Startup."""
     parallel, parts = config.parallel, config.parallel.ds_sequence_parallel_size
     tp, pp, dp = Layout(*parallel.sizes).coordinates(parallel.rank)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
@@ -426,6 +428,7 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
             engine_asked=config.checkpoint.checkpoint_engine,
             durability=config.checkpoint.checkpoint_durability,
             probes=config.trace.trace_probes,
+            returns=in_process_restart.returns(),
         )
     except OSError as error:
         raise ConfigError(
@@ -434,8 +437,9 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
         ) from error
     preload = preload_of(os.environ)
     startup = Startup(
-        recorder, trace_dir, parallel.rank, cycle, entered_ns, preload, released_ns=released_ns, contiguous=True
-    )
+        recorder, trace_dir, parallel.rank, cycle, entered_ns, preload,
+        released_ns=released_ns, before=in_process_restart.phases(), contiguous=True,
+    )  # fmt: skip
     return recorder, startup, cycle
 
 

@@ -23,6 +23,9 @@ from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
 from tests.dist.tiny_runs import Launcher
 from tests.own_shm import in_own_shm, left_in_shm
+from tools.ckpt_analysis.ingest.load import load_trace
+from tools.ckpt_analysis.model.run_info import cycles_imported_once
+from tools.ckpt_analysis.report import analyse
 
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
 MARK = "LAUNCH_TEST"
@@ -143,8 +146,17 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     began = records(trace, 1, 1 - lost)
     killed = int((tmp_path / KILLED_NS).read_text())
     assert killed < next(r["start_ns"] for r in began if r["type"] == "operation_begin"), "not with the process"
-    assert began[0]["environment"]["MEGATRON_IN_PROCESS_RESTARTS"] == "1"
-    assert "MEGATRON_IN_PROCESS_RESTARTS" not in records(trace, 1, lost)[0]["environment"]
+    assert [(records(trace, cycle, rank)[0]["returns"]) for cycle, rank in ((0, 1 - lost), (1, lost))] == [0, 0]
+    assert began[0]["returns"] == 1
+    report = analyse(load_trace(trace)).report
+    (restart,) = report.restarts
+    assert (restart.returned_ranks, restart.new_ranks) == ([1 - lost], [lost])
+    assert restart.return_s is not None and restart.return_s > 0
+    first, second, third = [r for r in began if r["type"] == "span" and r["phase"] in ("abort", "return")]
+    assert [r["phase"] for r in (first, second, third)] == ["abort", "return", "return"]
+    assert first["end_ns"] == second["start_ns"] and second["end_ns"] == third["start_ns"]
+    assert [problem for problem in report.problems if problem.kind == "low_coverage"] == []
+    assert cycles_imported_once(load_trace(trace).ranks) == {0, 1}
 
 
 def size_of(process: psutil.Process) -> tuple[int, int, int]:

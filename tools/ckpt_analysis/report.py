@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -38,6 +38,7 @@ from .model.run_info import (
     layout_text,
     missing_cycles,
     oversubscribed_hosts,
+    returned_ranks,
 )
 
 if TYPE_CHECKING:
@@ -166,6 +167,16 @@ def _hosts(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_HOSTS, orient="row")
 
 
+def with_returned_ranks(starts: list[StartStats], ranks: list[dict[str, Any]]) -> list[StartStats]:
+    """The starts, each with the ranks whose processes were there before it. `ranks`: their process records."""
+    known = returned_ranks(ranks)
+    found = []
+    for start in starts:
+        returned, new = known.get(start.cycle, (None, None))
+        found.append(replace(start, returned_ranks=returned, new_ranks=new))
+    return found
+
+
 def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     """Run all analyses on a trace. Numbers of each rank are included for small runs, or with `per_rank`."""
     frames = make_frames(trace)
@@ -178,7 +189,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     saves = measure(frames, "save", times["save"], per_rank=per_rank, lacking=lacking)
     loads = measure(frames, "load", times["load"], per_rank=per_rank, lacking=lacking)
     seen = steps_seen(trace.ranks, frames, missing_cycles(cycles, trace.claimed_cycles))
-    starts = measure_starts(frames, of_starts, seen, per_rank=per_rank)
+    starts = with_returned_ranks(measure_starts(frames, of_starts, seen, per_rank=per_rank), trace.ranks)
     promised = COVERAGE_PROMISED if is_ours(trace.ranks) else None
     problems += check_operations(frames, seen.blind) + check_events(frames) + check_steps(seen)
     problems += check_results(saves, loads, starts, promised)

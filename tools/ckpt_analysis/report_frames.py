@@ -17,7 +17,7 @@ _SPREAD |= {"at_critical_s": pl.Float64}
 _VOLUME = {"bytes": pl.Int64, "num_files": pl.Int64, "GBps": pl.Float64, "blocking": pl.String}
 _SAVED = ("blocked_s", "drain_s", "committed_s", "durable_s", "io_GBps", "blocked_GBps")
 _STARTED = {"restart_s": pl.Float64, "caught_up_s": pl.Float64, "lost_steps": pl.Int64, "lost_work_s": pl.Float64}
-_STARTED |= {"down_s": pl.Float64}
+_STARTED |= {"down_s": pl.Float64, "return_s": pl.Float64}
 SUMMARY = (
     {"run_id": pl.String, "operation": pl.String, "cycle": pl.Int64, "tag": pl.String, "step": pl.Int64}
     | {"engine": pl.String, "outcome": pl.String, "phase": pl.String, "detail": pl.String, "ranks": pl.Int64}

@@ -110,6 +110,7 @@ class TraceAnalysis:
             taken
         down_s Float64: of a restart: from the last record of the cycle before to the first process start; of imported
             `cycle_info` files from its end to the next start
+        return_s Float64: of an in-process restart: the longest time in which a rank left the start before
         """
         return report_frames.summary(self.report)
 

@@ -137,16 +137,21 @@ def _entry(
 def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
     """Consecutive phases from the failure to the end of the first step, in seconds, on the critical rank.
 
-    `drill`: the drill's own work before it relaunched. `launcher`: from the relaunch until that rank's process existed.
+    `drill`: the drill's own work before it relaunched. `launcher`: from the relaunch until that rank's process existed,
+    or negative, by how much sooner a rank that returns saw the failure than its launcher.
     """
     failure, startup = restart["failure"], restart["wall"]["at_critical_s"] + restart["after_critical_s"]
-    detected, stopped, relaunched = (failure[name] for name in ("detected_s", "stopped_s", "relaunched_s"))
+    moments = [failure[name] for name in ("detected_s", "stopped_s", "relaunched_s")]
+    began_s = restart["restart_s"] - startup
+    if restart["phases"].get("abort", {}).get("at_critical_s"):  # what that rank did meanwhile are phases of its own
+        moments = [min(moment, max(began_s, 0.0)) for moment in moments]
+    detected, stopped, relaunched = moments
     found = {
         "detect": detected,
         "stop": stopped - detected,
         "drill": drill_s,
         "relaunch": relaunched - stopped - drill_s,
-        "launcher": restart["restart_s"] - relaunched - startup,
+        "launcher": began_s - relaunched,
     }
     for name, phase in restart["phases"].items():
         if name == "caught_up":

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.config.uris import Location, location_of
 from restart_trace.process import versions
-from restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import READABLE_VERSIONS, SCHEMA_VERSION
 from restart_trace.version import __version__
 
 from ..common.machine import filesystem_of, machine
@@ -135,7 +135,7 @@ def check(out: Path, sweep: Sweep, storage: Location | None) -> None:
         raise SweepError(
             f"--out {out}: holds a sweep of format {known.get('format')}, not {FORMAT}; give a new directory"
         )
-    if known.get("trace_format") != SCHEMA_VERSION:
+    if known.get("trace_format") not in READABLE_VERSIONS:
         raise SweepError(
             f"--out {out}: its traces are of format {known.get('trace_format')}, and this program writes format "
             f"{SCHEMA_VERSION}: no report could show both; resume with the program that began it, or give another --out"

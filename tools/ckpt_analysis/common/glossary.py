@@ -44,14 +44,14 @@ ENTRIES: tuple[Entry, ...] = (
         "restart",
         "A start of a cycle after 0, or of cycle 0 from a checkpoint; its time, `restart_s`, is from the failure "
         "(`injected`, else `detected`) to the end of the last rank's first step, and null where no supervisor "
-        "recorded the failure.",
-        ("restart", "restarting"),
+        "recorded the failure; after an in-process one a rank has returned, in the process that was there, or is new.",
+        ("restart", "restarting", "return", "returned", "new"),
         "s",
     ),
     Entry(
         "time to first step",
-        "Start of the process (in the OS; of `megatron.launch`, where that imported everything for this start) to "
-        "the end of its `first_step` span, of the slowest rank.",
+        "Start of the process (in the OS; of `megatron.launch`, where that imported everything for this start; of a "
+        "rank that returns its `abort`) to the end of its `first_step` span, of the slowest rank.",
         ("time to first step", "to first step"),
         "s",
     ),

@@ -72,6 +72,7 @@ _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
     (_time("caught_up_s", "process start until that step is passed"), lambda s: s.caught_up_s),
     (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
     (_time("down_s", "from the end of a cycle to the start of the next"), lambda s: s.down_s),
+    (_time("return_s", "a rank that returns leaving the start before"), lambda s: s.return_s),
 ]
 OF_REPLAY = (  # a replay knows saves in memory alone, the page cache of each load, and the memory of each save
     _time("in_memory_s", "start of a save until all ranks have agreed on it in memory", headline=True),

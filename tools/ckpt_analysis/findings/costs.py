@@ -183,6 +183,30 @@ def slow_name_lookup(e: Evidence, limits: Thresholds) -> list[Observation]:
     return []
 
 
+def slow_return(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """The newest in-process restart, if a rank took long to leave the start before and undo it."""
+    for start in reversed(e.starts):
+        if start.wall is None or start.return_s is None:
+            continue
+        whole_s = start.wall.max_s if start.restart_s is None else start.restart_s
+        if start.return_s < limits["least_s"] or start.return_s < limits["share"] * whole_s:
+            return []
+        parts = [("abort", phase_of(start, "abort")), ("return/undo", phase_of(start, "return", "undo"))]
+        name, time = max(((name, part.time) for name, part in parts if part), key=lambda named: named[1].max_s)
+        return [
+            Observation(
+                title=f"A rank took {seconds(start.return_s)} s to return",
+                evidence=f"{name_of('start', start)}: of {seconds(whole_s)} s to the first step; most of it in {name}, "
+                f"{seconds(time.max_s)} s on rank {time.slowest_rank}",
+                cost_s=start.return_s,
+                data={"cycle": start.cycle, "rank": time.slowest_rank, "return_s": start.return_s},
+                phase=name,
+                group=start.group,
+            )
+        ]
+    return []
+
+
 def compiled_again(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The newest start, if a rank compiled for long before the end of its first step."""
     for start in reversed(e.starts):

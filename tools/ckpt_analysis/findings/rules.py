@@ -11,6 +11,7 @@ from .costs import (
     fsync_dominates,
     serialization_bound,
     slow_name_lookup,
+    slow_return,
     small_files,
     wait_previous,
 )
@@ -160,6 +161,19 @@ RULES: tuple[Rule, ...] = (
             'attempts:1").',
         ),
         slow_name_lookup,
+    ),
+    Rule(
+        "slow_return",
+        "waterfall",
+        # A rank that is killed is forked anew in less.
+        {"share": 0.3, "least_s": 1.0},
+        Advice(
+            "Lower --return-timeout, so that such a rank is killed and forked anew",
+            "Lower --return-timeout, so that such a rank is killed and forked anew, or restart without "
+            "--in-process-restart. A rank leaves when its computation or its call of the file system ends.",
+        ),
+        None,
+        slow_return,
     ),
     Rule(
         "compiled_again",

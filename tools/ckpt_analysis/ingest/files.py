@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from restart_trace.regular import read_regular
-from restart_trace.schema import SCHEMA_VERSION
 
 from ..common.problems import Problem
 from .discover import TraceFile
-from .lines import other_version, parse_json, placed, process_record
+from .lines import READ, other_version, parse_json, placed, process_record
 
 _COORDINATES = b'\n{"type":"coordinates",'
 # Decoded at once: some 70,000 records. Much larger buffers would each be of new memory, whose pages take longer to come
@@ -138,7 +137,7 @@ def version_problems(counts: dict[int, dict[str, int]]) -> list[Problem]:
         count, names = sum(files.values()), sorted(files)
         message = (
             f"{count} records of {len(names)} file(s) ({names[0]}, ...) have schema version {version}; this tool reads "
-            f"version {SCHEMA_VERSION}, so they were left out: use the tool of that version"
+            f"version {READ}, so they were left out: use the tool of that version"
         )
         data = {"version": version, "count": count, "files": names}
         problems.append(Problem("unknown_schema_version", message, data))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from restart_trace.regular import read_regular
-from restart_trace.schema import AXES, RECORD_FIELDS, SCHEMA_VERSION, SPAN, check_phase, check_record, type_of
+from restart_trace.schema import AXES, READABLE_VERSIONS, RECORD_FIELDS, SPAN, check_phase, check_record, type_of
 
 from .discover import TraceFile
 
+READ = " or ".join(map(str, READABLE_VERSIONS))  # as messages name the versions
 MOST_RANKS = 10_000_000  # a hundred times the largest trainings; more is no number that a run had
 
 
@@ -125,17 +126,17 @@ def process_record(line: bytes, file: TraceFile) -> tuple[dict[str, Any] | None,
 
 
 def other_version(process: dict[str, Any]) -> int | None:
-    """The schema version of a process record if it is not this tool's; None if it is, or is no version."""
+    """The schema version of a process record if this tool cannot read it; None if it can, or it is no version."""
     version = process.get("v")
-    return version if type(version) is int and version != SCHEMA_VERSION and abs(version) < 1 << 53 else None
+    return version if type(version) is int and version not in READABLE_VERSIONS and abs(version) < 1 << 53 else None
 
 
 def faults_of_process(record: dict[str, Any]) -> list[str]:
-    """What is wrong with a process record of this version."""
+    """What is wrong with a process record of a version that this tool reads."""
     faults = check_record(record)
     if faults:
         return faults
-    if record["v"] != SCHEMA_VERSION:
+    if record["v"] not in READABLE_VERSIONS:
         return [f"field v is no version: {record['v']}"]
     return _impossible_rank(record) if record["role"] == "rank" else _impossible_supervisor(record)
 
@@ -239,7 +240,7 @@ class RecordStream:
         if process is None:
             self.fault = faults[0]
         elif (version := other_version(process)) is not None:
-            self.fault = f"has schema version {version}; this tool reads version {SCHEMA_VERSION}"
+            self.fault = f"has schema version {version}; this tool reads version {READ}"
         else:
             self.process, self._reader = process, LineReader(process)
         return self.process
@@ -251,7 +252,7 @@ class RecordStream:
 def valid_records(file: TraceFile) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     """(line number, record) of the lines of `file` that can be used, its process record first; and how many cannot.
 
-    Without a process record of this version, none can. Raises OSError if the file cannot be read.
+    Without a process record of a version that this tool reads, none can. Raises OSError if the file cannot be read.
     """
     stream = RecordStream(file)
     found = stream.feed(read_regular(file.path))

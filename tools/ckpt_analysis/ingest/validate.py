@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from restart_trace.regular import read_regular
-from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION
+from restart_trace.schema import RECORD_FIELDS
 
 from .discover import TraceFile
-from .lines import LineReader, other_version, process_record
+from .lines import READ, LineReader, other_version, process_record
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _faults(lines: list[bytes], file: TraceFile) -> list[tuple[int, str]]:
     process, wrong = process_record(lines[0], file)
     if process is not None:
         if (version := other_version(process)) is not None:
-            return [(1, f"schema version {version}, not {SCHEMA_VERSION}: no record of the file was checked")]
+            return [(1, f"schema version {version}, not {READ}: no record of the file was checked")]
         if file.rank is not None and (process["rank"], process["cycle"]) != (file.rank, file.cycle):
             wrong.append(f"is of rank {process['rank']}, cycle {process['cycle']}, which the name of the file is not")
         wrong += [f"unknown field {name}" for name in process if name not in RECORD_FIELDS["process"]]

@@ -86,12 +86,13 @@ def critical_ranks_of_starts(frames: Frames) -> pl.DataFrame:
     startups, found = frames.startups, []
     for group in startups["group"].unique().sort():
         mine = startups.filter(pl.col("group") == group)
-        path = critical_path(start_windows(frames, group))
+        windows = start_windows(frames, group)
+        path = critical_path(windows)
         if path:
             first = path[0]
             began_ns = min(mine.filter(pl.col("rank") == first.rank)["start_ns"])
             before = [
-                (first.rank, LATE, began_ns - min(mine["start_ns"])),
+                (first.rank, LATE, max(began_ns - _first_start_ns(mine, windows), 0)),
                 (first.rank, UNNAMED, first.start_ns - began_ns),
             ]
             finished = {*mine.drop_nulls("end_ns")["rank"]}
@@ -99,6 +100,13 @@ def critical_ranks_of_starts(frames: Frames) -> pl.DataFrame:
             parts = [*before, *((s.rank, s.phase, s.end_ns - s.start_ns) for s in path), (path[-1].rank, UNNAMED, 0)]
             found.append((group, *_most([part for part in parts if part[0] in finished])))
     return pl.DataFrame(found, _SCHEMA, orient="row")
+
+
+def _first_start_ns(startups: pl.DataFrame, windows: pl.DataFrame) -> int:
+    """When the first rank began its start, Unix ns; one that has returned when it was told to: no new one could be."""
+    returned = windows.filter(pl.col("phase").str.starts_with("return")).group_by("rank").agg(pl.col("end_ns").max())
+    began = startups.select("rank", "start_ns").join(returned, on="rank", how="left")
+    return int(began.select(pl.max_horizontal("start_ns", "end_ns").min()).item())
 
 
 def _came_last(frames: Frames, finished: pl.DataFrame) -> pl.DataFrame:

@@ -36,10 +36,10 @@ def join_totals(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
 def own_time(seconds: pl.DataFrame, of: Sequence[str] = _RANK) -> pl.DataFrame:
     """own_ns per operation and rank: busy time in the phases that are no waiting, of what `phase_seconds` gave.
 
-    `of` as in `rank_busy`. A start-up's load counts without the barriers inside it.
+    `of` as in `rank_busy`. A start-up's load, and a return, count without the barriers inside them.
     """
     whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & ~pl.col("phase").is_in(AFTERWARDS)
-    inner_wait = (pl.col("phase") == "load") & pl.col("detail").is_in(WAITING)
+    inner_wait = pl.col("phase").is_in(["load", "return"]) & pl.col("detail").is_in(WAITING)
     return (
         seconds.filter(whole | inner_wait)
         .with_columns(pl.when(inner_wait).then(-pl.col("busy_ns")).otherwise(pl.col("busy_ns")))

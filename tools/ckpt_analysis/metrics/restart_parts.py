@@ -20,13 +20,14 @@ def parts_of(start: StartStats) -> dict[str, float]:
     Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
     until the critical rank's process began; of any other start it is the time from process start to first step. The
     load is shown by its own phases. `unattributed` is the rest, that of the load too, and what other ranks took for
-    their first step after the critical rank's.
+    their first step after the critical rank's. Where the critical rank's process was there before the failure, its own
+    phases begin with its abort, and count from there instead of what the supervisor recorded meanwhile.
     """
     failure, own_s = start.failure, start.wall.at_critical_s if start.wall else None
     after_s = start.after_critical_s or 0.0
     parts: dict[str, float] = {}
     if own_s is not None and failure and start.restart_s is not None:
-        parts = outside(failure, start.restart_s - own_s - after_s)
+        parts = outside(failure, start.restart_s - own_s - after_s, was_there=was_there(start))
     rest = after_s + ((start.unattributed.at_critical_s if start.unattributed else None) or 0.0)
     for phase in start.phases:
         if phase.name == "caught_up" or not phase.time.at_critical_s:
@@ -39,19 +40,28 @@ def parts_of(start: StartStats) -> dict[str, float]:
     return parts | {UNNAMED: rest}
 
 
-def outside(failure: FailureTimes, began_s: float, *, cut: bool = False) -> dict[str, float]:
-    """Part of OUTSIDE -> seconds, from the failure until a process began `began_s` after it.
+def was_there(start: StartStats) -> bool:
+    """Whether the process of the critical rank was there before its start: an in-process restart."""
+    return any(phase.name == "abort" and phase.time.at_critical_s for phase in start.phases)
+
+
+def outside(failure: FailureTimes, began_s: float, *, cut: bool = False, was_there: bool = False) -> dict[str, float]:
+    """Part of OUTSIDE -> seconds, from the failure until a process began `began_s` after it; they add up to that.
 
     `launcher` may be negative: by the 10 ms to which the kernel tells when a process began; by more if clocks differ.
-    With `cut` no part is: what the supervisor recorded too late for its place does not count.
+    With `cut` no part is: what the supervisor recorded too late for its place does not count. Nor does it with
+    `was_there`, of a process that needs no relaunch: what it does itself begins at once. Then only `launcher` may be
+    negative: a rank may see the failure before its launcher does.
     """
     parts: dict[str, float] = {}
     before = 0.0
     moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s, began_s)
     for name, moment in zip(OUTSIDE, moments, strict=True):
         if moment is not None:
-            until = min(max(moment, before), max(began_s, 0.0)) if cut else moment
+            until = min(max(moment, before), max(began_s, 0.0)) if cut or was_there else moment
             parts[name], before = until - before, until
+    if was_there and began_s < 0:
+        parts[OUTSIDE[-1]] += began_s
     return parts
 
 

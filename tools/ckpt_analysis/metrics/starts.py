@@ -114,6 +114,7 @@ def _circumstances(
     newest = max((earlier for earlier in start_times.last_records if earlier < cycle), default=-1)
     unknown = newest in start_times.clean_ends or any(newest < missing < cycle for missing in steps.missing)
     was_down_ns = None if unknown else start_times.last_records.get(newest)
+    down_s = _seconds(was_down_ns, startups["start_ns"].min())
     return {
         "cycle": cycle,
         "ranks": startups.height,
@@ -126,12 +127,20 @@ def _circumstances(
         "lost_work_s": lost_s,
         "repeated_steps": None if repeated is None else repeated.height,
         "equal_losses": None if repeated is None else repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
-        "down_s": _seconds(was_down_ns, startups["start_ns"].min()),
+        "down_s": down_s and max(down_s, 0.0),  # a rank that returns has begun before the last record
         "restart_s": _seconds(failure and failure.began_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
         "failure_to_caught_up_s": _seconds(failure and failure.began_ns, times["end_ns"].max()),
         "failure": failure and failure.times,
+        "return_s": _return_s(frames, startups["group"][0]),
     }
+
+
+def _return_s(frames: Frames, group: int) -> float | None:
+    """Of the rank where it was longest: from the begin of its abort until it waited for the next start."""
+    left = (pl.col("phase") == "abort") | (pl.col("detail") == "undo")
+    of_ranks = frames.spans_of(pl.col("group") == group, left).group_by("rank").agg(pl.col("duration_ns").sum())
+    return _seconds(0, of_ranks["duration_ns"].max())
 
 
 def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | None:

@@ -16,6 +16,7 @@ from ..ingest.load import Trace
 from .frame import Frames
 
 _PRELOADED = "RESTART_TRACE_PRELOAD"  # restart_trace.startup.PRELOAD_VARIABLE, whose module is slow to import
+_LAUNCH = "RESTART_TRACE_LAUNCH_ID"  # restart_trace.cycles.LAUNCH_ID_VARIABLE
 _MOST_CORES = 1 << 16  # more is no number that a host has
 
 
@@ -160,9 +161,31 @@ def is_ours(ranks: list[dict[str, Any]]) -> bool:
 
 
 def cycles_imported_once(ranks: list[dict[str, Any]]) -> frozenset[int]:
-    """Cycles in which all of these ranks have what their launcher imported before it forked them."""
-    own = {process["cycle"] for process in ranks if _PRELOADED not in process["environment"]}
-    return frozenset(process["cycle"] for process in ranks) - own
+    """Cycles in which all of these ranks have what their launcher imported before it forked them.
+
+    A launcher says when it imported to the ranks of its first start alone; those that it restarts in place are of the
+    same launch, and import nothing either.
+    """
+    known = [(process["cycle"], process["environment"]) for process in ranks]
+    launches = {environment.get(_LAUNCH) for _, environment in known if _PRELOADED in environment} - {None}
+    own = {cycle for cycle, found in known if _PRELOADED not in found and found.get(_LAUNCH) not in launches}
+    return frozenset(cycle for cycle, _ in known) - own
+
+
+def returned_ranks(ranks: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int] | None]]:
+    """Cycle -> the ranks whose processes were there before it, and the others, None if all were new.
+
+    Without cycles of which no rank says it.
+    """
+    found: dict[int, dict[int, int]] = {}
+    for process in ranks:
+        if "returns" in process:
+            found.setdefault(process["cycle"], {})[process["rank"]] = process["returns"]
+    split: dict[int, tuple[list[int], list[int] | None]] = {}
+    for cycle, returns in found.items():
+        returned = sorted(rank for rank, times in returns.items() if times > 0)
+        split[cycle] = returned, sorted(returns.keys() - set(returned)) if returned else None
+    return split
 
 
 def oversubscribed_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:

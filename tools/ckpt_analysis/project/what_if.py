@@ -14,7 +14,7 @@ from restart_trace.schema import PHASES
 from ..common.errors import CouldNotRunError
 from ..common.phase_kinds import AFTERWARDS
 from ..metrics.critical_path import start_windows, stretches_of_ranks
-from ..metrics.restart_parts import OUTSIDE
+from ..metrics.restart_parts import OUTSIDE, outside
 from ..metrics.results import OperationStats, StartStats
 from ..model.frame import Frames
 from ..report import Analysis
@@ -106,21 +106,21 @@ def of_start(frames: Frames, start: StartStats, factors: Mapping[str, float]) ->
         return None, set()
     before, after = replay(ranks, {}), replay(ranks, factors)
     rank, new_rank = slowest(before), slowest(after)
-    outside = _outside(start, before[rank].now_s)
-    shifted = {name: seconds * factors.get(name, 1.0) for name, seconds in outside.items()}
+    not_theirs = _outside(start, before[rank].now_s)
+    shifted = {name: seconds * factors.get(name, 1.0) for name, seconds in not_theirs.items()}
     phases = {stretch.phase for stretches in ranks.values() for stretch in stretches}
     answer = Answer(
         cycle=start.cycle,
         kind=start.kind,
         quantity="restart_s" if start.restart_s is not None else "time_to_first_step_s",
-        measured_s=before[rank].now_s + sum(outside.values()),
+        measured_s=before[rank].now_s + sum(not_theirs.values()),
         new_s=after[new_rank].now_s + sum(shifted.values()),
-        path=outside | before[rank].path,
+        path=not_theirs | before[rank].path,
         new_path=shifted | after[new_rank].path,
         rank=rank,
         new_rank=new_rank,
     )
-    return answer, _present(factors, phases | set(outside))
+    return answer, _present(factors, phases | set(not_theirs))
 
 
 def of_save(frames: Frames, save: OperationStats, factors: Mapping[str, float]) -> tuple[list[Answer], set[str]]:
@@ -148,12 +148,7 @@ def _present(factors: Mapping[str, float], phases: set[str]) -> set[str]:
 
 def _outside(start: StartStats, of_ranks_s: float) -> dict[str, float]:
     """What a supervisor recorded between the failure and the first process of the start."""
-    failure = start.failure
-    if failure is None or start.restart_s is None:
+    if start.failure is None or start.restart_s is None:
         return {}
-    found: dict[str, float] = {}
-    before = 0.0
-    for name, moment in zip(OUTSIDE[:3], (failure.detected_s, failure.stopped_s, failure.relaunched_s), strict=True):
-        if moment is not None:
-            found[name], before = moment - before, moment
-    return found | {"launcher": start.restart_s - before - of_ranks_s}
+    was_there = any(phase.name == "abort" for phase in start.phases)  # then `of_ranks_s` counts from the first abort
+    return outside(start.failure, start.restart_s - of_ranks_s, was_there=was_there)

@@ -132,7 +132,7 @@ def _copies(copies: DeviceCopies | None) -> dict[str, Any] | None:
 def _start(start: StartStats) -> dict[str, Any]:
     result = _fields(start, "cycle ranks finished_ranks")
     result |= {"time_to_first_step_s": start.wall.max_s if start.wall else None} | _wall(start)
-    result |= _fields(start, f"{_LOST} after_critical_s failure_to_caught_up_s")
+    result |= _fields(start, f"{_LOST} after_critical_s failure_to_caught_up_s returned_ranks new_ranks return_s")
     result["failure"] = _failure(start.failure) if start.failure else None
     return result | _coverage_and_phases(start)
 

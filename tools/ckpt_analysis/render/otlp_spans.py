@@ -196,6 +196,8 @@ class RankSpans(FileSpans):
             moment = self._moment(record)
             self._begun[record["op"]] = line, record["operation"]
             self._operations[record["op"]] = _Operation(line, record, _held(line, record), moment)
+            if record["operation"] == "startup":  # which may be long after its process, of a rank that has returned
+                self._start_ns = moment
         elif kind == SPAN:
             yield self._phase(line, record, operation)
         elif kind == "iteration":

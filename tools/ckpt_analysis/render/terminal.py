@@ -167,6 +167,11 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
             f"relaunched {seconds(host.relaunched_s)} s"
             for host in failure.hosts
         ]
+    if start.returned_ranks:
+        lines.append(
+            f"  ranks {number_list(start.returned_ranks)} returned, after {seconds(start.return_s)} s at most; "
+            + (f"new: {number_list(start.new_ranks)}" if start.new_ranks else "none is new")
+        )
     if start.is_restart:
         lines.append(
             f"  reached step {count(start.reached_step)}, resumed after step {count(start.resumed_step)}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ SCRIPT = """
 import socket, threading
 from megatron.processes import in_process_restart
 here()
-found = [os.environ.get(name) for name in ("LEFT", in_process_restart.RETURNS_VARIABLE)]
+found = [os.environ.get("LEFT"), in_process_restart.returns(), in_process_restart.phases()]
 note(f"found_{rank}_{restart}", json.dumps(found))
 os.environ["LEFT"] = "something"
 def gone():
@@ -44,13 +45,20 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
     for restart in (0, 1):
         for rank in range(3):
             job.note(f"waits_{rank}_{restart}")
-        os.kill(job.pid(restart, restart), signal.SIGKILL)
+        pid = job.pid(restart, restart)
+        (job.directory / f"killed_{restart}").write_text(str(time.monotonic()))
+        os.kill(pid, signal.SIGKILL)
         for rank in range(3):
             assert (job.pid(rank, restart + 1) == job.pid(rank, restart)) == (rank != restart)
     assert job.wait() == 0, job.said
     assert "starting ranks 1, 2 again in their processes, the others anew: restart 1 of 2" in job.said
-    assert job.note("found_2_2") == '[null, "2"]', "the environment is what the launcher gives"
-    assert job.note("found_0_1") == job.note("found_1_2") == "[null, null]"
+    assert job.note("found_0_1") == job.note("found_1_2") == "[null, 0, []]"
+    left, returns, phases = json.loads(job.note("found_2_2"))
+    assert (left, returns) == (None, 2), "the environment is what the launcher gives"
+    assert [phase[:2] for phase in phases] == [["abort", None], ["return", "undo"], ["return", "barrier"]]
+    assert [phase[3] for phase in phases[:2]] == [phase[2] for phase in phases[1:]], "without gaps"
+    killed, undone = float(job.note("killed_1")), float(job.note("undone_2_1_first"))
+    assert killed < phases[0][2] / 1e9 <= phases[1][2] / 1e9 < undone < phases[1][3] / 1e9 <= phases[2][3] / 1e9
     assert float(job.note("undone_2_0_last")) < float(job.note("undone_2_0_first"))
 
 
@@ -121,6 +129,39 @@ def test_a_rank_whose_last_start_has_left_a_thread_is_forked_anew(start: Start) 
     os.kill(job.pid(1), signal.SIGKILL)
     assert job.pid(0, 1) != job.pid(0)
     assert "rank 0 ends instead of starting again in its process: the thread stays of its last start has" in job.said
+
+
+@pytest.mark.slow
+def test_a_process_that_grows_is_replaced(start: Start) -> None:  # noqa: F811
+    """What its starts leave behind is compared with what the first had left."""
+    leaks = "in_process_restart._MOST_GROWTH = 0\n"
+    leaks += "sys.modules.setdefault('leaks', []).append(bytearray(b'x') * (128 << 20))\n"
+    job = start(SCRIPT + leaks + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    for restart, pid in enumerate((job.pid(0), job.pid(0))):
+        job.note(f"waits_0_{restart}")
+        assert job.pid(0, restart) == pid
+        os.kill(job.pid(1, restart), signal.SIGKILL)
+    assert job.pid(0, 2) != job.pid(0)
+    assert "rank 0 ends instead of starting again in its process: it has grown from " in job.said
+
+
+@pytest.mark.slow
+def test_a_process_that_has_returned_as_often_as_it_may_is_replaced(start: Start) -> None:  # noqa: F811
+    job = start(WAITS, *FLAGS, "3", "--max-returns", "1")
+    for restart in (0, 1):
+        for rank in range(3):
+            job.note(f"waits_{rank}_{restart}")
+        os.kill(job.pid(2, restart), signal.SIGKILL)
+        for rank in range(2):
+            assert (job.pid(rank, restart + 1) == job.pid(rank, restart)) == (restart == 0)
+    assert "killed, since their processes have returned --max-returns 1 times: ranks 0, 1\n" in job.said
+    assert "starting all ranks again: restart 2 of 2" in job.said
+
+
+def test_a_process_returns_as_often_as_was_tried_unless_it_is_told_otherwise() -> None:
+    flags = ["--in-process-restart", "--max-restarts", "1"]
+    assert parse_arguments([*flags, __file__]).max_returns == 100
+    assert parse_arguments([*flags, "--max-returns", "7", __file__]).max_returns == 7
 
 
 @pytest.mark.slow
@@ -202,6 +243,8 @@ def test_none_returns_where_no_restart_is_left(start: Start) -> None:  # noqa: F
             ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "-1"],
             "--return-timeout -1.0: must be at",
         ),
+        (["--max-returns", "5"], "--max-returns 5: ranks return with --in-process-restart alone; give it, too"),
+        (["--in-process-restart", "--max-restarts", "1", "--max-returns", "0"], "--max-returns 0: must be at least 1"),
         (
             ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "nan"],
             "--return-timeout nan: must be at least 0, and finite",

@@ -51,6 +51,7 @@ READ_MS = {rank: 20 for rank in range(RANKS)} | {6: 45}
 
 INJECTED_AFTER_MS = 30  # after the last record of cycle 0
 DETECTED_MS, STOPPED_MS, RELAUNCHED_MS = 500, 800, 1000  # after the injection
+ASKED_AFTER_MS, ABORT_MS, UNDO_MS = 540, 90, 160  # of ranks that return; after the injection
 
 
 def file_bytes(rank: int) -> int:
@@ -69,6 +70,7 @@ class Options:
     save_fails_on: tuple[int, ...] = ()
     save_killed_on: tuple[int, ...] = ()  # ranks whose files end within the save of cycle 1
     supervisor: bool = True
+    returned: tuple[int, ...] | None = None  # ranks that start cycle 1 in their processes; None: none says it
     reject_newest: bool = False
     run_id: str = RUN_ID
     version: int = SCHEMA_VERSION
@@ -93,6 +95,11 @@ class RankLog:
         """Monotonic ns of this rank's host: every host booted at a different time."""
         return round(ms * MS) + self.host_uptime_ns()
 
+    @property
+    def returns(self) -> bool:
+        """Whether its process was there in the cycle before."""
+        return self.cycle > 0 and self.rank in (self.options.returned or ())
+
     def host(self) -> int:
         return self.rank * self.options.hosts // RANKS if self.rank >= 0 else 0
 
@@ -105,7 +112,9 @@ class RankLog:
     def process(self, role: str = "rank") -> None:
         tp, dp, pp = self.rank % 2, self.rank // 2 % 2, self.rank // 4
         place = {"tp": tp, "pp": pp, "dp": dp} if self.rank >= 0 else {"tp": -1, "pp": -1, "dp": -1}
-        launched = {"engine_asked": "torch", "durability": "fsync"} if role == "rank" else {}
+        launched: dict[str, Any] = {"engine_asked": "torch", "durability": "fsync"} if role == "rank" else {}
+        if role == "rank" and self.options.returned is not None:
+            launched["returns"] = int(self.returns)
         self.write(
             "process",
             v=self.options.version,
@@ -122,7 +131,7 @@ class RankLog:
             pid=1000 + self.rank,
             world_size=RANKS if role == "rank" else 0,
             layout={"tp": 2, "pp": 2, "dp": 2} if role == "rank" else {"tp": 0, "pp": 0, "dp": 0},
-            process_start_ns=self.ns(self.now_ms),
+            process_start_ns=self.ns(self.rank * SKEW_MS if self.returns else self.now_ms),
             process_start_source="os",
             wall_ns=self.options.wall_ns + round(self.now_ms * MS),
             monotonic_ns=self.ns(self.now_ms),
@@ -261,9 +270,21 @@ def load(log: RankLog) -> None:
     op.end(bytes=FILES_PER_RANK * file_bytes(rank), num_files=FILES_PER_RANK)
 
 
+def begin_startup(log: RankLog) -> OperationLog:
+    """The start-up with what a rank that returns does before it is told to start, which it is now."""
+    if not log.returns:
+        return log.begin("startup")
+    told_ms, log.now_ms = log.now_ms, injected_ms(log.options) + ASKED_AFTER_MS
+    op = log.begin("startup")
+    op.span("abort", None, ABORT_MS)
+    op.span("return", "undo", UNDO_MS)
+    op.span("return", "barrier", told_ms - log.now_ms)
+    return op
+
+
 def start_up(log: RankLog, first_step: int, loads: bool) -> tuple[OperationLog, float]:
     """Everything up to the end of the first step; returns the operation and that end."""
-    op = log.begin("startup")
+    op = begin_startup(log)
     for phase, usual_ms in STARTUP_MS.items():
         took = SLOW_IMPORT_MS.get(log.rank, usual_ms) if phase == "imports" else usual_ms
         start = log.now_ms
@@ -302,10 +323,15 @@ def rank_log(options: Options, rank: int, cycle: int) -> RankLog:
     return log
 
 
+def injected_ms(options: Options) -> float:
+    """When the fault is injected into cycle 0."""
+    last_ms = max(log.now_ms for log in (rank_log(options, rank, 0) for rank in range(RANKS)))
+    return last_ms + INJECTED_AFTER_MS
+
+
 def supervisor_log(options: Options) -> RankLog:
     """Kills cycle 0 after its last record and relaunches it."""
-    last_ms = max(log.now_ms for log in (rank_log(options, rank, 0) for rank in range(RANKS)))
-    log = RankLog(options, -1, 0, last_ms + INJECTED_AFTER_MS)
+    log = RankLog(options, -1, 0, injected_ms(options))
     log.process(role="supervisor")
     injected = log.now_ms
     for phase, after in (("injected", 0), ("detected", DETECTED_MS), ("stopped", STOPPED_MS)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import READABLE_VERSIONS
 from tests.unit.tools.restart_sweep.test_sweep_file import GOOD, written
 from tools.common.sweep_files import CELLS
 from tools.restart_sweep.cells import cells_of
@@ -21,8 +21,8 @@ from tools.restart_sweep.sweep_file import read_sweep
     ("change", "message"),
     [
         (
-            {"trace_format": SCHEMA_VERSION - 1},
-            f"its traces are of format {SCHEMA_VERSION - 1}, and this program writes format",
+            {"trace_format": READABLE_VERSIONS[0] - 1},
+            f"its traces are of format {READABLE_VERSIONS[0] - 1}, and this program writes format",
         ),
         ({"format": 9}, "holds a sweep of format 9, not 1"),
         (None, "sweep.json: is damaged"),

@@ -41,6 +41,9 @@ _COLOURS = {
     "reshard": "#999933",
     "broadcast": "#BBBB55",
     "all_gather": "#777711",
+    "abort": "#661100",
+    "return": "#CC99BB",
+    "undo": "#CC99BB",
     "process_start": "#BBCC33",
     "imports": "#EE8866",
     "name_lookup": "#AA7788",
@@ -74,7 +77,7 @@ _COLOURS = {
 # Names of which each means the same as the others, or a part of it, so that they share a colour.
 FAMILIES = (
     {"flush", "write"}, {"load", "read"}, {"device_to_host", "host_to_device"}, {"commit", "manifest", "publish"},
-    {"redistribute", "reshard"}, {"other", UNATTRIBUTED}, {"training", STEP},
+    {"redistribute", "reshard"}, {"return", "undo"}, {"other", UNATTRIBUTED}, {"training", STEP},
 )  # fmt: skip
 # Of lines, bars and points that stand for no phase.
 SERIES = (

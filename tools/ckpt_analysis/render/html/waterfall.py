@@ -9,9 +9,10 @@ import polars as pl
 
 from ....common.formatting import NOT_RECORDED, plural, seconds
 from ....common.tables import Column, numbers, times
+from ...common.problems import number_list
 from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
 from ...metrics.failures import failure_of
-from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
+from ...metrics.restart_parts import ORDER, outside, parts_of
 from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
 from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import colour
@@ -70,6 +71,7 @@ def draw(run: RunData) -> Content:
     notes = [
         f"{title_of(run.start)} took {seconds(whole_s)} s, {seconds(longest.took)} s of it in {longest.phase}.",
         _ranks_on_path(path),
+        *_returned(run.start),
     ]
     if run.start.is_restart and failure is None:
         notes.append(
@@ -92,15 +94,13 @@ def draw(run: RunData) -> Content:
 
 def _failure_rows(times: FailureTimes, first: Segment, origin: int, parts: dict[str, float]) -> list[_Row]:
     """What happened outside of the training's processes; the last ends where the critical rank's began."""
-    began_s = (first.start_ns - origin) / 1e9
-    moments = (times.detected_s, times.stopped_s, times.relaunched_s, began_s)
     rows: list[_Row] = []
     before = 0.0
-    for name, moment in zip(OUTSIDE, moments, strict=True):
-        if moment is not None:
-            rows.append(_Row(name, parts.get(name, moment - before), [(before, moment, None)]))
-            before = moment
-    return rows
+    found = outside(times, (first.start_ns - origin) / 1e9, was_there=first.phase == "abort")
+    for name, took in found.items():
+        rows.append(_Row(name, parts.get(name, took), [(before, before + took, None)]))
+        before += took
+    return [row for row in rows if row.took or first.phase != "abort"]
 
 
 def _phase_rows(own: list[Segment], windows: pl.DataFrame, origin: int, parts: dict[str, float]) -> list[_Row]:
@@ -194,6 +194,17 @@ def _ranks_on_path(path: list[Segment]) -> str:
     return f"The critical path goes from {shown}, each time to the rank that was waited for next."
 
 
+def _returned(start: StartStats) -> list[str]:
+    """Which ranks started again in their processes, and which are new, in words; nothing if all are."""
+    if not start.returned_ranks:
+        return []
+    new = f"rank {number_list(start.new_ranks)} in new ones" if start.new_ranks else "none in a new one"
+    return [
+        f"Rank {number_list(start.returned_ranks)} started again in the processes that were there, after "
+        f"{seconds(start.return_s)} s at most; {new}."
+    ]
+
+
 def _path_table(path: list[Segment], origin: int) -> Table:
     """The critical path over the ranks, one row per segment; segments that follow one another as one."""
     rows: list[Segment] = []
@@ -243,6 +254,8 @@ _COLUMNS: tuple[Column[StartStats], ...] = (
     times("restart s", lambda start: start.restart_s, 3),
     times("time to first step s", lambda start: start.wall.max_s if start.wall else None, 3),
     numbers("critical rank", lambda start: start.critical_rank),
+    numbers("returned ranks", lambda start: None if start.returned_ranks is None else len(start.returned_ranks)),
+    times("return s", lambda start: start.return_s, 3),
     numbers("lost steps", lambda start: start.lost_steps),
     times("lost work s", lambda start: start.lost_work_s, 3),
     times("caught up s", lambda s: s.failure_to_caught_up_s if s.failure else s.caught_up_s, 3),

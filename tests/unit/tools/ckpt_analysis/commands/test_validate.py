@@ -14,6 +14,7 @@ from restart_trace.schema import SCHEMA_VERSION, type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, write_trace
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.ingest.lines import READ
 
 pytestmark = pytest.mark.slow  # each reads whole traces
 
@@ -74,7 +75,7 @@ def without(kind: str, field: str) -> Any:
         (set_of("span", duration_ns=1 << 60), "is not from 0 to end_ns - start_ns"),
         (set_of("operation_end", end_ns=5), "before it starts"),
         (set_of("span", op=77), "span of operation 77, which has no operation_begin before this"),
-        (set_of("process", v=SCHEMA_VERSION + 5), f"schema version {SCHEMA_VERSION + 5}, not {SCHEMA_VERSION}"),
+        (set_of("process", v=SCHEMA_VERSION + 5), f"schema version {SCHEMA_VERSION + 5}, not {READ}"),
         (set_of("process", rank=5, tp=1, dp=0, pp=1), "is of rank 5, cycle 0, which the name of the file is not"),
         (set_of("iteration", rank=5), "unknown field rank"),
         (without("operation_end", "outcome"), "missing field outcome"),

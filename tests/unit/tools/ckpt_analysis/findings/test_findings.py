@@ -395,6 +395,26 @@ def test_who_imports_once_is_not_told_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("undo_ms", "rest_ms", "met"), [(700, 1500, True), (699, 1500, False), (1200, 3500, True), (1200, 3501, False)]
+)
+def test_slow_return(tmp_path: Path, undo_ms: float, rest_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("startup")
+        op.span("abort", None, 300)
+        op.span("return", "undo", undo_ms if log.rank == SLOW else 100)
+        op.span("return", "barrier", 1000 if log.rank == SLOW else 900 + undo_ms)
+        op.span("first_step", None, rest_ms - 1000)
+        op.end()
+
+    found = findings(tmp_path, "slow_return", make)
+    assert len(found) == met
+    if met:
+        assert found[0].cost_s == pytest.approx((300 + undo_ms) / 1000) and "--return-timeout" in found[0].remedy
+        assert f"return/undo, 0.{undo_ms}" in found[0].evidence or "return/undo, 1.2" in found[0].evidence
+        assert f"on rank {SLOW}" in found[0].evidence
+
+
+@pytest.mark.parametrize(
     ("rule", "phase", "took_ms", "met", "advice"),
     [
         ("slow_name_lookup", "name_lookup", 500, True, "/etc/hosts"),

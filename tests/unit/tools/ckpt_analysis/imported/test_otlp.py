@@ -27,6 +27,7 @@ RUNS = {
     "two hosts": Options(hosts=2, load_inside_engine_init=True),
     "in the background": Options(background_flush=True, durable=False, reject_newest=True),
     "a failed save": Options(save_fails_on=(3,), cores="0-1", cpu_limit=1.5),
+    "ranks that return": Options(returned=(0, 1, 2, 3, 4, 6, 7)),
     "killed in a save": Options(save_killed_on=(2, 5), supervisor=False, instrument="hooks"),
 }
 
@@ -64,6 +65,15 @@ def test_nothing_is_lost(tmp_path: Path, name: str) -> None:
     again = imported(exported(trace, tmp_path), tmp_path / "again")
     assert content(again) == content(trace)
     assert result(again) == result(trace)
+
+
+def test_the_span_of_a_process_begins_with_its_start(tmp_path: Path) -> None:
+    """Not with the process, which was there in the cycle before if its rank has returned."""
+    trace = write_trace(tmp_path / "trace", Options(returned=(0, 1)))
+    named: dict[str, list[int]] = {}
+    for span in spans_of(exported(trace, tmp_path)):
+        named.setdefault(span["name"], []).append(int(span["startTimeUnixNano"]))
+    assert sorted(named["restart_trace.process"]) == sorted(named["megatron.startup"])
 
 
 def test_nothing_of_a_recorded_trace_is_lost(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from tests.unit.tools.ckpt_analysis import trace_factory
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds, result
 from tests.unit.tools.ckpt_analysis.trace_factory import (
     ITERATION_MS,
@@ -141,6 +142,55 @@ def test_restart_time_since_the_failure(sound: dict[str, Any]) -> None:
     assert restart["restart_s"] == pytest.approx((20_000 + 2 + 4456 - injected) / 1000, abs=1e-9)
     assert restart["failure_to_caught_up_s"] == pytest.approx((20_000 + 2 + 4656 - injected) / 1000, abs=1e-9)
     assert restart["failure"] == {"fault": "sigkill", "detected_s": 0.5, "stopped_s": 0.8, "relaunched_s": 1.0}
+
+
+INJECTED_MS = 2 + 3500 + 750 + 25 + 800 + 381 + 30
+
+
+def test_ranks_that_return(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their start begins with their abort: rank 2 is critical, rank 5 is new."""
+    trace = write_trace(tmp_path, Options(returned=(0, 1, 2, 3, 4, 6, 7)))
+    (restart,) = result(trace)["restarts"]
+    asked_ms = INJECTED_MS + 540
+    assert (restart["returned_ranks"], restart["new_ranks"]) == ([0, 1, 2, 3, 4, 6, 7], [5])
+    assert restart["return_s"] == pytest.approx(0.25)
+    assert restart["time_to_first_step_s"] == pytest.approx((20_002 + 4456 - asked_ms) / 1000)
+    assert restart["restart_s"] == pytest.approx((20_002 + 4456 - INJECTED_MS) / 1000)
+    assert (restart["critical_rank"], restart["critical_phase"]) == (2, "return")
+    assert restart["phases"]["abort"]["at_critical_s"] == pytest.approx(0.09)
+    assert restart["phases"]["return"]["details"]["undo"]["ranks"] == 7
+    assert restart["coverage_min"] > 0.99
+    main(["--all", str(trace)])
+    shown = capsys.readouterr().out
+    assert "ranks 0-4, 6-7 returned, after 0.250 s at most; new: 5" in shown
+    waterfall = shown.partition("to first step, critical")[2].splitlines()[1:9]
+    rows = {line.split()[0]: line.split()[1:3] for line in waterfall}
+    assert rows["stop"] == ["0.040", "0.540"] and rows["abort"] == ["0.090", "0.630"], "with the failure"
+    (launch,) = result(trace)["launches"]
+    assert (launch["returned_ranks"], launch["new_ranks"], launch["return_s"]) == ([], None, None)
+
+
+def test_a_new_rank_is_not_late_because_it_was_not_there_before(tmp_path: Path) -> None:
+    (restart,) = result(write_trace(tmp_path, Options(returned=(0, 1))))["restarts"]
+    assert (restart["critical_rank"], restart["critical_phase"]) == (2, "imports")
+
+
+def test_who_has_returned_is_not_known_of_traces_that_do_not_say_it(sound: dict[str, Any]) -> None:
+    (restart,) = sound["restarts"]
+    assert restart["returned_ranks"] is restart["new_ranks"] is restart["return_s"] is None
+
+
+def test_ranks_that_return_before_the_last_record_were_never_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_factory, "ASKED_AFTER_MS", -50)
+    (restart,) = result(write_trace(tmp_path, Options(returned=(0, 1, 2, 3))))["restarts"]
+    assert restart["down_s"] == 0
+
+
+def test_traces_of_the_version_before_are_read_as_before(tmp_path: Path, sound: dict[str, Any]) -> None:
+    """It had nothing that has another meaning now."""
+    assert result(write_trace(tmp_path, Options(version=15))) == sound
 
 
 def test_first_launch_is_no_restart(sound: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tools.ckpt_analysis.metrics.restart_parts import UNNAMED, parts_of
@@ -42,6 +44,22 @@ def test_moments_that_were_not_recorded_belong_to_the_next_part() -> None:
     failure = FailureTimes("sigkill-all", detected_s=None, stopped_s=3.0, relaunched_s=None)
     found = parts_of(start(phase("imports", 10.0), failure=failure))
     assert found == {"stop": 3.0, "launcher": 12.0, "imports": 10.0, UNNAMED: 0.0}
+
+
+def test_what_a_rank_that_returns_does_begins_at_once() -> None:
+    """Not when all have returned, and the others are forked."""
+    failure = FailureTimes("sigkill-one", detected_s=14.0, stopped_s=20.0, relaunched_s=21.0)
+    found = parts_of(start(phase("abort", 4.0), phase("return", 6.0), failure=failure))
+    assert found == {
+        "detect": 14.0, "stop": 1.0, "relaunch": 0.0, "launcher": 0.0, "abort": 4.0, "return": 6.0, UNNAMED: 0.0,
+    }  # fmt: skip
+
+
+def test_a_rank_may_see_the_failure_before_its_launcher() -> None:
+    """Without an injection the failure begins where the launcher noticed it."""
+    failure = FailureTimes(None, detected_s=0.0, stopped_s=6.0, relaunched_s=7.0)
+    found = parts_of(replace(start(phase("abort", 10.0), failure=failure), restart_s=9.75))
+    assert found == {"detect": 0.0, "stop": 0.0, "relaunch": 0.0, "launcher": -0.25, "abort": 10.0, UNNAMED: 0.0}
 
 
 @pytest.mark.parametrize(

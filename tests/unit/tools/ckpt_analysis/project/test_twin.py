@@ -16,6 +16,7 @@ from tests.unit.tools.ckpt_analysis import trace_factory
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.errors import CouldNotRunError
+from tools.ckpt_analysis.model.run_info import cycles_imported_once
 from tools.ckpt_analysis.project.costs import choose_hidden, learn
 from tools.ckpt_analysis.project.drills import Deployment, Drill
 from tools.ckpt_analysis.project.twin import Predicted, predict
@@ -176,6 +177,18 @@ def test_imports_are_done_once_where_the_launcher_does_them() -> None:
     assert {entry.quantity: entry for entry in predict(each, FAR).predicted}["restart_s"].parts["imports"] > 4
     with pytest.raises(CouldNotRunError, match="launcher"):
         predict([*noisy, each[0]], FAR)
+
+
+def test_ranks_that_are_restarted_in_place_import_nothing_again() -> None:
+    """The launcher tells only the ranks of its first start when it imported."""
+    first = {"RESTART_TRACE_PRELOAD": "1:2:3"}
+    named = {"RESTART_TRACE_LAUNCH_ID": "a"}
+    ranks = [
+        {"cycle": cycle, "environment": environment}
+        for cycle, environment in enumerate((first | named, named, {"RESTART_TRACE_LAUNCH_ID": "b"}, first, {}))
+    ]
+    assert cycles_imported_once(ranks) == {0, 1, 3}
+    assert cycles_imported_once([*ranks, {"cycle": 1, "environment": {}}]) == {0, 3}, "all ranks of a cycle"
 
 
 def test_two_sizes_are_too_few() -> None:
