@@ -259,6 +259,30 @@ def test_saves_in_memory_outlive_the_ranks_and_not_the_launcher(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "point"),
+    [
+        ("sigkill-one", "mid-return"),
+        pytest.param("sigstop", "mid-return", marks=pytest.mark.nightly(minutes=3)),
+        pytest.param("exception", "mid-load", marks=pytest.mark.nightly(minutes=3)),
+    ],
+)
+def test_ranks_that_live_return(tmp_path: Path, dataset: list[str], fault: str, point: str) -> None:
+    """Of four, of which one is killed, and another one has the fault while it returns, or after."""
+    out = tmp_path / "drill"
+    options = ["--supervisor", "in-process", "--checkpoint-engine", "torch", "--no-reference"]
+    training, faults = ("--tensor-model-parallel-size", "2"), 1 + (point == "mid-load")
+    done = drill(out, dataset, fault, point, *options, training=training, faults=faults, launcher=[*FORK[:-1], "4"])
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    last = drilled(out)["cycles"][-1]
+    assert (last["verified"], last["state_hashes"]) == (True, "equal")
+    report = report_of(out)
+    returned = [len(start.returned_ranks or ()) for start in report.restarts]
+    assert returned[0] == (2 if point == "mid-return" else 3)
+    assert_restarts_agree(out, report)
+
+
+@pytest.mark.slow
 @pytest.mark.nightly(minutes=3)
 def test_a_full_disk_fails_the_save_by_name(tmp_path: Path, dataset: list[str]) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as mounted:

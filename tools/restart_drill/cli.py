@@ -167,7 +167,8 @@ def _soak(args: argparse.Namespace, *, own_shm: bool) -> bool:
     given = {name: value for name, value in vars(args).items() if name not in left_out}
     claim(args.out, given)
     on_nodes = args.nodes_command is not None
-    base = base_plan(args, small(args.command, on_nodes=on_nodes, in_place=True))
+    training = small(args.command, on_nodes=on_nodes, in_place=True)
+    base = replace(base_plan(args, training), supervisor=args.supervisor)
     hosts = hosts_of_job() if on_nodes else ()
     options = SoakOptions(base, args.faults, args.seed, args.memory_limit, own_shm, hosts, args.spares)
     return run_soak(options, _goal_of(args))

@@ -16,21 +16,28 @@ from megatron.config.uris import Location
 
 from .faults import STORAGE_FAULTS
 from .launch import DrillError
-from .plan import FORK, LAUNCH, RELAUNCH, TORCHRUN, Plan, Saves
+from .plan import BY_FORK, FORK, IN_PROCESS, RELAUNCH, TORCHRUN, Plan, Saves
 
 PROGRAM = "pretrain_gpt.py"
 MEMORY = "memory"  # the engine whose saves the launcher holds in memory
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _NODES = ("--nnodes",)
-_LAUNCHERS = {TORCHRUN: TORCHRUN, LAUNCH: FORK}  # supervisor -> the launcher that restarts ranks in place
+_LAUNCHERS = {
+    TORCHRUN: TORCHRUN,
+    **dict.fromkeys(BY_FORK, FORK),
+}  # supervisor -> the launcher that restarts ranks in place
 _NO_LAUNCHER = {
     TORCHRUN: "--supervisor torchrun: the command does not start torchrun, so no agent restarts its ranks: {} "
     "...; start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch",
-    LAUNCH: "--supervisor launch: the command does not start megatron.launch, so nothing restarts its ranks: {} ...; "
-    "start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork), or use --supervisor "
-    "relaunch",
+    **{
+        name: f"--supervisor {name}: the command does not start megatron.launch, so nothing restarts its ranks: {{}} "
+        "...; start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork), or use "
+        "--supervisor relaunch"
+        for name in BY_FORK
+    },
 }
+_RETURN = "--in-process-restart"
 _OF_OBJECT_STORAGE = ("--storage-cache", "--storage-deadline")
 STORAGE_DEADLINE_S = 5
 _TP, _PP = ("--tensor-model-parallel-size",), ("--pipeline-model-parallel-size",)
@@ -119,7 +126,10 @@ def supervised(
         return command if launcher is None else with_launcher_option(command, _RESTARTS, 0)
     if launcher is None or launcher[0] != _LAUNCHERS[supervisor]:
         raise DrillError(_NO_LAUNCHER[supervisor].format(command[0]))
-    return with_launcher_option(command, _RESTARTS, restarts)
+    words = with_launcher_option(command, _RESTARTS, restarts)
+    if supervisor != IN_PROCESS or _RETURN in words:
+        return words
+    return [*words[: launcher[1]], _RETURN, *words[launcher[1] :]]
 
 
 def world_size(command: list[str]) -> int | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron.config.uris import URI_FORM, Location, ObjectStore, ObjectUri
 from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 
-from .injection_points import InjectionPoint
+from .injection_points import MID_RETURN, InjectionPoint
 from .launch import DrillError, Launch
 from .nodes import NODE_FAULTS, RANK_FAULTS, LaunchOnNodes
-from .plan import RELAUNCH
+from .plan import IN_PROCESS, RELAUNCH
 from .storage_proxy import SLOW
 
 
@@ -144,6 +144,11 @@ def refusal(fault: str, point: InjectionPoint, supervisor: str, *, on_nodes: boo
         )
     if fault in ("sigkill-node", "sigkill-launcher") and supervisor != RELAUNCH:
         return f"--fault {fault} ends the launcher that --supervisor {supervisor} needs; use --supervisor relaunch"
+    if point.stage == MID_RETURN and (supervisor != IN_PROCESS or FAULTS[fault].send is None or fault in DAMAGE):
+        return (
+            f"--fault {fault} --at {point.text}: is for signals to ranks that return; use --supervisor in-process and "
+            "a fault such as sigkill-one, or choose another injection point"
+        )
     if fault == DISK_FULL and point.during_restart:
         return f"--fault disk-full --at {point.text}: nothing is saved then; choose an injection point within training"
     return None

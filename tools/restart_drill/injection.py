@@ -13,11 +13,11 @@ from restart_trace.clock import now_ns
 
 from .faults import DAMAGE, DISK_FULL, HANGS, MAY_FAIL_A_SAVE, SLOWS, commits_needed, inject, proxy_fault
 from .full_disk import full_disk
-from .injection_points import TraceTail, wait_for
+from .injection_points import MID_RETURN, TraceTail, wait_for
 from .launch import DrillError
 from .plan import PlannedInjection
 from .storage_proxy import FaultProxy
-from .supervisors import Supervisor
+from .supervisors import LauncherInPlace, Supervisor
 
 _POLL_S = 0.005
 _NO_ERROR = "no error is on record"
@@ -68,6 +68,11 @@ def inject_and_watch(supervisor: Supervisor, cycle: int, planned: PlannedInjecti
         if (fault := proxy_fault(planned.fault)) is not None:
             assert supervisor.proxy is not None
             stack.enter_context(_faulty_store(supervisor.proxy, fault))
+        elif planned.point.stage == MID_RETURN:
+            assert isinstance(supervisor, LauncherInPlace)
+            processes = inject("sigkill-one", launch)
+            with supervisor.while_ranks_return(cycle):
+                return Effect(iteration, processes + inject(planned.fault, launch))
         elif planned.fault != DISK_FULL:
             processes = inject(planned.fault, launch)
         effect = watch.until_failure(planned.fault, fill)

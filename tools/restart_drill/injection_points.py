@@ -18,7 +18,8 @@ from .launch import DrillError, Launch
 POLL_S = 0.0005  # some stages last a millisecond
 LONGEST_DELAY_S = 2.0  # of random:SEED, after the first iteration that follows a commit
 
-# Stages of a step, a save, a load or a start. Each begins when a certain record is in the trace: `stage_begun_by`.
+# Stages of a step, a save, a load or a start. Each but the last begins when a certain record is in the trace:
+# `stage_begun_by`.
 STAGES = (
     "mid-step",
     "mid-save-write",
@@ -27,7 +28,9 @@ STAGES = (
     "after-commit",
     "mid-load",
     "mid-startup",
+    "mid-return",
 )
+MID_RETURN = "mid-return"  # the last rank was killed, and the others return
 RESTART_STAGES = ("mid-load", "mid-startup")  # the first start has nothing to lose, so a later one is used
 
 
@@ -136,7 +139,7 @@ def wait_for(point: InjectionPoint, launch: Launch, trace_dir: Path, cycle: int,
         commits -= stage == "after-commit"
         if commits > 0 and not point.during_restart:
             continue
-        if stage is not None and stage == point.stage:
+        if stage is not None and stage == ("mid-step" if point.stage == MID_RETURN else point.stage):
             if stage == "mid-step":
                 time.sleep((record["end_ns"] - record["start_ns"]) / 2e9)
             return finished

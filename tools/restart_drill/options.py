@@ -16,7 +16,7 @@ from .faults import DAMAGE, FAULTS, STORAGE_FAULTS, place_refusal, refusal, stor
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
 from .matrix import INJECTION_POINTS
-from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
+from .plan import BY_FORK, IN_PROCESS, LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
 from .soak.schedule import LEFT_OUT, possible_faults
 from .soak.stops import Stop, parse_stop
 
@@ -25,6 +25,7 @@ ONE, MATRIX, SOAK, STOPS = "--fault", "--matrix", "--soak", "--stops"
 PRESET = "tiny_tp2_pp2_dp2"
 ENGINES = {MATRIX: ("torch", "lazy"), SOAK: tuple(name for name in builtin_engines() if name not in LEFT_OUT)}
 ENGINES_ON_NODES = ("torch", "lazy", "memory")  # of a soak
+ENGINES_THAT_RETURN = ("torch", "lazy", "memory")  # of a soak with in-process restarts, which has no others
 _HANG_LIMITS_S = {ONE: 30.0, MATRIX: 5.0, SOAK: 3.0}
 _HANG_LIMIT_ON_NODES_S = 15.0  # of a soak; it is also the deadline of a rendezvous
 _ON_DISK = (ONE, MATRIX, SOAK)
@@ -135,10 +136,11 @@ def _add_of_one(options: _Options) -> None:
                 metavar="WHEN")  # fmt: skip
     options.add(of, "--cycles", "number of times that the fault is injected (default: 1)", type=int, default=1)
     options.add(
-        of, "--supervisor",
-        "what restarts the ranks: the drill launches the job again (relaunch, the default); torchrun's agent restarts "
-        "them in place; megatron.launch does so or, with --nodes-command, restarts them on the remaining nodes and "
-        "spares", choices=SUPERVISORS, default=RELAUNCH,
+        (ONE, SOAK), "--supervisor",
+        "what restarts the ranks: the drill launches the job again (relaunch, the default of a fault); torchrun's "
+        "agent restarts them in place; megatron.launch does so (launch, the default of a soak) or, with "
+        "--nodes-command, restarts them on the remaining nodes and spares; with in-process those that live start again "
+        "in their processes", choices=SUPERVISORS,
     )  # fmt: skip
     options.add(of, "--checkpoint-engine", "engine of the training (default: from its command)", metavar="E")
     options.add(of, "--cold-cache", "drop the page cache before each relaunch", action="store_true")
@@ -264,6 +266,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
         if value is not None and not on_nodes:
             return f"{name} {_shown(value)}: has no effect without --nodes-command; remove it, or give that, too"
     args.node = (-1,) if args.node is None else args.node
+    if args.supervisor is None and args.selection in (ONE, SOAK):
+        args.supervisor = RELAUNCH if args.selection == ONE else LAUNCH
     if args.selection == SOAK:
         args.hang_limit = args.hang_limit or (_HANG_LIMIT_ON_NODES_S if on_nodes else _HANG_LIMITS_S[SOAK])
     else:
@@ -271,7 +275,9 @@ def _refusal(args: argparse.Namespace) -> str | None:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             return f"--out {args.out}: already exists; give a new directory"
     if args.engines is None and args.selection in ENGINES:
-        args.engines = ENGINES_ON_NODES if on_nodes and args.selection == SOAK else ENGINES[args.selection]
+        args.engines = ENGINES[args.selection]
+        if args.selection == SOAK and (on_nodes or args.supervisor == IN_PROCESS):
+            args.engines = ENGINES_ON_NODES if on_nodes else ENGINES_THAT_RETURN
     for engine in args.engines or ():
         try:
             check_engine_name(engine)
@@ -364,6 +370,10 @@ def _refusal_of_matrix(args: argparse.Namespace) -> str | None:
 
 
 def _refusal_of_soak(args: argparse.Namespace) -> str | None:
+    if args.supervisor not in BY_FORK:
+        return f"--supervisor {args.supervisor}: a soak needs megatron.launch: use {' or '.join(BY_FORK)}"
+    if args.nodes_command is not None and args.supervisor != LAUNCH:
+        return f"--supervisor {args.supervisor} with --nodes-command: leave out one of them"
     possible = possible_faults(on_nodes=args.nodes_command is not None, fills_disk=args.checkpoints is not None)
     args.faults = args.faults or possible
     args.spares = args.spares or 0

@@ -11,9 +11,10 @@ from megatron.config.uris import Location
 
 from .injection_points import AFTER_COMMIT, RESTART_STAGES, InjectionPoint
 
-RELAUNCH, TORCHRUN, LAUNCH = "relaunch", "torchrun", "launch"
-FORK = "fork"  # the launcher of LAUNCH, megatron.launch; the other known launcher is TORCHRUN
-SUPERVISORS = (RELAUNCH, TORCHRUN, LAUNCH)
+RELAUNCH, TORCHRUN, LAUNCH, IN_PROCESS = "relaunch", "torchrun", "launch", "in-process"
+FORK = "fork"  # the launcher of LAUNCH and IN_PROCESS, megatron.launch; the other known launcher is TORCHRUN
+SUPERVISORS = (RELAUNCH, TORCHRUN, LAUNCH, IN_PROCESS)
+BY_FORK = (LAUNCH, IN_PROCESS)
 
 
 class PlannedInjection(NamedTuple):
@@ -29,7 +30,7 @@ class PlannedInjection(NamedTuple):
 
 def injection_before_restart(supervisor: str) -> PlannedInjection:
     """The injection that causes the restart which another fault is to hit."""
-    fault = "sigkill-one" if supervisor == LAUNCH else "sigkill-all"
+    fault = "sigkill-one" if supervisor in BY_FORK else "sigkill-all"
     return PlannedInjection(fault, AFTER_COMMIT)
 
 
@@ -60,7 +61,7 @@ class Plan:
     echo: bool
     faults: tuple[str, ...] = ()  # that may be injected
     restarts: int = 0  # number of restarts in place that the launcher may make
-    launches_again: bool = False  # with LAUNCH: a launch that a fault has ended is started again
+    launches_again: bool = False  # with BY_FORK: a launch that a fault has ended is started again
     cold_cache: bool = False
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
     to_the_end: bool = True  # False: the last launch is ended once it has caught up
@@ -77,7 +78,7 @@ class Plan:
     @property
     def saves_until_resumable(self) -> int:
         """Number of saves until one survives the fault: saves in memory end with their launcher or replica group."""
-        return 1 if self.supervisor == LAUNCH and len(self.nodes) == 1 else self.saves.until_stored
+        return 1 if self.supervisor in BY_FORK and len(self.nodes) == 1 else self.saves.until_stored
 
     @property
     def trace_dir(self) -> Path:

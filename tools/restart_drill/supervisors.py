@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.config.uris import ObjectStore, ObjectUri
@@ -27,7 +27,7 @@ from .injection_points import Tail, TraceTail
 from .launch import GRACE_S, DrillError, Launch, cleaned_up, launched
 from .memory_saves import LauncherMemorySaves, MemorySaves
 from .nodes import LaunchOnNodes, nodes_of
-from .plan import LAUNCH, TORCHRUN, Plan
+from .plan import BY_FORK, TORCHRUN, Plan
 from .storage_proxy import FaultProxy
 
 _POLL_S = 0.002
@@ -203,10 +203,11 @@ class TorchrunAgent(Supervisor):
 
 
 class LauncherInPlace(Supervisor):
-    """--supervisor launch: one launch of megatron.launch, which starts all ranks again after each fault.
+    """--supervisor launch, in-process: one launch of megatron.launch, which starts all ranks again after each fault.
 
-    The launcher writes `detected`, `stopped` and `relaunched` itself, and the drill reads these records. Damage between
-    two starts is done while the launcher is stopped (SIGSTOP).
+    With in-process those that live start again in their processes. The launcher writes `detected`, `stopped` and
+    `relaunched` itself, and the drill reads these records. Damage between two starts is done while the launcher is
+    stopped (SIGSTOP).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -225,6 +226,18 @@ class LauncherInPlace(Supervisor):
         self._stopped = fault in DAMAGE
         if self._stopped:
             self.launch.send(signal.SIGSTOP, self.launch.launcher())
+
+    @contextlib.contextmanager
+    def while_ranks_return(self, cycle: int) -> Iterator[None]:
+        """Once a rank was killed: the body runs while the others return, and the launcher starts none until its end."""
+        self._until(self.has_failed, "the launcher noticed the failure")
+        self.launch.send(signal.SIGSTOP, self.launch.launcher())
+        try:
+            if self._recorded("relaunched"):
+                raise DrillError(f"the ranks had returned before a fault was injected into cycle {cycle}; run it again")
+            yield
+        finally:
+            self.launch.send(signal.SIGCONT, self.launch.launcher())
 
     def has_failed(self) -> bool:
         if self._stopped:
@@ -331,4 +344,4 @@ def supervisor_of(plan: Plan) -> Supervisor:
     """The supervisor of a plan."""
     alone = LauncherAgain if plan.launches_again else LauncherInPlace
     in_place = AgentsOnNodes if plan.on_nodes else alone
-    return {TORCHRUN: TorchrunAgent, LAUNCH: in_place}.get(plan.supervisor, Relaunch)(plan)
+    return {TORCHRUN: TorchrunAgent, **dict.fromkeys(BY_FORK, in_place)}.get(plan.supervisor, Relaunch)(plan)

@@ -18,7 +18,7 @@ from ..facts import CycleFacts, facts_of
 from ..injection_points import TraceTail, stage_begun_by
 from ..launch import GRACE_S, DrillError, recorded_ranks
 from ..nodes import LOST, TAKES_A_SPARE
-from ..plan import LAUNCH, Injection, Plan, PlannedInjection
+from ..plan import Injection, Plan, PlannedInjection
 from ..reference import reference_of
 from ..supervisors import AgentsOnNodes, Supervisor
 from ..verify import check_losses, verdicts
@@ -44,7 +44,8 @@ _POLL_S = 0.01
 class SoakOptions:
     """What the soaks of all engines have in common.
 
-    `base`: the plan without faults; its checkpoints are those of all engines, its command is the training's.
+    `base`: the plan without faults; its checkpoints are those of all engines, its command is the training's, its
+    supervisor LAUNCH or IN_PROCESS.
     `memory_MiB`: allowed growth of each process, and of the ranks of a host in total. `own_shm`: this process has a
     private /dev/shm. `hosts`: the nodes, if any, spares included.
     """
@@ -121,7 +122,9 @@ class EngineSoak:
         # A fault during the restart after damage may end the launcher, and the damaged slot with it, before a rank has
         # reported the damage.
         in_training = not injections or (plan.saves.in_memory and injections[-1].damaged is not None)
-        point = random_injection_point(fault, self._rng, on_nodes=plan.on_nodes, in_training=in_training)
+        point = random_injection_point(
+            fault, self._rng, on_nodes=plan.on_nodes, in_training=in_training, supervisor=plan.supervisor
+        )
         if isinstance(self._supervisor, AgentsOnNodes):
             self._lost_nodes += fault == LOST
             self._supervisor.nodes.which = (self._rng.choice((0, -1)),)
@@ -256,7 +259,7 @@ def _plan(options: SoakOptions, engine: str) -> Plan:
     """The plan of the soak of an engine."""
     base = options.base
     plan = replace(
-        base, faults=options.faults, restarts=_UNLIMITED, launches_again=True, supervisor=LAUNCH, out=base.out / engine,
+        base, faults=options.faults, restarts=_UNLIMITED, launches_again=True, out=base.out / engine,
         checkpoints=below(base.checkpoints, engine), persist_interval=PERSIST_INTERVAL, echo=False,
     )  # fmt: skip
     flags = ("--keep-last", str(KEPT), "--exit-signal-handler")

@@ -64,13 +64,21 @@ class Samples:
         self._samples: dict[Key, list[Usage]] = defaultdict(list)
 
     def add(self, over: str, host: str, snapshot: Snapshot, ranks: Mapping[int, RankLocation]) -> None:
-        """`over`: RESTARTS or SAVES. Ranks are sampled over SAVES only. `ranks`: locations by rank, on all hosts."""
+        """`over`: RESTARTS or SAVES. `ranks`: locations by rank, on all hosts.
+
+        Over RESTARTS each rank is sampled by itself: those whose process starts again have several samples.
+        """
         mine = {rank: location.pid for rank, location in ranks.items() if location.host == host}
         of_ranks = snapshot.with_descendants(mine.values())
         place = f"{host}, {f'ranks from {min(mine)}' if mine else 'no ranks'}"
         if of_ranks and over == SAVES:
             usage = Usage.of(process for process in snapshot.processes if process.pid in of_ranks)
             self._samples[RANKS, over, place].append(usage)
+        if over == RESTARTS:
+            of_pid = {pid: rank for rank, pid in mine.items()}
+            for process in (process for process in snapshot.processes if process.pid in of_pid):
+                name = f"{host}, rank {of_pid[process.pid]} in process {process.pid}"
+                self._samples[RANKS, over, name].append(Usage.of([process]))
         others = [process for process in snapshot.processes if process.pid not in of_ranks]
         for process in others:
             self._samples[OTHERS, over, f"{place}: {process.name} {process.pid}"].append(Usage.of([process]))
@@ -80,7 +88,7 @@ class Samples:
 
     def of_each_host(self) -> int:
         """The number of samples of ranks on the host with the fewest."""
-        return min((len(samples) for key, samples in self._samples.items() if key[0] == RANKS), default=0)
+        return min((len(samples) for key, samples in self._samples.items() if key[:2] == (RANKS, SAVES)), default=0)
 
     def growth(self) -> dict[Key, Usage]:
         """The first sample over restarts is not used: nothing was restarted before it."""

@@ -29,9 +29,11 @@ def in_order(faults: Collection[str], seed: int, first: int) -> Iterator[str]:
         yield from shuffled[first % len(chosen) :] if number == first // len(chosen) else shuffled
 
 
-def random_injection_point(fault: str, rng: random.Random, *, on_nodes: bool, in_training: bool) -> InjectionPoint:
+def random_injection_point(
+    fault: str, rng: random.Random, *, on_nodes: bool, in_training: bool, supervisor: str = LAUNCH
+) -> InjectionPoint:
     """A valid injection point for the fault. `in_training`: not one during a restart."""
-    supervisor = RELAUNCH if fault in ENDS_THE_LAUNCH else LAUNCH
+    supervisor = RELAUNCH if fault in ENDS_THE_LAUNCH else supervisor
     valid = [
         parse_injection_point(cell.injection_point)
         for cell in cells((supervisor,), ("",), Path(), (fault,), on_nodes=on_nodes)

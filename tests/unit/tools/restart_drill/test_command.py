@@ -66,6 +66,10 @@ def test_restarts_go_to_the_launcher_that_restarts() -> None:
         with pytest.raises(DrillError, match="--supervisor torchrun: the command does not start torchrun"):
             commands.supervised(command, "torchrun", 1, 30.0)
     assert commands.supervised([*FORK, "t.py"], "launch", 2, 30.0) == [*FORK, "--max-restarts", "2", "t.py"]
+    once = [*FORK, "--in-process-restart", "--max-restarts", "2", "t.py"]
+    assert commands.supervised([*FORK, "t.py"], "in-process", 2, 30.0) == once
+    again = commands.supervised([*FORK, "--in-process-restart", "t.py"], "in-process", 2, 30.0)
+    assert again.count("--in-process-restart") == 1
     with pytest.raises(
         DrillError, match=r"--supervisor launch: the command does not start megatron\.launch, .*: torch"
     ):

@@ -123,7 +123,17 @@ def test_ranks_and_other_processes_are_sampled_separately() -> None:
         (OTHERS, SAVES, "a, ranks from 0: python 1"): Usage(descriptors=2),
         (OTHERS, SAVES, "a, ranks from 0: processes and slots in total"): Usage(),
     }
-    assert not [key for key in samples.growth() if key[:2] == (RANKS, RESTARTS)], "each start has new ranks"
+
+
+def test_a_rank_that_returns_is_sampled_over_its_restarts() -> None:
+    """The first time it has not returned yet. One in a new process begins anew."""
+    samples = Samples()
+    for number in range(5):
+        returns, new = Process(2, 1, 0.0, "python", 3 + number, 9, 0), Process(10 + number, 1, 0.0, "python", 3, 9, 0)
+        ranks = {0: RankLocation(2, "", "a"), 1: RankLocation(10 + number, "", "a")}
+        samples.add(RESTARTS, "a", Snapshot([returns, new], 0, [], []), ranks)
+    growth = {key: found for key, found in samples.growth().items() if key[:2] == (RANKS, RESTARTS) and any(found)}
+    assert growth == {(RANKS, RESTARTS, "a, rank 0 in process 2"): Usage(threads=1)}
 
 
 def test_an_orphaned_process_is_found(tmp_path: Path) -> None:
