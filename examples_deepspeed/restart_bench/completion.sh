@@ -858,7 +858,7 @@ _shtab_restart_sweep() {
 }
 
 complete -o bashdefault -o default -F _shtab_restart_sweep restart-sweep
-_shtab_ckpt_plan_option_strings=(-h --help --version --model --tp --pp --dp --zero --engine --vocab-size --iteration --upstream --compare-listing --files --run --all --tensors --host-memory --step-time --device-facts --recompute --recompute-on --ranks-per-host --blocked-target --durable-target --no-coordinator --format --verbose)
+_shtab_ckpt_plan_option_strings=(-h --help --version --model --tp --pp --dp --zero --engine --vocab-size --iteration --upstream --compare-listing --files --run --all --tensors --host-memory --step-time --device-facts --recompute --recompute-on --ranks-per-host --blocked-target --durable-target --compress-rate --compressed-share --link-rate --no-coordinator --format --verbose)
 
 _shtab_ckpt_plan___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___pp_COMPGEN=_shtab_compgen_files
@@ -872,6 +872,9 @@ _shtab_ckpt_plan___recompute_on_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___ranks_per_host_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___blocked_target_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___durable_target_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_plan___compress_rate_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_plan___compressed_share_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_plan___link_rate_COMPGEN=_shtab_compgen_files
 
 _shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
 _shtab_ckpt_plan___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)

@@ -12,7 +12,8 @@ from megatron.config.uris import URI_FORM, ObjectUri, is_uri, location_of
 
 _OF_INTERLEAVED = ("comm_profile_steps", "span_threshold", "span_alpha", "max_blocks_in_span", "snapshot_buffer_size")
 _OF_MEMORY = (
-    "persist_interval", "replicas", "failure_domain", "peer_timeout", "replication_traffic", *_OF_INTERLEAVED,
+    "persist_interval", "replicas", "failure_domain", "replica_compression", "peer_timeout", "replication_traffic",
+    *_OF_INTERLEAVED,
 )  # fmt: skip
 
 
@@ -140,6 +141,12 @@ class CheckpointConfig(FlagGroup):
         "such as a rack",
         needs="save",
     )
+    replica_compression: str = flag(
+        "none",
+        "engine memory: how copies are compressed, without loss, on their way to and from other hosts; zstd pays where "
+        "the network is slower than the processors compress, which ckpt-plan --compress-rate computes",
+        choices=("none", "zstd"),
+    )
     replication_traffic: str = flag(
         "naive",
         "engine memory: when copies go to other hosts; naive: at once; interleave: while training leaves the network "
@@ -266,7 +273,7 @@ class CheckpointConfig(FlagGroup):
         if given and not memory:
             why = f"--checkpoint-engine {self.checkpoint_engine} keeps no saves in host memory; drop the flag, or use "
             self.refuse(given[0], why + "--checkpoint-engine memory")
-        for name in ("failure_domain", "replication_traffic"):
+        for name in ("failure_domain", "replica_compression", "replication_traffic"):
             if name in given and self.replicas == 1:
                 self.refuse(name, "--replicas 1 keeps no copy on another host; drop one of the flags")
         paced = [name for name in _OF_INTERLEAVED if name in given]

@@ -10,8 +10,8 @@ once both ends have proved that they know the secret of the launch (handshake.py
 with the bytes that have arrived, not with those that were announced.
 
 A loop over several connections calls `put`, `flush` and `receive`, which never wait, and looks at `ended`. A thread
-that serves one connection calls `drain`, `next_object`, `receive_into` and `send_file`. They wait while the other end
-makes progress, and raise PeerError.
+that serves one connection calls `drain`, `next_object`, `receive_into`, `send_file` and `send_payload`. They wait while
+the other end makes progress, and raise PeerError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.net.tls import is_encrypted
@@ -193,12 +193,20 @@ class Connection:
             raise PeerError("sends what is no message")
         return content
 
-    def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes of the payload, copied once, by the kernel. Raises PeerError."""
+    @property
+    def payload_left(self) -> int:
+        """Bytes that follow the object which `next_object` has returned, and that nobody has taken."""
+        return self._payload_left
+
+    def receive_into(self, view: memoryview, until: float | None = None) -> None:
+        """Fill `view` with the next bytes of the payload, copied once, by the kernel. Raises PeerError.
+
+        `until`: when it has to be over, of time.monotonic(); None: what `deadline_for` says of these bytes.
+        """
         if len(view) > self._payload_left:
             raise PeerError(f"sends {self._payload_left} bytes more, and {len(view)} are needed")
         self._payload_left -= len(view)
-        self._receive_into(view, self._deadline_for(len(view)))
+        self._receive_into(view, self.deadline_for(len(view)) if until is None else until)
 
     def send_file(
         self,
@@ -215,14 +223,23 @@ class Connection:
         self._unsent.append(memoryview(self._head(content, sum(stop - start for start, stop in parts))))
         self.drain()
         send = self._send_encrypted if is_encrypted(self._socket) else self._send_by_kernel
-        for position, stop in parts:
-            granted = position
-            while position < stop:
-                if position == granted:
-                    granted += stop - position if before is None else before(stop - position)
-                count = min(_CHUNK, granted - position)
+        for start, stop in parts:
+            for position, count in _granted(start, stop, before):
                 send(fd, position, count)
-                position += count
+
+    def send_payload(
+        self, content: Mapping[str, Any], payload: bytes, before: Callable[[int], int] | None = None
+    ) -> None:
+        """Send an object with a payload, which may be longer than `longest_payload`. `before` as of `send_file`.
+
+        Raises PeerError.
+        """
+        self._unsent.append(memoryview(self._head(content, len(payload))))
+        view = memoryview(payload)
+        for position, count in _granted(0, len(view), before):
+            self._unsent.append(view[position : position + count])
+            self.drain()
+        self.drain()
 
     def _send_by_kernel(self, fd: int, position: int, count: int) -> None:
         stop = position + count
@@ -273,13 +290,14 @@ class Connection:
 
     def _fill(self, size: int) -> None:
         """Wait until so many bytes are in the empty buffer."""
-        until = self._deadline_for(size)
+        until = self.deadline_for(size)
         while len(self._received) < size:
             part = bytearray(min(_CHUNK, size - len(self._received)))
             self._receive_into(memoryview(part), until)
             self._received += part
 
-    def _deadline_for(self, num_bytes: int) -> float:
+    def deadline_for(self, num_bytes: int) -> float:
+        """When so many bytes have to be here, unless the other end is stalled: a time of time.monotonic()."""
         return time.monotonic() + self.deadline_s + num_bytes / _SLOWEST
 
     def _receive_into(self, view: memoryview, until: float) -> None:
@@ -317,6 +335,17 @@ class Connection:
     def _failed(self, error: OSError) -> PeerError:
         self._end(error)
         return PeerError(self.ended)
+
+
+def _granted(start: int, stop: int, before: Callable[[int], int] | None) -> Iterator[tuple[int, int]]:
+    """(position, bytes) of each piece of the bytes [start, stop), once `before` has let it go."""
+    position = granted = start
+    while position < stop:
+        if position == granted:
+            granted += stop - position if before is None else before(stop - position)
+        count = min(_CHUNK, granted - position)
+        yield position, count
+        position += count
 
 
 def _decoded(text: bytearray) -> dict[str, Any] | None:

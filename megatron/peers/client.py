@@ -53,11 +53,20 @@ def take_members() -> list[Peer]:
 
 
 class Sent(NamedTuple):
-    """What came of sending copies. `interleaved`: what `Traffic.statistics` returns; empty if they went at once."""
+    """What came of sending copies. `interleaved`: what `Traffic.statistics` returns; empty if they went at once.
+
+    `compressed`: as of `wire.Compressed`, of all copies; empty if they went as they are.
+    """
 
     num_bytes: int
     errors: list[str]
     interleaved: Mapping[str, Any]
+    compressed: Mapping[str, Any]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the copies as they were sent."""
+        return int(self.compressed.get("wire_bytes", self.num_bytes))
 
 
 def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: Any) -> dict[str, Any]:
@@ -93,7 +102,8 @@ def send_copies(
     """
     request = {"slot": slot, "peers": peers, "keep": keep, "timeout_s": deadline_s, "interleave": interleave}
     answer = ask(own, deadline_s, ask="send", **request)
-    return Sent(int(answer["bytes"]), [str(text) for text in answer["errors"]], answer["interleaved"])
+    errors = [str(text) for text in answer["errors"]]
+    return Sent(int(answer["bytes"]), errors, answer["interleaved"], answer["compressed"])
 
 
 def fetch(
@@ -113,10 +123,11 @@ def fetch(
         with connect(_reached_at(peer), peer.port, deadline_s) as channel:
             began(channel)
             channel.tell(launch=_launch(), ask="get", save=save, key=key)
-            record: Mapping[str, Any] = channel.hear().get("record", {})
+            answer = channel.hear()
+            record: Mapping[str, Any] = answer.get("record", {})
             if record.get("save") != save or key_of(record) != key:
                 raise PeerError(f"sends another save than {save} of {key}")
-            channel.receive_file(room(file_size(record)), record)
+            channel.receive_file(room(file_size(record)), record, answer.get("compressed") is True)
             return dict(record)
     except PeerError as error:
         raise PeerError(f"{peer} {error}") from error
@@ -132,11 +143,12 @@ def fetch_parts(
     try:
         with connect(_reached_at(peer), peer.port, deadline_s) as channel:
             channel.tell(launch=_launch(), ask="get", save=save, key=key, parts=parts)
-            record: Mapping[str, Any] = channel.hear().get("record", {})
+            answer = channel.hear()
+            record: Mapping[str, Any] = answer.get("record", {})
             if record.get("save") != save or key_of(record) != key or file_size(record) != len(into):
                 raise PeerError(f"sends another save than {save} of {key}")
-            for start, stop in parts:
-                channel.receive_into(into[start:stop])
+            wanted = [into[start:stop] for start, stop in parts]
+            channel.receive_parts(wanted, answer.get("compressed") is True)
     except PeerError as error:
         raise PeerError(f"{peer} {error}") from error
 

@@ -32,7 +32,18 @@ from megatron.peers.memory_slots import Slot, new_slots
 from megatron.peers.pacing import Pacing
 from megatron.peers.rdma import ports_of_nccl
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
-from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
+from megatron.peers.wire import (
+    Channel,
+    Compressed,
+    Key,
+    PeerError,
+    connect,
+    extents_of,
+    file_size,
+    file_summary,
+    key_of,
+    widths_of,
+)
 
 _AT_WORK = 0.25  # of its deadline: how often an asker that waits is told that something is being done
 _QUESTION_S = 10.0  # from a connection to its question
@@ -288,13 +299,15 @@ class Holder:
             raise PeerError(f"was to send slot {message['slot']}, which holds nothing")
         errors: dict[Peer, str] = {}
         copies: dict[Peer, Copy] = {}
+        compressed: list[Compressed] = []
         pacing = message.get("interleave")
 
         def send(peer: Peer) -> None:
             try:
                 if pacing is not None:
                     copies[peer] = self._traffic.begin(peer.address, peer.port, Pacing(*pacing))
-                _send_copy(peer, slot, record, message, copies.get(peer))
+                packed = _send_copy(peer, slot, record, message, copies.get(peer))
+                compressed.extend([] if packed is None else [packed])
             except PeerError as error:
                 errors[peer] = f"{peer} {error}"
             except Exception as error:  # whoever asked waits to hear of it
@@ -317,7 +330,9 @@ class Holder:
                 thread.join(every_s)
         sent = file_size(record) * (len(peers) - len(errors))
         interleaved = self._traffic.statistics(list(copies.values())) if copies else {}
-        channel.tell(bytes=sent, errors=[errors[peer] for peer in peers if peer in errors], interleaved=interleaved)
+        total = Compressed(*map(sum, zip(*compressed, strict=True)))._asdict() if compressed else {}
+        failed = [errors[peer] for peer in peers if peer in errors]
+        channel.tell(bytes=sent, errors=failed, interleaved=interleaved, compressed=total)
 
     # Taking and giving
 
@@ -337,8 +352,10 @@ class Holder:
                 raise PeerError(f"has {slot.num_bytes} bytes for a copy of {key}, and {size} were announced")
             slot.unseal()
             channel.tell(go=True)
-            channel.hear()
-            channel.receive_file(copies.view(slot), record)
+            compressed = message.get("compressed") is True
+            if not compressed:
+                channel.hear()  # what the whole file follows
+            channel.receive_file(copies.view(slot), record, compressed)
             slot.seal(record)
         finally:
             copies.lock.release()
@@ -351,27 +368,43 @@ class Holder:
         for slot, record in self._sealed():
             if record.get("save") == message["save"] and key_of(record) == key:
                 size = file_size(record)
-                parts = [(int(start), int(stop)) for start, stop in message.get("parts", [(0, size)])]
+                widths = widths_of(record)
+                whole = [(0, size)] if widths is None else [extent[:2] for extent in extents_of(record)]
+                parts = [(int(start), int(stop)) for start, stop in message.get("parts", whole)]
                 if any(not 0 <= start <= stop <= size for start, stop in parts):
                     raise PeerError(f"was asked for bytes beyond the {size} that it has of {key}")
-                channel.send_file({"record": record}, slot.data, parts)
+                if widths is None:
+                    channel.send_file({"record": record}, slot.data, parts)
+                else:
+                    channel.tell(record=record, compressed=True)
+                    channel.send_blocks(slot.data, parts, widths)
                 return
         raise PeerError(f"does not hold {message['save']} of {key}")
 
 
 def _send_copy(
     peer: Peer, slot: Slot, record: Mapping[str, Any], message: Mapping[str, Any], copy: Copy | None
-) -> None:
-    """Raises PeerError if the peer does not have it, verified, in the end. `copy` says when its bytes may go."""
-    deadline_s = float(message["timeout_s"])
+) -> Compressed | None:
+    """What was compressed; None: nothing. `copy` says when its bytes may go.
+
+    Raises PeerError if the peer does not have it, verified, in the end.
+    """
+    deadline_s, widths = float(message["timeout_s"]), widths_of(record)
+    before, compressed = None if copy is None else copy.before, None
     with connect(peer.address, peer.port, deadline_s) as channel:
         keep, launch = message.get("keep"), message["launch"]
         # A pause is no stall: the peer is told of the time for which a copy may be held.
         patience_s = deadline_s if copy is None else deadline_s + HELD_NS / 1e9
-        channel.tell(launch=launch, ask="put", record=record, keep=keep, timeout_s=patience_s)
+        told = {"record": record, "keep": keep, "timeout_s": patience_s, "compressed": widths is not None}
+        channel.tell(launch=launch, ask="put", **told)
         channel.hear()
-        channel.send_file({}, slot.data, [(0, file_size(record))], None if copy is None else copy.before)
+        if widths is None:
+            channel.send_file({}, slot.data, [(0, file_size(record))], before)
+        else:
+            parts = [extent[:2] for extent in extents_of(record)]
+            compressed = channel.send_blocks(slot.data, parts, widths, before)
         channel.hear()
+    return compressed
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, Any]:

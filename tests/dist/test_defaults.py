@@ -52,6 +52,7 @@ NEEDED = {
             "persist_interval",
             "replicas",
             "failure_domain",
+            "replica_compression",
             "replication_traffic",
             "peer_timeout",
             "comm_profile_steps",

@@ -37,14 +37,14 @@ SCRIPT = str(ROOT / "pretrain_gpt.py")
 class Job:
     """Four replicas, held after iteration HELD_AT."""
 
-    def __init__(self, directory: Path, dataset: list[str]) -> None:
+    def __init__(self, directory: Path, dataset: list[str], *more: str) -> None:
         self.directory, self.trace = directory, directory / "save" / "restart_trace"
         self.started: list[subprocess.Popen[bytes]] = []
         self._training = [*dataset, *TRAINING, "--global-batch-size", "4", "--train-iters", str(LAST)]
         save = str(directory / "save")
         script = [
             SCRIPT, *self._training, "--save", save, "--load", save, "--save-interval", "1", "--checkpoint-engine",
-            "memory", "--persist-interval", str(HELD_AT), "--peer-timeout", str(HANGS_S),
+            "memory", "--persist-interval", str(HELD_AT), "--peer-timeout", str(HANGS_S), *more,
         ]  # fmt: skip
         self.coordinator = self._start(
             *LAUNCHER, "coordinate", "--nnodes", str(NODES), "--max-restarts", "1", "--allow-shrink",
@@ -103,14 +103,14 @@ class Job:
         for slot in slots:
             slot.close()
 
-    def from_storage(self, zygote: Zygote) -> dict[int, float]:
-        """The losses of the layout that went on, if it loads iteration HELD_AT from storage."""
+    def from_storage(self, zygote: Zygote, ranks: int = 2) -> dict[int, float]:
+        """The losses of so many replicas, the layout that went on, if it loads iteration HELD_AT from storage."""
         trace = self.directory / "other_trace"
         flags = [
             "--load", str(self.directory / "save"), "--load-tag", f"global_step{HELD_AT}", "--restart-trace-dir",
             str(trace), "--save", str(self.directory / "other"),
         ]  # fmt: skip
-        other = zygote.run([*self._training, *flags], 2, self.directory / "other_logs")
+        other = zygote.run([*self._training, *flags], ranks, self.directory / "other_logs")
         assert other.ok, other.output[-6000:]
         return losses(trace, 0, 1)
 

@@ -197,7 +197,8 @@ ACCEPTED = {
     "memory": Start(
         LEARNED,
         "--save {tmp}/memory --save-interval 1 --checkpoint-engine memory --persist-interval 2 --peer-timeout 5 "
-        "--failure-domain {domains} --replication-traffic interleave --comm-profile-steps 20 --span-threshold 10 "
+        "--failure-domain {domains} --replica-compression zstd --replication-traffic interleave "
+        "--comm-profile-steps 20 --span-threshold 10 "
         "--span-alpha 0.6 --max-blocks-in-span 2 --snapshot-buffer-size 4 --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 2",
         exact=True,

@@ -52,6 +52,11 @@ _ASKED_WITH = {
     "blocked-target": ("--run",),
     "durable-target": ("--run",),
 }
+_RATES = (  # of copies in host memory
+    ("compress-rate", "MB/s", "MB/s that one processor compresses: `bytes` / `compress_s` of a report's `replication`"),
+    ("compressed-share", "SHARE", "compressed bytes over those before: `wire_bytes` / `bytes` there"),
+    ("link-rate", "MB/s", "MB/s of a host's network"),
+)
 _SWITCHES = {
     "--files": "table: print every file with its size, too",
     "--run": "also print what a run needs: host memory, space and speed of the storage",
@@ -141,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             help=f"with {', '.join(_ASKED_WITH[name])}: {what} (default: {default})",
         )
+    for name, unit, what in _RATES:
+        help_ = f"with --host-memory, whether --replica-compression pays: {what}"
+        parser.add_argument(f"--{name}", type=float, metavar=unit, help=help_)
     parser.add_argument(
         "--no-coordinator",
         action="store_true",
@@ -198,6 +206,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
     if arguments.no_coordinator and not (arguments.run or arguments.host_memory):
         raise ConfigError("--no-coordinator: is about what a run needs; add --run or --host-memory, or drop it")
+    _check_rates(arguments)
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     given = bool(flags)
@@ -221,6 +230,24 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         if value is not None:
             raise ConfigError(f"--{name} {value}: without --model, give {instead} {value} after --")
     return config_from_flags(flags, arguments.dp, arguments.vocab_size)
+
+
+def _check_rates(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for rates of copies that say nothing, or too little."""
+    given = {name: getattr(arguments, _dest(name)) for name, _, _ in _RATES}
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name, value in asked.items():
+        if not arguments.host_memory:
+            raise ConfigError(f"--{name} {value:g}: is about copies of saves in memory; add --host-memory, or drop it")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{name} {value:g}: must be more than 0")
+        missing = next((other for other in ("compress-rate", "compressed-share") if other not in asked), None)
+        if missing is not None:
+            raise ConfigError(f"--{name} {value:g}: whether compression pays depends on --{missing}, too; add it")
+    if asked and asked["compressed-share"] >= 1:
+        raise ConfigError(
+            f"--compressed-share {asked['compressed-share']:g}: must be less than 1, or nothing is gained"
+        )
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
@@ -343,7 +370,8 @@ def _answer_step_time(planned: Planned, arguments: argparse.Namespace) -> int:
 
 def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     """Print the memory that engine `memory` takes. Raises ConfigError for another engine, or for a flag it excludes."""
-    from .slots import host_memory, render, to_json
+    from .compression import MB, Rates
+    from .slots import compression, host_memory, render, to_json
 
     engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
     if engine != "memory":
@@ -353,7 +381,11 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --host-memory; drop one of the two")
     ranks = int(_run_number(arguments, "ranks-per-host"))
     found = host_memory(planned, ranks, coordinator=not arguments.no_coordinator)
-    write_stdout(to_json(found) if arguments.format == "json" else render(found))
+    compressed = None
+    if arguments.compress_rate is not None:
+        link = None if arguments.link_rate is None else arguments.link_rate * MB
+        compressed = compression(found, Rates(arguments.compressed_share, arguments.compress_rate * MB, link))
+    write_stdout(to_json(found, compressed) if arguments.format == "json" else render(found, compressed))
     return OK
 
 

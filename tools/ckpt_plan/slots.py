@@ -16,6 +16,9 @@ from megatron.peers.memory_slots import SLOTS_PER_RANK
 from megatron.peers.placement import PlacementError, holders, number_of_copies
 
 from ..common.formatting import size
+from .compression import Rates, Verdict
+from .compression import render as render_verdict
+from .compression import to_dict as verdict_to_dict
 from .presets import Planned
 from .tensors import plan_tensors
 
@@ -24,7 +27,7 @@ from .tensors import plan_tensors
 class HostMemory:
     """Bytes on the fullest host. `copies`: on how many hosts each save is copied.
 
-    `limit`, `available`: of this machine.
+    `sent_bytes`: of the copies that a host sends for one save, at most. `limit`, `available`: of this machine.
     """
 
     hosts: int
@@ -35,6 +38,7 @@ class HostMemory:
     limit: int
     limit_of: str
     available: int
+    sent_bytes: int
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +80,7 @@ def host_memory(planned: Planned, ranks_per_host: int, *, coordinator: bool = Tr
     limit, limit_of = memory_limit()
     return HostMemory(
         len(own), min(ranks_per_host, len(ranks)), copies, own[fullest], held[fullest], limit, limit_of,
-        available_memory(),
+        available_memory(), max(own) // SLOTS_PER_RANK * (copies - 1),
     )  # fmt: skip
 
 
@@ -96,11 +100,21 @@ def to_dict(memory: HostMemory) -> dict[str, Any]:
     }
 
 
-def to_json(memory: HostMemory) -> str:
-    return json.dumps(to_dict(memory)) + "\n"
+def compression(memory: HostMemory, rates: Rates) -> Verdict:
+    """Of its copies. Raises ConfigError where there are none."""
+    if memory.copies == 1:
+        raise ConfigError(
+            f"--compress-rate {rates.compress / 1e6:g}: no host holds copies for another; drop it, or plan two hosts "
+            "or more with --replicas 2 and a coordinator"
+        )
+    return Verdict(memory.sent_bytes, memory.ranks_per_host * (memory.copies - 1), rates)
 
 
-def render(memory: HostMemory) -> str:
+def to_json(memory: HostMemory, compressed: Verdict | None = None) -> str:
+    return json.dumps(to_dict(memory) | {"compression": verdict_to_dict(compressed)}) + "\n"
+
+
+def render(memory: HostMemory, compressed: Verdict | None = None) -> str:
     """Text for a terminal."""
     copies = "no copies of other hosts'"
     if memory.copies > 1:
@@ -115,6 +129,8 @@ def render(memory: HostMemory) -> str:
     if memory.copies == 1:
         why = "one host: no other" if memory.hosts == 1 else "--replicas 1, or no coordinator: no other host"
         lines.append(f"{why} holds copies, so that a lost host is restored from --save")
+    if compressed is not None:
+        lines += render_verdict(compressed)
     if memory.lack is not None:
         lines.append(memory.lack)
     return "\n".join(lines) + "\n"

@@ -55,6 +55,7 @@ class EngineOptions:
     files_per_node: int | None = None  # --checkpoint-files-per-node; None: a file per rank
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     peer_timeout_s: float = 10.0  # --peer-timeout
+    compress_copies: bool = False  # --replica-compression zstd
     copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
     copy_pacing: Pacing = Pacing()  # --comm-profile-steps and the flags after it
     library: tuple[tuple[str, Any], ...] = ()  # options of the engine's library, from a --deepspeed_config stanza

@@ -34,6 +34,7 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         files_per_node=flags.checkpoint_files_per_node,
         device_timeout_s=60 * timeout_minutes,
         peer_timeout_s=flags.peer_timeout,
+        compress_copies=flags.replica_compression == "zstd",
         copy_steps=flags.save_interval if flags.replication_traffic == "interleave" else None,
         copy_pacing=_copy_pacing(flags),
         library=flags.library_options,

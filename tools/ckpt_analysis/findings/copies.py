@@ -36,19 +36,19 @@ def missing_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
 def late_copies(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Copies that should have been sent while the network was idle, but were sent while training waited for them."""
     replicated = [(save, save.replication) for save in e.saves if save.replication and save.replication.bytes]
-    late = [(s, sent) for s, sent in replicated if (sent.at_once_bytes or 0) >= limits["share"] * sent.bytes]
+    late = [(s, sent) for s, sent in replicated if (sent.at_once_bytes or 0) >= limits["share"] * sent.sent_bytes]
     if len(late) < limits["least_saves"]:
         return []
     save, sent = max(late, key=lambda found: found[1].at_once_bytes or 0)
-    at_once = sent.at_once_bytes or 0
+    at_once, of = sent.at_once_bytes or 0, sent.sent_bytes
     return [
         Observation(
             title=f"Training waited for copies of {len(late)} of {plural(len(replicated), 'save')}",
-            evidence=f"{name_of('save', save)}: {size(at_once)} of {size(sent.bytes)} "
-            f"({percent(at_once / sent.bytes)}) went at once, as steps had left no idle time for them; copies took "
+            evidence=f"{name_of('save', save)}: {size(at_once)} of {size(of)} "
+            f"({percent(at_once / of)}) went at once, as steps had left no idle time for them; copies took "
             f"rank {sent.slowest_rank} {seconds(sent.seconds)} s",
-            cost_s=sent.seconds * at_once / sent.bytes,
-            data={"operation": "save", "saves": len(late), "at_once_bytes": at_once, "bytes": sent.bytes},
+            cost_s=sent.seconds * at_once / of,
+            data={"operation": "save", "saves": len(late), "at_once_bytes": at_once, "bytes": of},
         )
     ]
 

@@ -30,6 +30,8 @@ class Replication:
 
     `waited_s`: for which its copies were held back, of the rank with the longest, and `at_once_bytes`: of all ranks,
     sent whatever training did; both only where copies keep to idle times of the network, else None.
+    `wire_bytes`: of all ranks, as they were sent, and `compress_s`: processor time to compress `bytes`; both only where
+    copies are compressed, else None.
     """
 
     ranks: int
@@ -38,6 +40,13 @@ class Replication:
     slowest_rank: int
     waited_s: float | None
     at_once_bytes: int | None
+    wire_bytes: int | None = None
+    compress_s: float | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the network has carried."""
+        return self.bytes if self.wire_bytes is None else self.wire_bytes
 
 
 def tier_reads(frames: Frames, seconds: pl.DataFrame, hosts: pl.DataFrame) -> dict[int, list[TierRead]]:
@@ -76,14 +85,13 @@ def replications(frames: Frames, probes: pl.DataFrame) -> dict[int, Replication]
     spans = frames.spans_of(pl.col("operation") == "save", pl.col("phase").cast(pl.String) == "replicate")
     if spans.is_empty():
         return {}
-    replication = probes.filter(pl.col("at") == "end").select(
-        "group", "rank", "replicate_waited_s", "replicate_at_once_bytes"
-    )
+    names = [f"replicate_{name}" for name in ("waited_s", "at_once_bytes", "wire_bytes", "compress_s")]
+    replication = probes.filter(pl.col("at") == "end").select("group", "rank", *names)
     ranks = spans.group_by("group", "rank").agg(pl.col("bytes").sum(), pl.col("duration_ns").sum())
     found = {}
     rows = ranks.join(replication, on=["group", "rank"], how="left").sort("group", "duration_ns", "rank")
     for (group,), mine in rows.group_by("group", maintain_order=True):
-        waited, at_once = mine["replicate_waited_s"].drop_nulls(), mine["replicate_at_once_bytes"].drop_nulls()
+        waited, at_once, wire, compress = (mine[name].drop_nulls() for name in names)
         found[group] = Replication(
             ranks=mine.height,
             bytes=int(mine["bytes"].sum()),
@@ -91,5 +99,7 @@ def replications(frames: Frames, probes: pl.DataFrame) -> dict[int, Replication]
             slowest_rank=mine["rank"][-1],
             waited_s=None if waited.is_empty() else float(waited.max()),  # type: ignore[arg-type]
             at_once_bytes=None if at_once.is_empty() else int(at_once.sum()),
+            wire_bytes=None if wire.is_empty() else int(wire.sum()),
+            compress_s=None if compress.is_empty() else float(compress.sum()),
         )
     return found

@@ -19,7 +19,7 @@ NAMES = (
 MEASURED = (
     "bus_to_host_bytes_per_s", "bus_to_device_bytes_per_s",
     "device_to_host_bytes", "device_to_host_device_s", "device_to_host_before_release_bytes",
-    "replicate_waited_s", "replicate_at_once_bytes",
+    "replicate_wire_bytes", "replicate_compress_s", "replicate_waited_s", "replicate_at_once_bytes",
     "store_requests", "store_retries", "store_throttled", "store_request_s",
     "checkpoint_bytes",
 )  # fmt: skip

@@ -244,6 +244,8 @@ def _replication(sent: Replication) -> str:
     """How long copies were on their way to other hosts, and what did not wait for an idle network."""
     text = f"copies to other hosts: {size(sent.bytes)} of {plural(sent.ranks, 'rank')} in {seconds(sent.seconds)} s"
     text += f" (rank {sent.slowest_rank})"
+    if sent.wire_bytes is not None:
+        text += f", compressed to {size(sent.wire_bytes)} in {seconds(sent.compress_s)} s of processor time"
     if sent.at_once_bytes is not None:
         text += f", {size(sent.at_once_bytes)} of them at once; held back for {seconds(sent.waited_s)} s"
     return text

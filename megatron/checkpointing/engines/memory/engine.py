@@ -32,6 +32,7 @@ from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.reader import open_checked
 from megatron.checkpointing.engines.memory.slot_save import SlotMemory, SlotSave, captured_for_storage
 from megatron.config.errors import ConfigError
+from megatron.fileio import compressed_blocks
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.pinned_memory import why_pinning_failed
@@ -93,6 +94,11 @@ class MemoryEngine(LazyEngine):
                 "--checkpoint-engine memory: keeps saves in memory that the launcher megatron.launch holds, but this "
                 "rank was not started by it; start it with restart-launch (python -m megatron.launch), or use "
                 "--checkpoint-engine lazy"
+            )
+        if self.options.compress_copies and not compressed_blocks.is_available():
+            raise EngineUnavailableError(
+                f"--replica-compression zstd: package {compressed_blocks.PACKAGE} is not installed; "
+                f"pip install {compressed_blocks.PACKAGE}, or drop the flag"
             )
 
     @property
@@ -186,7 +192,7 @@ class MemoryEngine(LazyEngine):
         try:
             sent = send_copies(own, number, self._peers, keep, self.options.peer_timeout_s, interleave)
         except PeerError as exc:
-            return Sent(0, [str(exc)], {})
+            return Sent(0, [str(exc)], {}, {})
         self._warn_of_busy_network(sent)
         return sent
 
@@ -333,7 +339,7 @@ def why_training_waited(sent: Sent, steps: int, ranks: int, block_bytes: int | N
     if not figures.get("at_once_bytes") or figures["idle_s"] is None or not figures["bytes_per_s"]:  # or not known yet
         return []
     idle, longest, rate = figures["idle_s"], figures["longest_idle_s"], figures["bytes_per_s"]
-    needed, block, found = sent.num_bytes * ranks / rate, (block_bytes or 0) / rate, []
+    needed, block, found = sent.wire_bytes * ranks / rate, (block_bytes or 0) / rate, []
     if block > longest:
         found.append(
             f"a block of --snapshot-buffer-size takes {block:.3f} s of this host's network, and no idle span of a step "

@@ -204,6 +204,9 @@ class SlotSave(LazySave):
         with self._op.span("replicate", file=self._path.name, blocking=False) as span:
             sent = self._copy_to_peers()
             span.bytes = sent.num_bytes
+        if sent.compressed:
+            took = float(sent.compressed["processor_s"])
+            self._op.measure(replicate_wire_bytes=sent.wire_bytes, replicate_compress_s=took)
         if sent.interleaved:
             self._record_interleaving(sent)
         return sent.errors
@@ -212,7 +215,7 @@ class SlotSave(LazySave):
         figures = sent.interleaved
         waited, at_once = figures["waited_s"], figures["at_once_bytes"]
         self._op.measure(replicate_waited_s=waited, replicate_at_once_bytes=at_once)
-        text = f"interleave: waited {waited:.3f} s; {at_once} of {sent.num_bytes} bytes at once"
+        text = f"interleave: waited {waited:.3f} s; {at_once} of {sent.wire_bytes} bytes at once"
         if figures["stalled_bytes"]:
             text += f", {figures['stalled_bytes']} of them since no step ended, and none had been profiled"
         if figures["idle_s"] is not None:
@@ -261,6 +264,8 @@ class SlotSave(LazySave):
             content = {"name": name, "num_bytes": size, "checksum": checksum, "states": list(self._state_names)}
             if self._options.checksum:  # without checksums peers do not accept copies
                 content["extents"] = _extents(header, self._contents)
+            if self._options.compress_copies:
+                content["widths"] = _widths(len(header), self._contents)
             self._memory.slot.seal(self._seal_with | {"file": content})
         self._result = [SavedFile(name, size, checksum, self._state_names)]
 
@@ -278,6 +283,18 @@ def _extents(header: bytes, contents: lazy_format.Contents) -> list[tuple[int, s
         else:
             parts.append(part)
     return [(part.length, f"{part.crc32:08x}") for part in parts]
+
+
+def _widths(header_bytes: int, contents: lazy_format.Contents) -> list[tuple[int, int]]:
+    """(bytes, bytes of a value) of consecutive ranges of the file, by which copies are compressed."""
+    found = [(header_bytes, 1)]
+    for entry in contents.entries.values():  # those of wide types first
+        width = entry.dtype.itemsize // (2 if entry.dtype.is_complex else 1)
+        if width == found[-1][1]:
+            found[-1] = (found[-1][0] + entry.num_bytes, width)
+        elif entry.num_bytes:
+            found.append((entry.num_bytes, width))
+    return found
 
 
 class StoredSave(LazySave):

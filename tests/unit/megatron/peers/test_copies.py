@@ -170,7 +170,7 @@ def test_a_save_is_copied_verified_and_given_back(two: tuple[Host, Host]) -> Non
     for step, save in ((1, "s1"), (2, "s2"), (3, "s3")):
         fill(one.slots[step % 2], saved + bytes([step]), save, step=step)
         keep = f"s{step - 1}" if step > 1 else None
-        assert send_copies(one.peer, step % 2, [other.peer], keep, DEADLINE_S) == (300_002, [], {})
+        assert send_copies(one.peer, step % 2, [other.peer], keep, DEADLINE_S) == (300_002, [], {}, {})
         assert got(other.peer, save) == saved + bytes([step])
     assert sorted(r["save"] for r in ask(other.peer, DEADLINE_S, ask="list")["kept"]) == ["s2", "s3"]
     assert got(one.peer, "s3") == got(other.peer, "s3"), "the slots of its own ranks are given, too"
@@ -309,7 +309,7 @@ def test_a_slot_that_is_altered_after_its_seal_is_not_taken(two: tuple[Host, Hos
     reserve(other, 1000)
     fill(one.slots[0], content(1000), "s1")
     os.pwrite(one.slots[0].data, b"x", 500)
-    ((_, (error,), _)) = send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)
+    ((_, (error,), *_)) = send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)
     assert "has a damaged copy: bytes 0 to 1000" in error
     assert ask(other.peer, DEADLINE_S, ask="list")["kept"] == []
 
@@ -370,14 +370,14 @@ def test_a_process_that_is_stopped_or_gone_is_named_in_time(two: tuple[Host, Hos
     fill(one.slots[0], content(1000), "s1")
     os.kill(other.pid, signal.SIGSTOP)
     began = time.monotonic()
-    ((_, (error,), _)) = send_copies(one.peer, 0, [other.peer], None, 1.0)
+    ((_, (error,), *_)) = send_copies(one.peer, 0, [other.peer], None, 1.0)
     assert error == f"{other.peer} does not answer"
     with pytest.raises(PeerError, match="does not answer"):
         got(other.peer, "s1", deadline_s=1.0)
     assert time.monotonic() - began < DEADLINE_S
     os.kill(other.pid, signal.SIGKILL)
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    ((_, (error,), _)) = send_copies(one.peer, 0, [Peer("gone", "127.0.0.1", free_port())], None, 1.0)
+    ((_, (error,), *_)) = send_copies(one.peer, 0, [Peer("gone", "127.0.0.1", free_port())], None, 1.0)
     assert "cannot be reached: Connection refused" in error
     assert not other.process.runs()
     other.process.start(lambda: None)  # as the agent does; nobody has reserved anything there since

@@ -375,7 +375,7 @@ def test_a_copy_is_held_until_steps_are_profiled_or_training_waits(host: Host) -
     times.set_waiting(True)
     thread.join(DEADLINE_S)
     assert taker.taken == saved and taker.first_ns > waits_from
-    ((num_bytes, errors, told),) = found
+    ((num_bytes, errors, told, _),) = found
     assert (num_bytes, errors, told["at_once_bytes"], told["idle_s"]) == (len(saved), [], len(saved), None)
     assert told["waited_s"] > 0
 
@@ -386,7 +386,7 @@ def test_a_copy_is_held_until_steps_are_profiled_or_training_waits(host: Host) -
         times.begin(now_ns())
         thread.join(0.05)
     assert taker.taken == saved
-    ((_, errors, told),) = found
+    ((_, errors, told, _),) = found
     assert errors == [] and told["idle_s"] is not None and math.isfinite(told["bytes_per_s"])
 
 

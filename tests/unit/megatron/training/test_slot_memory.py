@@ -50,6 +50,12 @@ def test_a_restart_in_place_asks_for_no_more() -> None:
             {"checkpoint_engine": "memory", "replication_traffic": "interleave", "replicas": 1},
             "--replication-traffic interleave: --replicas 1 keeps no copy on another host",
         ),
+        ({"replica_compression": "zstd"}, "--replica-compression zstd: --checkpoint-engine torch keeps no saves"),
+        (
+            {"checkpoint_engine": "memory", "replica_compression": "zstd", "replicas": 1},
+            "--replica-compression zstd: --replicas 1 keeps no copy on another host",
+        ),
+        ({"checkpoint_engine": "memory", "replica_compression": "on"}, "--replica-compression on"),
         ({"checkpoint_engine": "memory", "replication_traffic": "idle"}, "--replication-traffic idle"),
         (
             {"checkpoint_engine": "memory", "span_alpha": 0.6},
@@ -73,6 +79,12 @@ def test_flags_of_geminis_artifact_pace_copies() -> None:
     )  # fmt: skip
     assert engine_options(flags, 0, 10.0).copy_pacing == Pacing(20, 10, 0.6, 2, 16 << 20)
     assert engine_options(CheckpointConfig(), 0, 10.0).copy_pacing == MEASURED
+
+
+def test_copies_are_compressed_only_if_that_is_asked() -> None:
+    flags = CheckpointConfig(save="x", save_interval=1, checkpoint_engine="memory", replica_compression="zstd")
+    assert engine_options(flags, 0, 10.0).compress_copies
+    assert not engine_options(CheckpointConfig(), 0, 10.0).compress_copies
 
 
 def test_copies_of_other_hosts_must_fit_beside_a_hosts_own() -> None:

@@ -485,12 +485,40 @@ def test_host_memory_of_saves_in_memory(capsys: pytest.CaptureFixture[str]) -> N
     assert memory["lack"] is None and 0 < memory["available_bytes"] <= memory["limit_bytes"]
     status, out, err = run(capsys, *layout, "--host-memory", "--ranks-per-host", "2", "--format", "json", *flags)
     alone = json.loads(out) | {"available_bytes": memory["available_bytes"]}
+    assert alone.pop("compression") is None
     assert (status, err, alone) == (0, "", memory)
     uncoordinated = (*layout, "--ranks-per-host", "2", "--no-coordinator")
     own = plan_json(capsys, *uncoordinated, "--run", "--", *flags[1:-2])["run"]["memory"]
     assert (own["replicas"], own["copies_bytes"], own["host_bytes"]) == (1, 0, max(slots))
     status, _, err = run(capsys, *uncoordinated, "--host-memory", *flags)
     assert status == 2 and "--replicas 3: " in err
+
+
+def test_the_rate_up_to_which_compressing_copies_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of four ranks; each sends half of its slots, the newest save, to the other."""
+    layout = ("--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2", "--engine", "memory")
+    arguments = (*layout, "--host-memory", "--ranks-per-host", "4")
+    rates, flags = ("--compress-rate", "500", "--compressed-share", "0.8"), ("--", "--save", "x")
+    status, out, err = run(capsys, *arguments, *rates, "--link-rate", "125", "--format", "json", *flags)
+    assert (status, err) == (0, "")
+    memory = json.loads(out)
+    found, sent = memory["compression"], max(memory["slots_bytes"], memory["copies_bytes"]) / 2
+    assert found == pytest.approx({
+        "sent_bytes": sent, "threads": 4, "pays_below_MBps": 400.0, "pays_never_above_MBps": 2000.0,
+        "sent_s": sent / 125e6, "compressed_at_least_s": 0.8 * sent / 125e6,
+        "compressed_at_most_s": 0.8 * sent / 125e6 + sent / 2e9,
+    })  # fmt: skip
+    _, out, _ = run(capsys, *arguments, *rates, "--link-rate", "400", "--format", "json", *flags)
+    even = json.loads(out)["compression"]
+    assert even["compressed_at_most_s"] == pytest.approx(even["sent_s"]), "even if nothing overlaps"
+    _, out, _ = run(capsys, *arguments, *rates, "--link-rate", "2000", "--format", "json", *flags)
+    even = json.loads(out)["compression"]
+    assert even["compressed_at_least_s"] == pytest.approx(even["sent_s"]), "even if all of it does"
+    _, out, _ = run(capsys, *arguments, *rates, *flags)
+    assert "by 4 threads: pays below 400 MB/s of a host's network, never above 2000 MB/s\n" in out
+    assert "copies take" not in out
+    _, out, _ = run(capsys, *arguments, *rates, "--link-rate", "125", *flags)
+    assert " s as they are, " in out
 
 
 def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,6 +641,30 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
             "--replicas 2: --checkpoint-engine lazy keeps no saves",
         ),
         ("--model 7b --run --blocked-target 0", "--blocked-target 0: must be more than 0"),
+        (
+            "--model 7b --compress-rate 500",
+            "--compress-rate 500: is about copies of saves in memory; add --host-memory",
+        ),
+        (
+            "--model tiny --engine memory --host-memory --compress-rate 500",
+            "--compress-rate 500: whether compression pays depends on --compressed-share, too; add it",
+        ),
+        (
+            "--model tiny --engine memory --host-memory --link-rate 125 --compressed-share 0.8",
+            "--compressed-share 0.8: whether compression pays depends on --compress-rate, too; add it",
+        ),
+        (
+            "--model tiny --engine memory --host-memory --compress-rate 500 --compressed-share 1",
+            "--compressed-share 1: must be less than 1",
+        ),
+        (
+            "--model tiny --engine memory --host-memory --compress-rate -1 --compressed-share 0.8",
+            "--compress-rate -1: must be more than 0",
+        ),
+        (
+            "--model tiny --engine memory --host-memory --compress-rate 500 --compressed-share 0.8 -- --save x",
+            "--compress-rate 500: no host holds copies for another; drop it",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ MB = 1_000_000
 ENGINE = "MemoryEngine"
 
 
-def memory_save(log: RankLog, step: int, *, at_once: int = 0) -> None:
+def memory_save(log: RankLog, step: int, *, at_once: int = 0, wire: int | None = None) -> None:
     """100 ms, then a copy of 10 MB in 200 ms on most ranks, 300 ms on rank 5; all agree after 500 ms."""
     op = log.begin("save", ENGINE, tag=f"global_step{step}", step=step)
     op.span("device_to_host", None, 100)
@@ -33,6 +33,7 @@ def memory_save(log: RankLog, step: int, *, at_once: int = 0) -> None:
     log.now_ms += 400
     op.end(durable=False, bytes=10 * MB, num_files=1)
     values = {"replicate_waited_s": 0.01 * log.rank, "replicate_at_once_bytes": at_once}
+    values |= {} if wire is None else {"replicate_wire_bytes": wire, "replicate_compress_s": 0.02}
     log.write("probe", op=op.op_id, at="end", time_ns=log.ns(log.now_ms), values=values)
 
 
@@ -45,7 +46,7 @@ def memory_load(log: RankLog, tier: str) -> None:
     op.end(bytes=10 * MB, num_files=1)
 
 
-def report_of(directory: Path, tiers: dict[int, str], at_once: int = 0) -> Report:
+def report_of(directory: Path, tiers: dict[int, str], at_once: int = 0, wire: int | None = None) -> Report:
     """A run of four hosts with two ranks each; in cycle 1 a rank reads from its tier, others from local memory."""
     directory.mkdir()
     options = Options(hosts=4)
@@ -54,7 +55,7 @@ def report_of(directory: Path, tiers: dict[int, str], at_once: int = 0) -> Repor
         log.process()
         log.iteration(1)
         for step in (7, 8):
-            memory_save(log, step, at_once=at_once)
+            memory_save(log, step, at_once=at_once, wire=wire)
         dump(directory / RANK_FILE_PATTERN.format(rank=rank, cycle=0), log.records)
         again = RankLog(options, rank, 1, 20_000)
         again.process()
@@ -96,11 +97,24 @@ def test_copies_of_a_save(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", {}, at_once=MB)
     sent = json.loads(to_json(report))["saves"][-1]["replication"]
     assert sent == pytest.approx(
-        {"ranks": 8, "bytes": 80 * MB, "seconds": 0.3, "slowest_rank": 5, "waited_s": 0.07, "at_once_bytes": 8 * MB}
-    )
+        {"ranks": 8, "bytes": 80 * MB, "seconds": 0.3, "slowest_rank": 5, "waited_s": 0.07, "at_once_bytes": 8 * MB,
+         "wire_bytes": None, "compress_s": None}
+    )  # fmt: skip
     assert "copies to other hosts: 80.0 MB of 8 ranks in 0.300 s (rank 5), 8.0 MB of them at once" in render(
         report, Style(io.StringIO()), show_all=True
     )
+
+
+def test_compressed_copies_of_a_save(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "run", {}, at_once=MB, wire=8 * MB)
+    sent = json.loads(to_json(report))["saves"][-1]["replication"]
+    assert (sent["bytes"], sent["wire_bytes"], sent["compress_s"]) == (80 * MB, 64 * MB, pytest.approx(0.16))
+    text = render(report, Style(io.StringIO()), show_all=True)
+    assert "(rank 5), compressed to 64.0 MB in 0.160 s of processor time, 8.0 MB of them at once" in " ".join(
+        text.split()
+    )
+    (late,) = [finding for finding in report.findings if finding.rule == "copies_late"]
+    assert late.data["bytes"] == 64 * MB, "what went at once is a share of what went"
 
 
 def test_a_projection_starts_from_restarts_of_one_tier(tmp_path: Path) -> None:
