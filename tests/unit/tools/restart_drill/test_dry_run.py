@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.restart_drill import cli
+from tools.restart_drill.injection_points import MID_RETURN
 from tools.restart_drill.matrix import INJECTION_POINTS, cells
 from tools.restart_drill.options import ENGINES, MATRIX, SOAK
 from tools.restart_drill.soak.schedule import possible_faults
@@ -23,7 +24,8 @@ def shown(out: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[st
 def test_of_a_matrix_every_cell_is_in_a_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *sequences, numbers, limits = shown(tmp_path / "out", capsys, "--matrix")
     chosen = cells(("relaunch", "torchrun"), ENGINES[MATRIX], None)
-    assert {cell.injection_point for cell in chosen} == set(INJECTION_POINTS)
+    assert {cell.injection_point for cell in chosen} == set(INJECTION_POINTS) - {MID_RETURN}
+    assert {cell.injection_point for cell in cells(("in-process",), ("lazy",), None)} == set(INJECTION_POINTS)
     assert numbers == f"{len(chosen)} cells in {len(sequences)} sequences, and a reference run"
     assert limits == "A launch fails after 300 s, or after 5 s without an iteration."
     text = "\n".join(sequences) + "\n"
