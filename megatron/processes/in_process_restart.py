@@ -56,6 +56,7 @@ class InProcessRestarts:
         self.returns = 0
         self.started_ns: int | None = None
         self.phases: list[tuple[str, str | None, int, int]] = []
+        self._left_ns = 0
         self._asked_ns: int | None = None
         self._error_ns: int | None = None
         self._resident: int | None = None  # bytes of memory after the first return
@@ -71,6 +72,7 @@ class InProcessRestarts:
         follows a script that has registered nothing with `at_return`: it would find what its last start has built.
         """
         self.note_error()
+        self._left_ns = now_ns()
         if not self._undo or isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
             return False
         self._restore_handlers()  # the script has ended: a signal has nothing to wait for any more
@@ -84,13 +86,14 @@ class InProcessRestarts:
         No exception of the start before may be alive: it would keep what its frames hold. Raises SystemExit if
         something of that start stays.
         """
-        left_ns = now_ns()
+        undo_ns = now_ns()
         while self._undo:
             self._undo.pop()()
         under_way.clear()
         sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
         self._check_threads()
         self._check_memory()
+        left_ns = self._left_ns
         begun_ns = min(at_ns for at_ns in (self._asked_ns, self._error_ns, left_ns) if at_ns is not None)
         self._asked_ns = self._error_ns = None
         self._asked.clear()
@@ -104,7 +107,8 @@ class InProcessRestarts:
         self.started_ns = now_ns()
         self.phases = [
             ("abort", None, begun_ns, left_ns),
-            ("return", "undo", left_ns, undone_ns),
+            ("return", "barrier", left_ns, undo_ns),  # for the launcher's word
+            ("return", "undo", undo_ns, undone_ns),
             ("return", "barrier", undone_ns, self.started_ns),
         ]
         return restart, port

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -55,10 +57,11 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
     assert job.note("found_0_1") == job.note("found_1_2") == "[null, 0, []]"
     left, returns, phases = json.loads(job.note("found_2_2"))
     assert (left, returns) == (None, 2), "the environment is what the launcher gives"
-    assert [phase[:2] for phase in phases] == [["abort", None], ["return", "undo"], ["return", "barrier"]]
-    assert [phase[3] for phase in phases[:2]] == [phase[2] for phase in phases[1:]], "without gaps"
+    returned = [["return", detail] for detail in ("barrier", "undo", "barrier")]
+    assert [phase[:2] for phase in phases] == [["abort", None], *returned]
+    assert [phase[3] for phase in phases[:3]] == [phase[2] for phase in phases[1:]], "without gaps"
     killed, undone = float(job.note("killed_1")), float(job.note("undone_2_1_first"))
-    assert killed < phases[0][2] / 1e9 <= phases[1][2] / 1e9 < undone < phases[1][3] / 1e9 <= phases[2][3] / 1e9
+    assert killed < phases[0][2] / 1e9 <= phases[2][2] / 1e9 < undone < phases[2][3] / 1e9 <= phases[3][3] / 1e9
     assert float(job.note("undone_2_0_last")) < float(job.note("undone_2_0_first"))
 
 
@@ -79,13 +82,25 @@ if restart == 1 and rank == 0:
     assert job.said.count("wrapped") == 1 and "ValueError: of this start" in job.said
 
 
+def catches_sigterm(pid: int) -> bool:
+    found = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.slow
 def test_a_rank_that_misses_another_first_waits_for_the_launchers_word(start: Start) -> None:  # noqa: F811
     job = start(WAITS.replace("other.recv(1)", "if rank == 0 and restart == 0: gone()\nother.recv(1)"), *FLAGS, "2")
     job.note("waits_0_0")
     job.note("waits_1_0")
+    until(lambda: not catches_sigterm(job.pid(0)), "the end of the script of rank 0, which catches it")
+    (job.directory / "killed").write_text(str(time.monotonic()))
     os.kill(job.pid(1), signal.SIGKILL)
     assert job.pid(0, 1) == job.pid(0)
+    _, _, phases = json.loads(job.note("found_0_1"))
+    (_, _, _, left), (_, _, begin, asked), *_ = phases
+    killed = float(job.note("killed"))
+    assert begin == left < killed * 1e9 < asked, "it had left before there was anything to be told"
 
 
 @pytest.mark.slow
