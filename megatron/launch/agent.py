@@ -3,7 +3,8 @@
 There is one thread, so that the process stays forkable. It waits for signals, which also report the end of a rank, and
 for messages. It tells that it lives; if its beats are not answered for most of the heartbeat timeout, it is cut off: it
 kills its ranks, since others may be about to take their place, and asks to be let in again, as a spare. An agent that
-is stopped or hangs is killed, and its ranks with it (lease.py).
+is stopped or hangs is killed, and its ranks with it (lease.py). With --in-process-restart ranks are not ended but have
+returned (in_process_restart.py) when an end is told, and start again in the next generation if their place is the same.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
 from megatron.net.handshake import COORDINATOR, AuthenticationError, NoAnswerError, connect
 from megatron.net.secret import required_secret
 from megatron.peers.memory_slots import hold_slots
+from megatron.processes.in_process_restart import REPORT_SIGNAL
 from megatron.processes.source import what_runs
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -45,19 +47,20 @@ _JOIN_S = 60.0  # how long an agent tries to be answered at first, where others 
 _REJOIN_S = 600.0  # how long an agent that was cut off tries to be let in again
 _REJOIN_POLL_S = 0.5
 _FAILOVER_S = 2.0  # in place of the first two where another coordinator may lead by then
+_OF_RANKS = frozenset({signal.SIGCHLD, REPORT_SIGNAL})  # signals: a rank has ended, or returned
 
 
 class Signals:
     """Signals as bytes on a socket, so that one `select` waits for them and for messages."""
 
     def __init__(self, stopping: Collection[signal.Signals]) -> None:
-        """`stopping`: what is waited for besides SIGCHLD."""
+        """`stopping`: what is waited for besides what ranks cause."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         # What is to be ignored (nohup) stays so.
         caught = {signum for signum in stopping if signal.getsignal(signum) is not signal.SIG_IGN}
-        self._before = {signum: signal.getsignal(signum) for signum in caught | {signal.SIGCHLD}}
+        self._before = {signum: signal.getsignal(signum) for signum in caught | _OF_RANKS}
         for signum in self._before:
             signal.signal(signum, lambda *_: None)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -66,13 +69,13 @@ class Signals:
         return self._reader.fileno()
 
     def received(self) -> set[int]:
-        """Numbers of the signals that came since the last call."""
+        """Numbers of the signals that came since the last call, other than of ranks."""
         found: set[int] = set()
         while True:
             try:
                 found |= set(self._reader.recv(4096))
             except BlockingIOError:
-                return found
+                return found - _OF_RANKS
 
     def give_back(self) -> None:
         """In a forked rank: have signals do what they did before."""
@@ -115,6 +118,7 @@ class Agent:
         self._store: RendezvousStore | None = None
         self._copies: CopyProcess | None = None  # where the ranks keep saves in memory
         self._current: _Generation | None = None
+        self._before: _Generation | None = None  # if ranks of it have returned, and wait for the next start
         self._check = RepeatedCheck(plan.health_interval_s, self._what_is_wrong_with_spare)  # while no ranks run here
         self._trace = FailureTrace(plan.arguments)
         self._stopped_by: int | None = None
@@ -155,7 +159,7 @@ class Agent:
         connection = self._connection
         assert connection is not None
         select.select([connection, self._signals], [], [], self._until_next())
-        for signum in self._signals.received() - {signal.SIGCHLD}:
+        for signum in self._signals.received():
             self._pass_on(signum)
         code = self._hear(connection)
         if code is not None:
@@ -228,7 +232,7 @@ class Agent:
     def _stopped_within(self, seconds: float) -> int | None:
         """Wait; an exit status if a signal comes that is to end this process."""
         select.select([self._signals], [], [], seconds)
-        stop = self._signals.received() - {signal.SIGCHLD}
+        stop = self._signals.received()
         return 128 + min(stop) if stop else None
 
     def _coordinator(self) -> tuple[str, int]:
@@ -300,13 +304,16 @@ class Agent:
         return max(0.0, min(times) - time.monotonic())
 
     def _rejoin(self, why: str) -> int | None:
-        """Kill the ranks, and connect anew; an exit status if the coordinator is not there any more."""
+        """End the start, and connect anew; an exit status if the coordinator is not there any more."""
         assert self._connection is not None
         was_running = self._current is not None
-        self._kill_all()
+        code = self._leave_coordinator()
+        if code is not None:
+            return code
         self._connection.close()
         if was_running or self._connection.ended:
-            say(f"{socket.gethostname()}: {why}{'; its ranks were killed' if was_running else ''}")
+            ranks = "have returned" if self._before is not None else "were killed"
+            say(f"{socket.gethostname()}: {why}{f'; its ranks {ranks}' if was_running else ''}")
         wrong = self._what_is_wrong()
         if wrong is not None:
             say(f"error: {socket.gethostname()} does not join again: {wrong}")
@@ -362,6 +369,7 @@ class Agent:
             self._start(message)
         elif kind == "wait":
             self._place = -1
+            self._kill_returned("this node is a spare now")
             if self._copies is not None:
                 self._copies.prepare_like(message["copies"])
         elif kind == "expect":
@@ -416,12 +424,29 @@ class Agent:
         preloaded = self._preloaded if number == 0 else None
         if self._copies is not None:
             self._copies.tell_members(message["copies"])
+        before = self._take_returned(plan)
         self._allow_ranks()
         self._signals.hold()
-        ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child)
+        ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child, before)
         self._signals.let_go()
         self._current, self._place = _Generation(number, plan, ranks), plan.node_rank
         self._trace.relaunched(began_ns)
+
+    def _take_returned(self, plan: Plan) -> Ranks | None:
+        """Those of the start before, if any has returned that keeps its number and layout; others are killed."""
+        before = self._before
+        if before is None:
+            return None
+        if before.plan.node_rank != plan.node_rank:
+            self._kill_returned("this node has another place now")
+        elif (before.plan.nnodes, before.plan.arguments) != (plan.nnodes, plan.arguments):
+            self._kill_returned("the job has another layout now")
+        else:
+            stay = ", ".join(str(before.ranks.running[pid]) for pid in sorted(before.ranks.returned))
+            say(f"{socket.gethostname()}: starting ranks {stay} again in their processes, others anew")
+            self._before = None
+            return before.ranks
+        return None
 
     def _become_child(self, _local_rank: int) -> None:
         self._leave_agent()
@@ -444,8 +469,18 @@ class Agent:
             self._connection.send("ended", generation=message["generation"], failures=[], refused=0)
             return
         # Without the ranks of a lost node no rank can finish a step or a save: there is nothing to wait for.
-        current.ranks.end(signal.SIGKILL if message["kill"] else signal.SIGTERM, self._plan.shutdown_timeout_s)
+        self._end_start(current, signal.SIGKILL if message["kill"] else signal.SIGTERM)
         self._note_detected(current, message["why"], at_ns)
+
+    def _end_start(self, current: _Generation, signum: int) -> None:
+        """Have its ranks return, if they may start again in their processes, else end by a signal."""
+        ranks, plan = current.ranks, current.plan
+        if ranks.refused or ranks.ended_by is not None or not plan.returns_after(current.number):
+            ranks.end(signum, plan.shutdown_timeout_s)
+        elif not current.failed:  # else they have been asked
+            killed = ranks.ask_back(plan.return_timeout_s, plan.max_returns)
+            if killed is not None:
+                say(killed)
 
     def _note_detected(self, current: _Generation, why: str, at_ns: int) -> None:
         if not current.failed:
@@ -461,16 +496,13 @@ class Agent:
             return
         assert self._connection is not None
         ranks = current.ranks
-        ranks.reap()
-        killed = ranks.kill_overdue(self._plan.shutdown_timeout_s)
-        if killed is not None:
-            say(killed)
+        self._see_to(ranks)
         if ranks.failures and not current.failed and self._stopped_by is None:
             at_ns = now_ns()
             self._connection.send("failed", generation=current.number, why=ranks.failures[0])
-            ranks.end(signal.SIGTERM, self._plan.shutdown_timeout_s)
+            self._end_start(current, signal.SIGTERM)
             self._note_detected(current, ranks.failures[0], at_ns)
-        if not ranks.running:
+        if ranks.settled:
             if current.failed:
                 self._trace.stopped()
             wrong = self._what_is_wrong() if ranks.failures else None
@@ -478,8 +510,7 @@ class Agent:
                 self._connection.send("unfit", generation=current.number, why=wrong)
             ended = {"failures": ranks.failures, "refused": ranks.refused}
             self._connection.send("ended", generation=current.number, **ended)
-            self._current = None
-            self._lease.allow_until(None)
+            self._have_ended(current)
 
     def _look_after_copies(self) -> None:
         """Have the process that holds copies of saves run, once it is known of which launch; again if it has ended."""
@@ -527,20 +558,58 @@ class Agent:
         if self._current is not None:
             self._current.ranks.end(signum, self._plan.shutdown_timeout_s)
 
+    def _see_to(self, ranks: Ranks) -> None:
+        """See which have returned or ended, and kill those that should have."""
+        ranks.hear()  # before: one that has returned may have ended since
+        ranks.reap()
+        killed = ranks.kill_overdue(self._plan.shutdown_timeout_s if ranks.ended_by else self._plan.return_timeout_s)
+        if killed is not None:
+            say(killed)
+
+    def _have_ended(self, current: _Generation) -> None:
+        """No rank trains any more; some may have returned."""
+        self._current, self._before = None, current if current.ranks.running else None
+        self._lease.allow_until(None)
+
+    def _leave_coordinator(self) -> int | None:
+        """Kill the ranks, or have them return where another coordinator may start them again; an exit status if a
+        signal ends this process meanwhile."""
+        assert self._connection is not None
+        if not (isinstance(self._plan.coordinator, StoreAddress) and self._connection.ended):
+            self._kill_all()
+            return None
+        if self._current is None:
+            return None
+        self._end_start(self._current, signal.SIGKILL)
+        return self._wait_for_end(self._current)
+
     def _kill_all(self) -> None:
         """Kill the ranks, if there are any, and wait for their end."""
-        current, self._current = self._current, None
-        if current is None:
-            return
-        current.ranks.send(signal.SIGKILL)
+        self._kill_returned(None)
+        if self._current is not None:
+            self._current.ranks.end(signal.SIGKILL, self._plan.shutdown_timeout_s)
+            self._wait_for_end(self._current)
+
+    def _wait_for_end(self, current: _Generation) -> int | None:
+        code, ranks = None, current.ranks
         self._note_detected(current, "cut off from the coordinator", now_ns())
-        while current.ranks.running:
-            current.ranks.reap()
-            if current.ranks.running:
-                select.select([self._signals], [], [], 0.01)
-                self._signals.received()
-        self._lease.allow_until(None)
+        while not ranks.settled:
+            code = code or self._stopped_within(0.01)
+            # Others may take their place then.
+            if ranks.ended_by is None and (code is not None or time.monotonic() >= self._lease_until):
+                ranks.end(signal.SIGKILL, self._plan.shutdown_timeout_s)
+            self._see_to(ranks)
+        self._have_ended(current)
         self._trace.stopped()
+        return code
+
+    def _kill_returned(self, why: str | None) -> None:
+        """Kill ranks that wait for the next start, if there are any. `why`: to be told."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.ranks.kill_now()
+            if why is not None:
+                say(f"{socket.gethostname()}: ranks that had returned were killed: {why}")
 
     def _close_store(self) -> None:
         if self._store is not None:

@@ -151,8 +151,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_in_process_restarts(add: Any) -> None:
     add(
         "--in-process-restart",
-        "with --max-restarts: ranks that live after a failure start again in their processes, and only the others are "
-        "forked; on one node, without CUDA",
+        "with --max-restarts or --coordinator: ranks that live after a failure start again in their processes, and "
+        "only the others are forked; without CUDA",
         action="store_true",
     )
     add(
@@ -282,10 +282,7 @@ def _check_in_process_restart(parser: argparse.ArgumentParser, args: argparse.Na
         return
     if args.standby:
         parser.error(f"{flag} with --standby: both decide which ranks follow a failure; leave one of them out")
-    for other, given in (("--coordinator", args.coordinator), ("--nnodes", args.nnodes if args.nnodes > 1 else None)):
-        if given is not None:
-            parser.error(f"{flag} with {other} {given}: it is for restarts on one node; leave out {flag}")
-    if not args.max_restarts:
+    if not args.max_restarts and args.coordinator is None:  # else that says how many
         parser.error(f"{flag}: is about restarts; give --max-restarts, too")
 
 

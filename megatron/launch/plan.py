@@ -63,6 +63,10 @@ class Plan:
         """Whether the ranks compile layers."""
         return "--torch-compile" in self.arguments
 
+    def returns_after(self, restarts: int) -> bool:
+        """Whether ranks that live after a failure of the start with this number of restarts are to start again."""
+        return self.in_process_restart and restarts < self.max_restarts
+
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc_per_node

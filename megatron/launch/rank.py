@@ -55,7 +55,6 @@ def become_rank(
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.pop(PRELOAD_VARIABLE, None)
-    inherited = dict(os.environ)
     os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
     if connection is None:
         _run(plan)
@@ -67,9 +66,9 @@ def become_rank(
             if not restarts.follows(error):
                 raise
         # The exception is gone here, and with it the frames that hold what the script has built.
-        restart, port = restarts.wait_for_start()
+        environment = restarts.wait_for_start()
         os.environ.clear()
-        os.environ.update(inherited | rank_environment(plan, local_rank, restart, port, None))
+        os.environ.update(environment)
 
 
 def _run(plan: Plan) -> NoReturn:

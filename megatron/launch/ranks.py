@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from megatron.config.arguments import EXIT_CODE as REFUSED
 from megatron.config.errors import REPEATED
 from megatron.launch.plan import Plan
-from megatron.launch.rank import become_rank
-from megatron.processes.in_process_restart import RETURN, RETURNED, start_message
-from restart_trace.startup import Preload
+from megatron.launch.rank import become_rank, rank_environment
+from megatron.processes.in_process_restart import RETURN, RETURNED, send_start
+from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
 _KILLED_AGAIN_S = 1.0  # at least: an end takes a while
 
@@ -62,19 +62,24 @@ class Ranks:
 
     def hear(self) -> None:
         """Note which have returned."""
+        if self.ended_by is not None:  # none of them is to start again
+            return
         for pid in self.running.keys() - self.returned:
             with contextlib.suppress(OSError):  # nothing yet, or it has ended
                 if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) == RETURNED:
                     self.returned.add(pid)
 
-    def start_again(self, before: Ranks, restart: int, port: int) -> None:
+    def start_again(self, before: Ranks, plan: Plan, restart: int, port: int) -> None:
         """Take over the ranks that have returned from the start before, and have them start as this restart."""
+        before.reap()  # they may have waited for long
+        launcher = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
         for pid in sorted(before.returned):
-            self.running[pid] = before.running.pop(pid)
+            rank = self.running[pid] = before.running.pop(pid)
             self.connections[pid] = before.connections.pop(pid)
             self.returns[pid] = before.returns.get(pid, 0) + 1
+            own = rank_environment(plan, rank - plan.rank(0), restart, port, None)
             with contextlib.suppress(OSError):  # as in ask_back
-                self.connections[pid].send(start_message(restart, port))
+                send_start(self.connections[pid], launcher | own)
         before.returned.clear()
 
     def send(self, signum: int) -> None:
@@ -89,7 +94,7 @@ class Ranks:
         """
         if self.ended_by is not None and signum != signal.SIGKILL:
             return
-        self.returned.clear()  # none of them is to start again
+        self.returned.clear()
         self.send(signum)
         self.send(signal.SIGCONT)
         if self.ended_by is None:
@@ -118,6 +123,8 @@ class Ranks:
         self.send(signal.SIGKILL)
         for pid in self.running:
             os.waitpid(pid, 0)
+            if pid in self.connections:
+                self.connections.pop(pid).close()
         self.running.clear()
 
     def reap(self) -> None:
@@ -170,7 +177,7 @@ def fork_ranks(
     launcher = os.getpid()
     ranks = Ranks()
     if before is not None:
-        ranks.start_again(before, restart, port)
+        ranks.start_again(before, plan, restart, port)
     there = set(ranks.running.values())
     for local_rank in range(plan.nproc_per_node):
         if plan.rank(local_rank) in there:

@@ -129,7 +129,7 @@ def _run_to_end(
     those that outlive that by the timeout get SIGKILL.
     """
     ranks = start.ranks
-    may_return = plan.in_process_restart and start.number < plan.max_restarts
+    may_return = plan.returns_after(start.number)
     stopped_by: signal.Signals | None = None
     failed = False
     while True:

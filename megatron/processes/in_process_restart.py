@@ -12,20 +12,21 @@ a file half written in a process that lives on. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from restart_trace import under_way
 from restart_trace.clock import now_ns
 
-RETURN, RETURNED = b"return", b"returned"
+RETURN, RETURNED, _START = b"return", b"returned", b"start"
 REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a rank has sent RETURNED
 
 _LONGEST = 100  # bytes of a message
@@ -35,9 +36,13 @@ _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def start_message(restart: int, port: int) -> bytes:
-    """To a rank that has returned: start again, as this restart, with the rendezvous at this port."""
-    return f"{restart} {port}".encode()
+def send_start(connection: socket.socket, environment: Mapping[str, str]) -> None:
+    """To a rank that has returned: start again, with this environment. In a file, as that of many hosts fits in no
+    message."""
+    with os.fdopen(os.memfd_create("environment"), "w+") as file:
+        json.dump(dict(environment), file)
+        file.flush()
+        socket.send_fds(connection, [_START], [file.fileno()])
 
 
 class InProcessRestarts:
@@ -50,7 +55,7 @@ class InProcessRestarts:
         self._handlers = {number: signal.getsignal(number) for number in _HANDLED}
         self._excepthook = sys.excepthook
         self._asked, self._left = threading.Event(), threading.Event()
-        self._starts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[int] = queue.SimpleQueue()  # descriptors of files
         self._undo: list[Callable[[], object]] = []
         self._has_lost_rank = False
         self.returns = 0
@@ -80,8 +85,8 @@ class InProcessRestarts:
             self._asked.wait(self._timeout_s)
         return self._asked.is_set()
 
-    def wait_for_start(self) -> tuple[int, int]:
-        """Undo the start before, report, and wait for the next: its number of restarts, and the rendezvous's port.
+    def wait_for_start(self) -> dict[str, str]:
+        """Undo the start before, report, and wait for the next: its environment.
 
         No exception of the start before may be alive: it would keep what its frames hold. Raises SystemExit if
         something of that start stays.
@@ -102,7 +107,9 @@ class InProcessRestarts:
         undone_ns = now_ns()
         self._connection.send(RETURNED)
         os.kill(self._launcher, REPORT_SIGNAL)
-        restart, port = map(int, self._starts.get().split())
+        with os.fdopen(self._starts.get()) as file:
+            file.seek(0)
+            environment = json.load(file)
         self.returns += 1
         self.started_ns = now_ns()
         self.phases = [
@@ -111,7 +118,7 @@ class InProcessRestarts:
             ("return", "undo", undo_ns, undone_ns),
             ("return", "barrier", undone_ns, self.started_ns),
         ]
-        return restart, port
+        return environment
 
     def note_error(self) -> None:
         """An error may end this start: what it is left for begins here, unless the launcher has asked before."""
@@ -140,9 +147,10 @@ class InProcessRestarts:
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
-        while message := self._connection.recv(_LONGEST):
+        while (received := socket.recv_fds(self._connection, _LONGEST, 1))[0]:
+            message, files, *_ = received
             if message != RETURN:
-                self._starts.put(message)
+                self._starts.put(files[0])
                 continue
             self._left.clear()
             self._asked_ns = now_ns()

@@ -418,12 +418,17 @@ def test_fork_launcher(tmp_path: Path) -> None:
     assert parse_arguments([*standby.launcher[2:], str(ROOT / "pretrain_gpt.py")]).standby and not plan.standby
     (loads,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="load", KILL_AT="none")
     assert "--standby-load" in loads.launcher and "--standby-load" not in standby.launcher
-    returning = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", IN_PROCESS_RESTART="1", KILL_AT="none")[0]
-    assert parse_arguments([*returning.launcher[2:], str(ROOT / "pretrain_gpt.py")]).in_process_restart
+    returning = {"LAUNCHER": "fork", "MAX_RESTARTS": "1", "IN_PROCESS_RESTART": "1"}
+    one = dry_run(TINY, tmp_path, **returning, KILL_AT="none")[0]
+    assert parse_arguments([*one.launcher[2:], str(ROOT / "pretrain_gpt.py")]).in_process_restart
     nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
     plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
     assert [(plan.node_rank, plan.nnodes, plan.rank(1)) for plan in plans] == [(0, 2, 1), (1, 2, 5)]
     assert {(plan.master_addr, plan.master_port) for plan in plans} == {("node0", 29500)}
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=4\nnode1 slots=4")
+    over = dry_run(TINY, tmp_path, HOSTFILE=str(hostfile), DEVICE="cpu", KILL_AT="none", **returning)
+    assert ["--in-process-restart" in command.launcher for command in over] == [True, True, False], "the coordinator"
 
 
 def test_hostfile_gives_the_nodes(tmp_path: Path) -> None:
@@ -575,11 +580,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
             "STANDBY=1: needs MAX_RESTARTS, and one node",
         ),
         (TINY, FORK | {"STANDBY": "1", "MASTER_PORT": "9"}, "MASTER_PORT=9: standby ranks rendezvous while"),
-        (
-            TINY,
-            {"LAUNCHER": "fork", "IN_PROCESS_RESTART": "1"},
-            "IN_PROCESS_RESTART=1: needs MAX_RESTARTS, and one node",
-        ),
+        (TINY, {"LAUNCHER": "fork", "IN_PROCESS_RESTART": "1"}, "IN_PROCESS_RESTART=1: needs MAX_RESTARTS"),
         (TINY, FORK | {"STANDBY": "1", "IN_PROCESS_RESTART": "1"}, "IN_PROCESS_RESTART=1: both decide which ranks"),
         (TINY, FORK | {"IN_PROCESS_RESTART": "1", "DEVICE": "cuda"}, "IN_PROCESS_RESTART=1: ranks on CUDA devices"),
         (TINY, FORK | {"STANDBY": "1", "DEVICE": "cuda"}, "STANDBY=1: standby ranks would take memory of the devices"),
@@ -740,7 +741,7 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> WithoutIt:
     [
         {"ALLOW_SHRINK": "1"}, {"HEARTBEAT_TIMEOUT": "5"}, {"COORDINATOR_ADDR": "a"}, {"COORDINATOR_PORT": "9"},
         {"SPARES": "1"}, {"HOST_GRACE": "5"}, {"MEET_TIMEOUT": "5"}, {"MAX_RESTARTS": "1"}, {"MASTER_ADDR": "x"},
-        {"MASTER_PORT": "9"}, {"NODE_RANK": "1"},
+        {"MASTER_PORT": "9"}, {"NODE_RANK": "1"}, {"IN_PROCESS_RESTART": "1"},
     ],
     ids=lambda settings: "".join(settings),
 )  # fmt: skip

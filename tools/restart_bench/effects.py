@@ -112,11 +112,12 @@ def check_launcher(given: Settings, launcher: str) -> None:
         refuse(given, _ONLY_FROM_ONE_NODE, ["HOST_GRACE"])
     if launcher in BY_SLURM:
         refuse(given, "srun starts the ranks of all nodes; leave it out", ["NODE_RANK"])
-    for name, value in (("STANDBY", given.standby), ("IN_PROCESS_RESTART", given.in_process_restart)):
-        if value and (not restarts_in_place(given) or given.hostfile):
-            raise SettingsError(f"{name}={value}: needs MAX_RESTARTS, and one node (no HOSTFILE)")
+    if not restarts_in_place(given):
+        refuse(given, "needs MAX_RESTARTS; set it, or leave this out", ["IN_PROCESS_RESTART"])
     if not given.standby:
         return
+    if not restarts_in_place(given) or given.hostfile:
+        refuse(given, "needs MAX_RESTARTS, and one node (no HOSTFILE)", ["STANDBY"])
     refuse(given, "both decide which ranks follow a failure; leave out this or STANDBY", ["IN_PROCESS_RESTART"])
     why = "standby ranks rendezvous while running ranks use this port; leave it out, and each start takes a free port"
     refuse(given, why, ["MASTER_PORT"])

@@ -214,7 +214,7 @@ class Settings:
         check=_matches("1|load", "use 1 or load, or leave it out"),
     )
     in_process_restart: str = setting(
-        "with `MAX_RESTARTS` on one node, without CUDA: 1: [ranks that live after a failure start again in their "
+        "with `MAX_RESTARTS`, without CUDA: 1: [ranks that live after a failure start again in their "
         "processes](launch.md#in-process-restarts)",
         of=LAUNCH,
         check=_matches("1", "use 1, or leave it out"),

@@ -47,8 +47,8 @@ class Fork(Launcher):
             words += ["--max-restarts", given.max_restarts or "0"]
             words += ["--standby"] if given.standby else []
             words += ["--standby-load"] if given.standby == "load" else []
-            words += ["--in-process-restart"] if given.in_process_restart else []
             words += ["--master-port", launch.port] if nodes.number > 1 or launch.master_port else []
+        words += ["--in-process-restart"] if given.in_process_restart else []
         return [
             *launch.prefix, run.interpreter.path, _LAUNCHER, "--nproc-per-node", str(nodes.gpus_per_node), *words,
             PROGRAM, *launch.flags,

@@ -249,10 +249,9 @@ def test_none_returns_where_no_restart_is_left(start: Start) -> None:  # noqa: F
         (["--in-process-restart"], "--in-process-restart: is about restarts; give --max-restarts, too"),
         (["--in-process-restart", "--max-restarts", "1", "--standby"], "--in-process-restart with --standby: both"),
         (
-            ["--in-process-restart", "--coordinator", "login:29400"],
-            "with --coordinator login:29400: it is for restarts",
+            ["--in-process-restart", "--max-restarts", "1", "--nnodes", "2", "--master-addr", "n"],
+            "launchers of several nodes do not agree on restarts by themselves; give --coordinator",
         ),
-        (["--in-process-restart", "--nnodes", "2", "--master-addr", "n"], "with --nnodes 2: it is for restarts on one"),
         (["--return-timeout", "3"], "--return-timeout 3: ranks return with --in-process-restart alone; give it, too"),
         (
             ["--in-process-restart", "--max-restarts", "1", "--return-timeout", "-1"],
