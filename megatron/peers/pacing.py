@@ -1,7 +1,8 @@
 """What keeps interleaved copies within the idle spans of a step, and how far.
 
-The settings are those of GEMINI's artifact (github.com/zhuangwang93/Gemini), under its names; None is this project's
-own way. That artifact counts what fits into a span from a bandwidth that it is told; here the network is measured.
+The settings are those of GEMINI's artifact (github.com/zhuangwang93/Gemini_SOSP23), under its names; None is this
+project's own way. That artifact counts what fits into a span from a bandwidth that it is told; here the network is
+measured.
 """
 
 from __future__ import annotations
