@@ -95,8 +95,8 @@ class ExpertParallel:
         self.groups: dict[int, ExpertParallelGroup] = {}
 
     def group_for(self, experts: int) -> ExpertParallelGroup:
-        """The group of a layer with so many experts; with fewer experts than ranks each has one of them."""
-        size = min(self._layout.ep, experts)
+        """The group of a layer with so many experts."""
+        size = self._layout.expert_ranks(experts)
         return self.groups.setdefault(size, ExpertParallelGroup(self._dp_rank % size, size))
 
     def by_name(self, name: str) -> ExpertParallelGroup:

@@ -45,6 +45,17 @@ class Layout:
         """Global rank at these coordinates."""
         return (pp * self.dp + dp) * self.tp + tp
 
+    def expert_ranks(self, experts: int) -> int:
+        """Over how many data-parallel ranks the experts of a layer with so many are divided; of fewer experts than `ep`
+        each rank has one.
+        """
+        return min(self.ep, experts)
+
+    def expert_holders(self, experts: int, expert: int) -> range:
+        """The data-parallel ranks that hold expert number `expert` of a layer with `experts`."""
+        ranks = self.expert_ranks(experts)
+        return range(expert // (experts // ranks), self.dp, ranks)
+
     def as_dict(self) -> dict[str, int]:
         """The sizes by name; "ep" only where experts are divided."""
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}

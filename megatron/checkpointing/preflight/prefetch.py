@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron.checkpointing.engines.lazy.header import (
 )
 from megatron.checkpointing.preflight.compatibility import newest_with_manifest
 from megatron.checkpointing.store import naming as names
-from megatron.checkpointing.store.parts import spread
+from megatron.checkpointing.store.parts import spread_over_replicas
 from megatron.config import Config
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.page_cache import ResidentPages
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 4 << 20  # bytes: of the buffer, and what is read between two looks at whether to stop
 _OPTIMIZER_SUFFIX = "_optim_states.pt"
-_LAYER_PREFIX = "layer_"
 
 Stretch = tuple[int, int]  # bytes [start, stop) of a file
 
@@ -67,12 +67,10 @@ class Prefetch:
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         # What a rank knows that it reads before its model is built: all but, with engine torch, the layers.
         with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
-        self._mine = names.optimizer_file(layout, at, config.model.params_dtype)
-        # With divided experts only the model tells which part a replica reads: then each reads all of it ahead.
-        divided = config.checkpoint.ckpt_fully_parallel_load and layout.ep == 1
-        self._replica, self._replicas = (at.dp, layout.dp) if divided else (0, 1)  # of those that divide the weights
-        common = names.model_states_file(layout, at)
-        self._wanted.put([self._mine, common] if with_optimizer else [common])
+        mine, common = names.optimizer_file(layout, at, config.model.params_dtype), names.model_states_file(layout, at)
+        divided = config.checkpoint.ckpt_fully_parallel_load
+        self._part = _Part(layout, at.dp, mine, config.model.experts_per_layer, divided)
+        self._wanted.put([mine, common] if with_optimizer else [common])
         self._thread.start()
 
     def also(self, states: Sequence[str]) -> None:
@@ -140,7 +138,7 @@ class Prefetch:
             resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            for at, length in _blocks(_stretches(fd, path, parts, self._mine, self._replica, self._replicas)):
+            for at, length in _blocks(_stretches(fd, path, parts, self._part)):
                 missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
@@ -171,11 +169,47 @@ def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
     return Prefetch(config, layout, config.parallel.rank, limit)
 
 
-def _stretches(
-    fd: int, path: Path, parts: Sequence[FilePart], my_optimizer_file: str, replica: int, replicas: int
-) -> list[Stretch]:
-    """The parts of a file to read: of engine lazy's, whose files hold more states than one, the header and what is not
-    another rank's shard, nor a layer that another of `replicas` reads; else all of it.
+@dataclass(frozen=True)
+class _Part:
+    """Which states of a stage a rank reads, told by the names and sizes of the states in a file.
+
+    `divided`: replicas read a part of the weights each, as in megatron.checkpointing.state.replicas.
+    """
+
+    layout: Layout
+    dp: int
+    optimizer_file: str
+    experts_per_layer: Sequence[int]
+    divided: bool
+
+    def of_others(self, entries: Mapping[str, Any]) -> set[str]:
+        """The states among the tensors of a file that only other ranks read: their shards, experts and layers.
+
+        All weights that the same replicas hold are in one file, so that its sizes tell how these divide them.
+        """
+        elements: dict[str, int] = {}
+        for name, entry in entries.items():
+            state = name.partition("/")[0]
+            elements[state] = elements.get(state, 0) + math.prod(entry["shape"])
+        others = {state for state in elements if state.endswith(_OPTIMIZER_SUFFIX) and state != self.optimizer_file}
+        weights = sorted((number, state) for state in elements if (number := names.layer_of(state)) is not None)
+        replicas = [self._holders(*number) for number, _ in weights]
+        readers = spread_over_replicas([elements[state] for _, state in weights], replicas)
+        for (_, state), holders, reader in zip(weights, replicas, readers, strict=True):
+            if self.dp not in holders or (self.divided and reader != self.dp):
+                others.add(state)
+        return others
+
+    def _holders(self, layer: int, expert: int | None = None) -> range:
+        """The data-parallel ranks that hold a layer, or an expert of it; blocks are numbered from 2 on."""
+        if expert is None:
+            return range(self.layout.dp)
+        return self.layout.expert_holders(self.experts_per_layer[layer - 2], expert)
+
+
+def _stretches(fd: int, path: Path, parts: Sequence[FilePart], part: _Part) -> list[Stretch]:
+    """The parts of a file to read: of engine lazy's, whose files hold more states than one, the header and what the
+    rank reads; else all of it.
 
     Raises CheckpointDamagedError or ValueError if the header is no header.
     """
@@ -187,11 +221,10 @@ def _stretches(
     else:
         header = read_header_by(path, ALIGNMENT, lambda start, size: os.pread(fd, size, start))
         found, begin, entries = [(0, len(header))], len(header), entries_of(header)
-    others = _layers_of_others(entries, replica, replicas)
-    for name, entry in entries.items():
-        state = name.partition("/")[0]
-        mine = state == my_optimizer_file or not (state.endswith(_OPTIMIZER_SUFFIX) or state in others)
-        if name != METADATA and mine:
+    tensors = {name: entry for name, entry in entries.items() if name != METADATA}
+    others = part.of_others(tensors)
+    for name, entry in tensors.items():
+        if name.partition("/")[0] not in others:
             start, stop = entry["data_offsets"]
             if not 0 <= start <= stop <= size - begin:
                 raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")
@@ -205,18 +238,6 @@ def _of_part(path: Path, part: FilePart) -> tuple[list[Stretch], int, dict[str, 
     entries = {name: entry for name, entry in part_entries(header[1]).items() if not name.startswith(PADDING)}
     first = min((entry["data_offsets"][0] for entry in entries.values()), default=0)
     return [(extent.start, extent.stop) for extent in part.header], part.data[0] - first, entries
-
-
-def _layers_of_others(entries: Mapping[str, Any], replica: int, replicas: int) -> set[str]:
-    """The layers that other replicas read, by the same division as megatron.checkpointing.state.replicas."""
-    elements: dict[str, int] = {}
-    for name, entry in entries.items():
-        state = name.partition("/")[0]
-        if state.startswith(_LAYER_PREFIX):
-            elements[state] = elements.get(state, 0) + math.prod(entry["shape"])
-    layers = sorted(elements, key=lambda state: (len(state), state))  # in the order of their numbers
-    readers = spread([elements[state] for state in layers], replicas)
-    return {state for state, reader in zip(layers, readers, strict=True) if reader != replica}
 
 
 def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:

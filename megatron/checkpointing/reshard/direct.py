@@ -38,7 +38,7 @@ from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shar
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.state.layer_files import layer_files, layers_of
-from megatron.checkpointing.state.replicas import broadcast_within_replicas, spread_over_replicas
+from megatron.checkpointing.state.replicas import broadcast_within_replicas
 from megatron.checkpointing.state.restore import restore_optimizer, restore_progress, restore_tied_weights
 from megatron.checkpointing.state.shard_metadata import (
     flat_partitions,
@@ -50,7 +50,7 @@ from megatron.checkpointing.state.shard_metadata import (
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.commit import collect_files, parts_of_ranks
 from megatron.checkpointing.store.manifest import Manifest
-from megatron.checkpointing.store.parts import share_of
+from megatron.checkpointing.store.parts import share_of, spread_over_replicas
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.checksums import RangeChecksum

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.checkpointing.state.layer_files import LayerFile, layer_files
 from megatron.checkpointing.store.naming import RankPlace
-from megatron.checkpointing.store.parts import spread
+from megatron.checkpointing.store.parts import spread_over_replicas
 from megatron.fileio.checksums import crc32
 
 _UNDER_WAY = 4  # broadcasts at once: gloo keeps a copy in host memory of each tensor of a device meanwhile
@@ -28,17 +28,6 @@ def readers_of(files: Sequence[LayerFile]) -> list[int]:
     """
     sizes = [sum(tensor.numel() for tensor in _tensors(file)) for file in files]
     return spread_over_replicas(sizes, [file.replicas for file in files])
-
-
-def spread_over_replicas(sizes: Sequence[int], replicas: Sequence[range]) -> list[int]:
-    """The DP rank that reads each of some items, of these sizes, which these `replicas` need."""
-    readers = [0] * len(sizes)
-    for alike in set(replicas):
-        positions = [i for i, needing in enumerate(replicas) if needing == alike]
-        of_each = spread([sizes[i] for i in positions], len(alike))
-        for i, reader in zip(positions, of_each, strict=True):
-            readers[i] = alike[reader]
-    return readers
 
 
 def layers_read_by(files: Sequence[LayerFile], place: RankPlace, *, divided: bool) -> list[str]:

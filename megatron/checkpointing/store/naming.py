@@ -38,6 +38,8 @@ _REMOVED = re.compile(
     rf"{re.escape(REMOVED_PREFIX)}(incomplete_.+|global_step\d+(?:{re.escape(REPLACED_SUFFIX)})?)_[0-9a-f]{{16}}"
 )
 
+_LAYER = re.compile(r"layer_([0-9]{1,9})(?:-model_|_expert_([0-9]{1,9})_mp_rank_)[0-9]+[-_]model_states\.pt")
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -113,6 +115,12 @@ def expert_file(layer_number: int, expert: int, tp_rank: int) -> str:
     layers with experts.
     """
     return f"layer_{layer_number:02d}_expert_{expert}_mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def layer_of(file: str) -> tuple[int, ...] | None:
+    """(layer number,) of a name of `layer_file`, (layer number, expert) of one of `expert_file`; None for any other."""
+    match = _LAYER.fullmatch(file)
+    return tuple(int(number) for number in match.groups() if number is not None) if match else None
 
 
 def model_states_file(layout: Layout, at: Coordinates) -> str:

@@ -19,3 +19,14 @@ def spread(sizes: Sequence[int], readers: int) -> list[int]:
         found[item] = load.index(min(load))
         load[found[item]] += sizes[item]
     return found
+
+
+def spread_over_replicas(sizes: Sequence[int], replicas: Sequence[range]) -> list[int]:
+    """The DP rank that reads each of some items, of these sizes, which these `replicas` need."""
+    readers = [0] * len(sizes)
+    for alike in set(replicas):
+        positions = [i for i, needing in enumerate(replicas) if needing == alike]
+        of_each = spread([sizes[i] for i in positions], len(alike))
+        for i, reader in zip(positions, of_each, strict=True):
+            readers[i] = alike[reader]
+    return readers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,21 +59,23 @@ def states(rank: int) -> list[FileState]:
     return mine
 
 
-def save(directory: Path, engine: str) -> dict[str, SavedFile]:
-    """A checkpoint of two ranks, of which nothing is in the page cache."""
+def save(
+    directory: Path, engine: str, layout: Layout = TWO, of_rank: Callable[[int], list[FileState]] = states
+) -> dict[str, SavedFile]:
+    """A checkpoint of data-parallel ranks, of which nothing is in the page cache."""
     target = directory / "global_step5"
     target.mkdir()
     saved: dict[str, SavedFile] = {}
+    ranks = range(layout.world_size)
     if engine == SHARED:
-        options = [EngineOptions(rank=i, local_rank=i, local_world_size=2, files_per_node=1) for i in (0, 1)]
-        saved = save_together([LazyEngine(each) for each in options], [states(0), states(1)], target)
+        options = [EngineOptions(rank=i, local_rank=i, local_world_size=len(ranks), files_per_node=1) for i in ranks]
+        saved = save_together([LazyEngine(each) for each in options], [of_rank(rank) for rank in ranks], target)
         engine = "lazy"
-    for rank in (0, 1) if not saved else ():
+    for rank in ranks if not saved else ():
         saving = create_engine(engine, EngineOptions(rank=rank))
-        saved |= {file.name: file for file in saving.save(states(rank), target, untraced_operation())}
+        saved |= {file.name: file for file in saving.save(of_rank(rank), target, untraced_operation())}
         saving.close()
-    layout = {"tp": 1, "pp": 1, "dp": 2}
-    write_manifest(target, Manifest("global_step5", 5, engine, layout, {}, saved), fsync=True)
+    write_manifest(target, Manifest("global_step5", 5, engine, layout.as_dict(), {}, saved), fsync=True)
     for name in saved:
         forget(target / name)
     return saved
@@ -189,6 +192,41 @@ def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, na
     # What was read ahead is counted once: what the load says it has read is the little that was not.
     total = sum(span["bytes"] for span in found.spans if span.get("detail") == "read" and "bytes" in span)
     assert MINE <= total < MINE + 2 * MIB
+
+
+EXPERTS = Layout(tp=1, pp=1, dp=4, ep=2)  # four experts of layer 3, two on each rank
+
+
+def states_with_experts(rank: int) -> list[FileState]:
+    """As `states`; rank 0 writes the experts of ranks 0 and 2, too, and rank 1 those of ranks 1 and 3."""
+    mine = [FileState(names.optimizer_file(EXPERTS, EXPERTS.coordinates(rank), "bf16"), {"master": torch.ones(MIB)})]
+    for expert in (2 * rank, 2 * rank + 1) if rank < 2 else ():
+        mine.append(FileState(names.expert_file(3, expert, 0), {"weight": torch.ones(MIB)}))
+    if rank == 0:
+        mine.append(FileState(COMMON_STATE, {"iteration": 5, "note": torch.zeros(3)}))
+        mine += [FileState(names.layer_file(number, 0), {"weight": torch.ones(MIB)}) for number in (1, 2, 3, 4)]
+    return mine
+
+
+@pytest.mark.parametrize("name", ["lazy", SHARED])
+@pytest.mark.parametrize("divided", [False, True], ids=["all weights", "a part of the weights"])
+def test_experts_of_other_ranks_are_left_alone(tmp_path: Path, name: str, divided: bool) -> None:
+    """Each state is 4 MiB. Of the weights each rank loads four layers and two experts; or one layer and one expert."""
+    save(tmp_path, name, EXPERTS, states_with_experts)
+    flags = "--load {} --prefetch-on-start --num-layers 2 --num-experts 4 --moe-expert-parallel-size 2"
+    if divided:
+        flags += " --ckpt-fully-parallel-load"
+    for rank in range(EXPERTS.world_size):
+        for path in (tmp_path / "global_step5").iterdir():
+            forget(path)
+        own = [names.expert_file(3, expert, 0) for expert in range(4) if rank in EXPERTS.expert_holders(4, expert)]
+        prefetch = Prefetch(config(*flags.format(tmp_path).split(), world_size=4), EXPERTS, rank, 1 << 40)
+        prefetch.also([names.layer_file(number, 0) for number in (1, 2, 3, 4)] + own)
+        wait_until_idle(prefetch)
+        spans = finish(prefetch, tmp_path / "global_step5", tmp_path / f"trace_{rank}.jsonl")
+        ahead = sum(span["bytes"] for span in spans if not span["blocking"])
+        expected = 4 * MIB * (1 + (2 if divided else 6))
+        assert expected <= ahead < expected + MIB, (rank, ahead / MIB)
 
 
 def test_reading_ahead_ends_at_its_limit(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from megatron.checkpointing.store import naming as names
 from megatron.parallel.topology import Coordinates, Layout
 
 UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run" / "global_step5"
+UPSTREAM_LAYOUT = Layout(tp=2, pp=2, dp=2)
 
 
 def test_names_are_those_of_an_upstream_run() -> None:
     """Four layers on TP2 PP2 DP2 in bf16: pipeline layers 1 to 7, numbered as upstream numbers them."""
-    layout = Layout(tp=2, pp=2, dp=2)
+    layout = UPSTREAM_LAYOUT
     expected = {names.layer_file(number, tp) for number in range(1, 8) for tp in range(layout.tp)}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -32,6 +33,15 @@ def test_stages_count_before_tp_ranks() -> None:
     for dtype in ("fp16", "fp32"):
         assert names.optimizer_file(layout, at, dtype) == "zero_pp_rank_1_mp_rank_09_optim_states.pt"
     assert names.layer_file(101, 12) == "layer_101-model_12-model_states.pt"
+
+
+def test_layers_and_experts_are_known_by_the_names_of_their_files() -> None:
+    for number, tp in ((1, 0), (101, 12)):
+        assert names.layer_of(names.layer_file(number, tp)) == (number,)
+        assert names.layer_of(names.expert_file(number, 10, tp)) == (number, 10)
+    at = UPSTREAM_LAYOUT.coordinates(0)
+    for other in (names.model_states_file(UPSTREAM_LAYOUT, at), names.optimizer_file(UPSTREAM_LAYOUT, at, "bf16")):
+        assert names.layer_of(other) is None
 
 
 @pytest.mark.parametrize("step", [0, 5, 10, 123456])
