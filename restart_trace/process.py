@@ -56,6 +56,7 @@ class RankIdentity:
     coordinates: tuple[int, int, int]  # (tp, pp, dp)
     layout: tuple[int, int, int]  # (TP, PP, DP)
     sequence: tuple[int, int] = (0, 1)  # which part of each sequence it has, and of how many
+    experts: tuple[int, int] = (0, 1)  # which part of a layer's experts it holds, and of how many
 
 
 @functools.cache
@@ -120,7 +121,7 @@ def rank_fields(
     """The first record of a rank's file, without its version and type."""
     tp, pp, dp = identity.coordinates
     layout = dict(zip(("tp", "pp", "dp"), identity.layout, strict=True))
-    part, parts = identity.sequence
+    more = {axis: of for axis, of in (("cp", identity.sequence), ("ep", identity.experts)) if of[1] > 1}
     asked = {"engine_asked": engine_asked, "durability": durability, "returns": returns}
     return {
         "run_id": run_id,
@@ -129,11 +130,11 @@ def rank_fields(
         "tp": tp,
         "pp": pp,
         "dp": dp,
-        **({"cp": part} if parts > 1 else {}),
+        **{axis: part for axis, (part, _) in more.items()},
         "role": "rank",
         "instrument": instrument,
         "world_size": identity.world_size,
-        "layout": layout | ({"cp": parts} if parts > 1 else {}),
+        "layout": layout | {axis: parts for axis, (_, parts) in more.items()},
         **given(asked),
         **process_fields(env),
     }

@@ -79,7 +79,7 @@ class ModelConfig(FlagGroup):
     num_experts: tuple[int, ...] = flag(
         (1,),
         "experts of the MLP of each layer that has more than one, by --expert-interval, or a number for each of these "
-        "layers; all data-parallel ranks hold all of them",
+        "layers; --moe-expert-parallel-size divides them over data-parallel ranks",
     )
     expert_interval: int = flag(2, "every so many layers one has experts", least=1)
     topk: int = flag(1, "experts of each token, 1 or 2", least=1)

@@ -409,6 +409,7 @@ def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarte
 def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup, int]:
     """(recorder, start-up, cycle). `released_ns`: as of Startup."""
     parallel, parts = config.parallel, config.parallel.ds_sequence_parallel_size
+    divided = parallel.moe_expert_parallel_size
     tp, pp, dp = Layout(*parallel.sizes).coordinates(parallel.rank)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
@@ -419,6 +420,7 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
         coordinates=(tp, pp, dp // parts),
         layout=(*parallel.sizes[:2], parallel.data_parallel_size),
         sequence=(dp % parts, parts),
+        experts=(dp % divided, divided),
     )
     try:
         recorder, cycle = open_rank_trace(

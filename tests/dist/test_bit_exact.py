@@ -246,6 +246,10 @@ def test_a_mixture_of_experts_goes_on_after_sigkill(
     assert_same_checkpoint(saved / "global_step5", save / "global_step5")
     printed = [float(loss) for loss in re.findall(r"moe loss: (\S+)", output)]
     assert len(printed) == 2 and all(0.19 < loss < 0.4 for loss in printed)  # 0.1 of each of two layers at the least
+    if layout.ep > 1:
+        first = [next(iter(records(save / "restart_trace", rank=rank))) for rank in range(layout.world_size)]
+        assert [record["ep"] for record in first] == [rank % layout.ep for rank in range(layout.world_size)]
+        assert all(record["layout"] == layout.as_dict() for record in first)
 
 
 @pytest.mark.parametrize("style", [LLAMA, CLASSIC], ids=["llama", "classic"])

@@ -173,12 +173,20 @@ def test_process_record(tmp_path: Path) -> None:
     assert record["environment"]["NCCL_DEBUG"] == "INFO" and "AWS_SECRET_KEY" not in record["environment"]
 
 
-def test_a_rank_with_a_part_of_each_sequence_says_which(tmp_path: Path) -> None:
-    identity = RankIdentity(5, 8, 5, coordinates=(1, 0, 1), layout=(2, 1, 2), sequence=(0, 2))
+@pytest.mark.parametrize(
+    ("axis", "identity"),
+    [
+        ("cp", RankIdentity(5, 8, 5, coordinates=(1, 0, 1), layout=(2, 1, 2), sequence=(1, 2))),
+        ("ep", RankIdentity(3, 4, 3, coordinates=(1, 0, 1), layout=(2, 1, 2), experts=(1, 2))),
+    ],
+    ids=["a part of each sequence", "a part of the experts"],
+)
+def test_a_rank_with_a_part_of_something_says_which(tmp_path: Path, axis: str, identity: RankIdentity) -> None:
     recorder, _ = open_rank_trace(tmp_path, identity, {}, engine_asked="torch", durability="none", probes=False)
     recorder.close()
-    record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
-    assert (record["dp"], record["cp"], record["layout"]) == (1, 0, {"tp": 2, "pp": 1, "dp": 2, "cp": 2})
+    (path,) = tmp_path.glob("rank_*.jsonl")
+    record = read_process(path)
+    assert (record["dp"], record[axis], record["layout"]) == (1, 1, {"tp": 2, "pp": 1, "dp": 2, axis: 2})
 
 
 @pytest.mark.parametrize("probes", [True, False])
