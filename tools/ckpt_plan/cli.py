@@ -363,7 +363,9 @@ def _answer_step_time(planned: Planned, arguments: argparse.Namespace) -> int:
 
     ranks = int(_run_number(arguments, "ranks-per-host"))
     step = step_time(planned, device, ranks)
-    settings = [step_time(planned, device, ranks, recomputation=mode, compiled=on) for mode, on in settings_of()]
+    settings = [
+        step_time(planned, device, ranks, recomputation=mode, compiled=on) for mode, on in settings_of(planned[0])
+    ]
     write_stdout(to_json(step, settings) if arguments.format == "json" else render(step, settings))
     return OK
 

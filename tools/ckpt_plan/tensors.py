@@ -33,12 +33,16 @@ _AROUND_BLOCKS = 4  # pipeline layers other than blocks: (none), embedding; fina
 
 @dataclass(frozen=True)
 class RankTensors:
-    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS, and its number of parameters."""
+    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS, and its number of parameters.
+
+    `divided`: how many of these belong to experts that are divided over so many data-parallel ranks.
+    """
 
     rank: int
     at: Coordinates
     by_kind: dict[str, int]
     parameters: int
+    divided: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,15 @@ class TensorPlan:
     @property
     def by_kind(self) -> dict[str, int]:
         return {kind: sum(rank.by_kind[kind] for rank in self.ranks) for kind in TENSOR_KINDS}
+
+    @property
+    def parameters(self) -> int:
+        """Of the model; those that tensor-parallel ranks all hold count once for each."""
+        return sum(
+            rank.parameters + sum((ranks - 1) * held for ranks, held in rank.divided.items())
+            for rank in self.ranks
+            if rank.at.dp == 0
+        )
 
 
 @dataclass(frozen=True)
@@ -91,8 +104,14 @@ def plan_tensors(planned: Planned) -> TensorPlan:
         tied = not config.model.untie_embeddings_and_output_weights and last and layout.pp > 1
         copies = [_word_embedding(config.model, vocab_sizes[1], layout.tp)] if tied else []
         optimized = [*held, *copies]
-        parameters = sum(layer.shared + sum(layer.experts) for layer in optimized)
-        by_stage.append([(_rank_bytes(config, layout.dp, dp, held, optimized), parameters) for dp in range(layout.dp)])
+        divided = {
+            ranks: sum(sum(layer.experts) for layer in optimized if layer.ranks == ranks)
+            for ranks in sorted({layer.ranks for layer in optimized} - {1})
+        }
+        parameters = sum(layer.shared for layer in optimized) + sum(divided.values())
+        by_stage.append(
+            [(_rank_bytes(config, layout.dp, dp, held, optimized), parameters, divided) for dp in range(layout.dp)]
+        )
     ranks = []
     for rank, at in enumerate(map(layout.coordinates, range(layout.world_size))):
         ranks.append(RankTensors(rank, at, *by_stage[at.pp][at.dp]))

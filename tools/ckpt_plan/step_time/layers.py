@@ -17,10 +17,12 @@ from torch.autograd.graph import _engine_run_backward
 
 from megatron.config import ModelConfig
 from megatron.model import gpt_model
+from megatron.model.experts import AuxiliaryLoss
 from megatron.model.gpt_model import TORCH_DTYPES
+from megatron.parallel.expert_parallel import ExpertParallel
 from megatron.parallel.placement import Placement
 from megatron.parallel.random import MODEL_PARALLEL_RNG
-from megatron.parallel.topology import TensorParallelGroup
+from megatron.parallel.topology import Layout, TensorParallelGroup
 
 from .passes import CudaKernels, Pass, PassRecorder
 
@@ -36,16 +38,28 @@ class LayerPasses:
     kept: frozenset[int]
 
 
+def block_of(experts: int) -> str:
+    """What a block with so many experts is called; BLOCK if it has one MLP."""
+    return BLOCK if experts == 1 else f"{BLOCK} of {experts} experts"
+
+
 @functools.lru_cache(maxsize=8)
 def count_layers(
-    model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool, micro_batch_size: int
+    model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool, micro_batch_size: int, ep: int = 1
 ) -> dict[str, LayerPasses]:
-    """The layers of tensor-parallel rank 0 of `tp`, by EMBEDDING, BLOCK, NORM, HEAD (which includes the loss)."""
+    """The layers of rank 0 of `tp` tensor-parallel ranks, and of `ep` that experts are divided over.
+
+    By EMBEDDING, `block_of` the numbers of experts, NORM, HEAD (which includes the loss).
+    """
     device = torch.device("meta")
-    with _group_of(tp) as group:
+    with _groups_of(tp, ep) as group:
         parallel = TensorParallelGroup(0, tp, group, sequence_parallel)
-        place = Placement(parallel, TORCH_DTYPES[model.params_dtype], device)
-        _, first, block, *_, norm, last = gpt_model._layer_specs(model, padded_vocab_size, place, None)
+        experts = ExpertParallel(Layout(tp, 1, ep, ep))
+        experts.connect(model.experts_per_layer)
+        place = Placement(parallel, TORCH_DTYPES[model.params_dtype], device, experts=experts)
+        auxiliary = AuxiliaryLoss(model.moe_loss_coeff) if model.has_experts else None
+        _, first, *blocks, norm, last = gpt_model._layer_specs(model, padded_vocab_size, place, auxiliary)
+        by_kind = dict(zip(map(block_of, model.experts_per_layer), blocks, strict=True))
         tokens = torch.empty((micro_batch_size, model.seq_length), dtype=torch.int64, device=device)
         length = model.seq_length // (tp if parallel.splits_sequence else 1)
 
@@ -63,7 +77,7 @@ def count_layers(
 
         return {
             EMBEDDING: _count(first.build(), (tokens, tokens) if model.add_position_embedding else tokens),
-            BLOCK: _count(block.build(), hidden()),
+            **{kind: _count(block.build(), hidden()) for kind, block in by_kind.items()},
             NORM: _count(norm.build(), hidden()),
             HEAD: _count(head_and_loss, hidden()),
         }
@@ -90,8 +104,8 @@ def _count(layer: Callable[[Any], torch.Tensor], inputs: Any) -> LayerPasses:
 
 
 @contextlib.contextmanager
-def _group_of(tp: int) -> Iterator[Any]:
-    """A process group of `tp` ranks whose collectives do nothing: torch's back end for such purposes.
+def _groups_of(tp: int, ep: int) -> Iterator[Any]:
+    """A process group of `tp` of tp x ep ranks, whose collectives do nothing: torch's back end for such purposes.
 
     Also the random stream from which dropout draws.
     """
@@ -99,8 +113,8 @@ def _group_of(tp: int) -> Iterator[Any]:
 
     if MODEL_PARALLEL_RNG not in get_cuda_rng_tracker().get_states():
         get_cuda_rng_tracker().add(MODEL_PARALLEL_RNG, 0)
-    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=tp * ep, store=FakeStore())
     try:
-        yield dist.group.WORLD
+        yield dist.group.WORLD if ep == 1 else dist.new_group(list(range(tp)))
     finally:
         dist.destroy_process_group()

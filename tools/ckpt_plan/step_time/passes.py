@@ -27,7 +27,11 @@ _ONLY_WRITES = {"copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_"}
 _INDEXED = {"embedding", "gather", "index_select", "scatter_", "scatter_add_", "index_add_", "index_put_"}
 # Arguments that a schema declares as written, and that are so only with a loss scale.
 _NOT_WRITTEN = {("_fused_adam_", "grads"), ("_fused_adamw_", "grads")}
-_COLLECTIVES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+ALL_TO_ALL = "all_to_all"  # of tokens, between the ranks that experts are divided over
+_COLLECTIVES = {
+    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": ALL_TO_ALL,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

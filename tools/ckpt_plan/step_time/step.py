@@ -8,7 +8,7 @@ and backward, this takes m max(t) + sum(t) - max(t), for p equal stages (m + p -
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
@@ -22,14 +22,14 @@ from ..recomputation import MODES, USABLE, fullest_device_bytes, mode_of, with_m
 from ..tensors import plan_tensors, stage_bounds
 from .devices import DeviceFacts
 from .fusion import fused
-from .layers import BLOCK, EMBEDDING, HEAD, NORM, LayerPasses, count_layers
+from .layers import EMBEDDING, HEAD, NORM, LayerPasses, block_of, count_layers
 from .optimizer import each_micro_batch_bytes, each_step_bytes
 from .passes import Pass
-from .timing import collective_seconds, seconds_of
+from .timing import NO_EXCHANGE, Exchange, collective_seconds, seconds_of
 
 PARTS: tuple[str, ...] = (
-    "matrix_products", "attention", "memory_passes", "tensor_parallel", "recomputation", "launches",
-    "gradient_accumulation", "pipeline_sends", "pipeline_bubble", "optimizer", "data_parallel",
+    "matrix_products", "attention", "memory_passes", "tensor_parallel", "expert_parallel", "recomputation",
+    "launches", "gradient_accumulation", "pipeline_sends", "pipeline_bubble", "optimizer", "data_parallel",
 )  # fmt: skip
 _GRADIENT_BYTES = 4  # bf16: they are accumulated and reduced in fp32
 _WEIGHT_BYTES = 2
@@ -104,9 +104,9 @@ class StepTime:
         return self.device_bytes <= USABLE * self.device.memory_bytes
 
 
-def settings_of() -> Iterator[tuple[str, bool]]:
-    """(recomputation, compiled) of all settings that are compared."""
-    return ((mode, compiled) for compiled in (False, True) for mode in MODES)
+def settings_of(config: Config) -> Iterator[tuple[str, bool]]:
+    """(recomputation, compiled) of all settings that are compared; experts are not compiled."""
+    return ((mode, compiled) for compiled in (False, True)[: 1 if config.model.has_experts else 2] for mode in MODES)
 
 
 def step_time(
@@ -129,8 +129,11 @@ def step_time(
             "--position-embedding-type alibi: --step-time predicts attention without a matrix of biases; give another "
             "type, or drop --step-time"
         )
-    if config.model.has_experts:
-        raise ConfigError("--num-experts: --step-time predicts dense models; drop one of them")
+    if config.model.has_experts and not config.model.moe_token_dropping:
+        raise ConfigError(
+            "--disable-moe-token-dropping: how many tokens an expert gets is known in a training alone; drop the flag, "
+            "or --step-time"
+        )
     if config.parallel.ds_sequence_parallel_size > 1:
         config.parallel.refuse(
             "ds_sequence_parallel_size",
@@ -142,9 +145,11 @@ def step_time(
     mode = mode_of(config.model)
     training = config.training
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)
-    layers = count_layers(config.model, padded, layout.tp, config.parallel.splits_sequence, training.micro_batch_size)
+    layers = count_layers(
+        config.model, padded, layout.tp, config.parallel.splits_sequence, training.micro_batch_size, layout.ep
+    )
     if compiled:
-        layers = layers | {BLOCK: fused(layers[BLOCK])}
+        layers = layers | {kind: fused(layers[kind]) for kind in map(block_of, set(config.model.experts_per_layer))}
     stages = [_stage(planned, stage, layers, mode, device, ranks_per_host) for stage in range(layout.pp)]
     times = [sum(parts.values()) for parts, _ in stages]
     slowest = max(range(layout.pp), key=times.__getitem__)
@@ -153,7 +158,7 @@ def step_time(
     parts["pipeline_bubble"] = sum(times) - times[slowest]
     parts |= _after_the_backward_pass(planned, device, ranks_per_host)
     return StepTime(
-        device, mode, compiled, layout, _parameters_of_model(planned), micro_batches,
+        device, mode, compiled, layout, plan_tensors(planned).parameters, micro_batches,
         training.global_batch_size * config.model.seq_length,
         flops_of_batch(config, padded, training.global_batch_size), parts, stages[slowest][1],
         fullest_device_bytes(planned),
@@ -163,8 +168,8 @@ def step_time(
 def _layers_of(config: Config, layout: Layout, stage: int) -> dict[str, int]:
     """How many layers of each kind a stage has, in the order in which data passes them."""
     bounds = stage_bounds(config.model.num_layers, layout.pp)
-    blocks = config.model.num_layers
-    kinds = ["", EMBEDDING, *[BLOCK] * blocks, NORM, HEAD][bounds[stage] : bounds[stage + 1]]
+    blocks = map(block_of, config.model.experts_per_layer)
+    kinds = ["", EMBEDDING, *blocks, NORM, HEAD][bounds[stage] : bounds[stage + 1]]
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind}
 
 
@@ -176,17 +181,19 @@ def _stage(
     found = dict.fromkeys(PARTS, 0.0)
     launches = 0.0
     timed: dict[tuple[str, bool, str, tuple[int, ...]], TimedPasses] = {}
+    exchanges = _exchanges(planned, stage, device, ranks_per_host)
     for kind, count in _layers_of(config, layout, stage).items():
         for passes in (layers[kind].forward, layers[kind].backward):
-            seconds = seconds_of(passes, device, layout.tp)
+            seconds = seconds_of(passes, device, layout.tp, exchanges.get(kind, NO_EXCHANGE))
             found["matrix_products"] += count * seconds.products
             found["attention"] += count * seconds.attention
             found["memory_passes"] += count * seconds.memory
             found["tensor_parallel"] += count * seconds.collectives
+            found["expert_parallel"] += count * seconds.exchanges
             launches += count * seconds.launches
             _add_passes(timed, kind, count, passes, seconds.by_pass)
-        if kind == BLOCK and mode == "full":
-            again = seconds_of(layers[kind].forward, device, layout.tp)
+        if kind in exchanges and mode == "full":
+            again = seconds_of(layers[kind].forward, device, layout.tp, exchanges[kind])
             found["recomputation"] += count * again.device
             launches += count * again.launches
     parameters = _parameters(planned, stage)
@@ -220,11 +227,6 @@ def _parameters(planned: Planned, stage: int) -> int:
     return next(rank.parameters for rank in plan_tensors(planned).ranks if rank.at.pp == stage)
 
 
-def _parameters_of_model(planned: Planned) -> int:
-    """Those that tensor-parallel ranks all hold count once for each."""
-    return sum(rank.parameters for rank in plan_tensors(planned).ranks if rank.at.dp == 0)
-
-
 def _rounded(amount: float) -> float:
     return float(f"{amount:.3g}") if amount < 1000 else amount
 
@@ -238,6 +240,21 @@ def _link(one: int, other: int, device: DeviceFacts, ranks_per_host: int) -> flo
     if one // ranks_per_host == other // ranks_per_host:
         return device.link_GBps * device.link_share
     return device.network_GBps * device.network_share
+
+
+def _slowest_link(ranks: Sequence[int], device: DeviceFacts, ranks_per_host: int) -> float:
+    """GB/s between the first of some ranks and the others."""
+    return min(_link(ranks[0], rank, device, ranks_per_host) for rank in ranks)
+
+
+def _exchanges(planned: Planned, stage: int, device: DeviceFacts, ranks_per_host: int) -> dict[str, Exchange]:
+    """By kind of block: between which ranks its tokens are exchanged."""
+    config, layout, _ = planned
+    found = {}
+    for experts in set(config.model.experts_per_layer):
+        ranks = [layout.rank(0, stage, dp) for dp in range(layout.expert_ranks(experts))]
+        found[block_of(experts)] = Exchange(len(ranks), _slowest_link(ranks, device, ranks_per_host))
+    return found
 
 
 def _sends(planned: Planned, stage: int, device: DeviceFacts, ranks_per_host: int) -> float:
@@ -263,15 +280,17 @@ def _sends(planned: Planned, stage: int, device: DeviceFacts, ranks_per_host: in
 def _after_the_backward_pass(planned: Planned, device: DeviceFacts, ranks_per_host: int) -> dict[str, float]:
     """Seconds of the optimizer and of the reduction over data-parallel replicas, of the stage with most parameters.
 
-    DeepSpeed reduces all gradients with an all-reduce in fp32, and then gathers the weights that each replica updates.
+    DeepSpeed reduces all gradients with an all-reduce in fp32, and then gathers the weights that each replica updates;
+    experts that are divided over data-parallel ranks have fewer replicas.
     """
     config, layout, _ = planned
-    parameters = max(rank.parameters for rank in plan_tensors(planned).ranks)
-    ranks = [layout.rank(0, 0, dp) for dp in range(layout.dp)]
-    GBps = min(_link(ranks[0], rank, device, ranks_per_host) for rank in ranks)
-    reduced = collective_seconds("all_reduce", parameters * _GRADIENT_BYTES, layout.dp, GBps, device)
-    gathered = collective_seconds("all_gather", parameters * _WEIGHT_BYTES, layout.dp, GBps, device)
-    return {
-        "optimizer": _over_memory(each_step_bytes(config.optimizer, parameters, layout.dp), device),
-        "data_parallel": reduced + gathered,
-    }
+    fullest = max(plan_tensors(planned).ranks, key=lambda rank: rank.parameters)
+    shared = fullest.parameters - sum(fullest.divided.values())
+    found = {"optimizer": 0.0, "data_parallel": 0.0}
+    for step, parameters in ((1, shared), *fullest.divided.items()):
+        ranks = [layout.rank(0, 0, dp) for dp in range(0, layout.dp, step)]
+        GBps = _slowest_link(ranks, device, ranks_per_host)
+        for name, size in (("all_reduce", _GRADIENT_BYTES), ("all_gather", _WEIGHT_BYTES)):
+            found["data_parallel"] += collective_seconds(name, parameters * size, len(ranks), GBps, device)
+        found["optimizer"] += _over_memory(each_step_bytes(config.optimizer, parameters, len(ranks)), device)
+    return found

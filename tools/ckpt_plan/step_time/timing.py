@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .devices import DeviceFacts
-from .passes import Pass
+from .passes import ALL_TO_ALL, Pass
 
 
 @dataclass
@@ -20,17 +21,30 @@ class Seconds:
     products: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
-    collectives: float = 0.0  # that no other pass hides
+    collectives: float = 0.0  # of tensor-parallel ranks, that no other pass hides
+    exchanges: float = 0.0  # of tokens between the ranks that experts are divided over
     launches: float = 0.0
     by_pass: list[float] = field(default_factory=list)  # of the device, a hidden collective's part left out
 
     @property
     def device(self) -> float:
-        return self.products + self.attention + self.memory + self.collectives
+        return self.products + self.attention + self.memory + self.collectives + self.exchanges
 
 
-def pass_seconds(each: Pass, device: DeviceFacts, ranks: int) -> float:
-    """Seconds of one pass; `ranks`: size of the group of a collective, all on one host."""
+class Exchange(NamedTuple):
+    """Between so many ranks, over the slowest link between them."""
+
+    ranks: int = 1
+    GBps: float = 1.0
+
+
+NO_EXCHANGE = Exchange()
+
+
+def pass_seconds(each: Pass, device: DeviceFacts, ranks: int, exchange: Exchange = NO_EXCHANGE) -> float:
+    """Seconds of one pass; `ranks`: size of the tensor-parallel group, all on one host; `exchange`: of tokens."""
+    if each.name == ALL_TO_ALL:
+        return collective_seconds(each.name, each.payload, *exchange, device)
     if each.kind == "collective":
         return collective_seconds(each.name, each.payload, ranks, device.link_GBps * device.link_share, device)
     of_memory = each.num_bytes / (device.memory_GBps * 1e9 * device.bandwidth_share)
@@ -45,7 +59,7 @@ def pass_seconds(each: Pass, device: DeviceFacts, ranks: int) -> float:
 def collective_seconds(name: str, payload: int, ranks: int, GBps: float, device: DeviceFacts) -> float:
     """Seconds of a collective on a ring, which moves (n - 1) / n of the whole tensor, an all-reduce twice that.
 
-    (Thakur et al., doi:10.1177/1094342005051521.)
+    (Thakur et al., doi:10.1177/1094342005051521.) So much of its tensor each rank sends in an all-to-all.
     """
     if ranks == 1:
         return 0.0
@@ -53,14 +67,14 @@ def collective_seconds(name: str, payload: int, ranks: int, GBps: float, device:
     return rounds * (ranks - 1) / ranks * payload / (GBps * 1e9) + device.collective_us * 1e-6
 
 
-def seconds_of(passes: Sequence[Pass], device: DeviceFacts, ranks: int) -> Seconds:
+def seconds_of(passes: Sequence[Pass], device: DeviceFacts, ranks: int, exchange: Exchange = NO_EXCHANGE) -> Seconds:
     """Seconds of passes that follow each other.
 
     A collective that nothing waits for is hidden by the passes up to the first that reads its result; each pass can
     hide one at a time. That the collective takes a part of the device from them is left out.
     """
     found = Seconds(launches=len(passes) * device.launch_us * 1e-6)
-    alone = [pass_seconds(each, device, ranks) for each in passes]
+    alone = [pass_seconds(each, device, ranks, exchange) for each in passes]
     hiding = [0.0 if each.kind == "collective" else seconds for each, seconds in zip(passes, alone, strict=True)]
     for index, (each, seconds) in enumerate(zip(passes, alone, strict=True)):
         if each.kind == "collective":
@@ -68,7 +82,10 @@ def seconds_of(passes: Sequence[Pass], device: DeviceFacts, ranks: int) -> Secon
                 hidden = min(seconds, hiding[later])
                 hiding[later] -= hidden
                 seconds -= hidden
-            found.collectives += seconds
+            if each.name == ALL_TO_ALL:
+                found.exchanges += seconds
+            else:
+                found.collectives += seconds
         elif each.kind == "product":
             found.products += seconds
         elif each.kind == "attention":

@@ -25,9 +25,9 @@ from tools.ckpt_plan.presets import Planned, config_for, config_from_flags
 from tools.ckpt_plan.recomputation import MODES, mode_of, with_mode
 from tools.ckpt_plan.step_time import devices
 from tools.ckpt_plan.step_time.fusion import fused
-from tools.ckpt_plan.step_time.layers import BLOCK, EMBEDDING, HEAD, NORM, LayerPasses, count_layers
+from tools.ckpt_plan.step_time.layers import BLOCK, EMBEDDING, HEAD, NORM, LayerPasses, block_of, count_layers
 from tools.ckpt_plan.step_time.optimizer import each_micro_batch_bytes, each_step_bytes
-from tools.ckpt_plan.step_time.passes import CudaKernels, Pass, PassRecorder
+from tools.ckpt_plan.step_time.passes import ALL_TO_ALL, CudaKernels, Pass, PassRecorder
 from tools.ckpt_plan.step_time.step import PARTS, StepTime, step_time
 from tools.ckpt_plan.step_time.timing import collective_seconds, pass_seconds, seconds_of
 
@@ -53,7 +53,7 @@ def planned_of(flags: str = "", dp: int = 1) -> Planned:
 
 def layers_of(planned: Planned) -> dict[str, LayerPasses]:
     config, layout, (_, padded) = planned
-    return count_layers(config.model, padded, layout.tp, config.parallel.splits_sequence, BATCH)
+    return count_layers(config.model, padded, layout.tp, config.parallel.splits_sequence, BATCH, layout.ep)
 
 
 def of_kind(passes: tuple[Pass, ...], kind: str) -> list[Pass]:
@@ -75,6 +75,51 @@ def test_a_layer_has_the_products_of_the_formula(tp: int, split: str) -> None:
     scores = BATCH * HEADS * SEQ * SEQ * WIDTH // 2  # the half below the diagonal
     assert flops(block.forward, "attention") == 2 * 2 * scores // tp
     assert flops(block.backward, "attention") == 5 * 2 * scores // tp
+
+
+EXPERTS = 4  # of every second layer
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_compute_their_slots_and_exchange_them(tp: int, ep: int) -> None:
+    """Twice as many slots as tokens, used or not; each rank of a tensor-parallel group exchanges all of them."""
+    flags = f"--tensor-model-parallel-size {tp} --moe-expert-parallel-size {ep}"
+    flags += f" --num-experts {EXPERTS} --moe-train-capacity-factor 2"
+    layers = layers_of(planned_of(flags, ep))
+    block = layers[block_of(EXPERTS)]
+    slots = 2 * TOKENS
+    attention = HIDDEN * (HEADS + 2 * KV_HEADS) * WIDTH + HIDDEN * HEADS * WIDTH
+    products = 2 * (TOKENS * attention + slots * 3 * HIDDEN * FFN) // tp + 2 * TOKENS * HIDDEN * EXPERTS  # the gate
+    assert flops(block.forward, "product") == products and flops(block.backward, "product") == 2 * products
+    exchanged = [(each.name, each.payload) for each in of_kind(block.forward, "collective") if each.name == ALL_TO_ALL]
+    assert exchanged == [(ALL_TO_ALL, 2 * slots * HIDDEN)] * (2 if ep > 1 else 0)
+    assert len(of_kind(block.backward, "collective")) >= len(exchanged)
+    dense = layers_of(planned_of(f"--tensor-model-parallel-size {tp}"))
+    assert flops(layers[BLOCK].forward, "product") == flops(dense[BLOCK].forward, "product")
+
+
+def test_a_step_with_divided_experts() -> None:
+    """Exchanges over the slowest link of those who exchange; gradients of experts are reduced over fewer ranks."""
+    of_experts = f"--num-experts {EXPERTS} --moe-train-capacity-factor 2"
+    device = replace(PLAIN, network_GBps=PLAIN.link_GBps / 4, network_share=PLAIN.link_share)
+    within, across = (
+        step_time(planned_of(f"{of_experts} --moe-expert-parallel-size 2", 4), device, ranks) for ranks in (2, 1)
+    )
+    slots = 2 * 2 * TOKENS * HIDDEN  # bytes
+    exchanges = LAYERS // 2 * 4 * slots / 2 / (device.link_GBps * 1e9 * device.link_share)
+    assert within.parts["expert_parallel"] == pytest.approx(exchanges)
+    assert across.parts["expert_parallel"] == pytest.approx(4 * exchanges)
+    whole = step_time(planned_of(of_experts, 4), device, 2)
+    assert whole.parts["expert_parallel"] == 0 and whole.parameters == within.parameters
+    assert sum(each.flops for each in within.passes) == sum(each.flops for each in whole.passes)
+    # DP 4 over the network: every expert by 4 ranks, 2 x 3/4 and 3/4 of its 6 bytes; or half of them, by 2 ranks.
+    expert = LAYERS // 2 * EXPERTS * 3 * HIDDEN * FFN
+    spared = (expert * 3 / 4 - expert / 2 * 1 / 2) * (2 * 4 + 2) / (device.network_GBps * 1e9 * device.network_share)
+    assert whole.parts["data_parallel"] - within.parts["data_parallel"] == pytest.approx(spared)
+    planned = planned_of(f"{of_experts} --moe-expert-parallel-size 2", 4)
+    near, far = (step_time(planned, device, ranks, recomputation="full").parts["recomputation"] for ranks in (2, 1))
+    assert far - near == pytest.approx(3 * exchanges / 2)  # the forward pass again, over a link of a fourth
 
 
 def test_all_products_are_those_that_the_training_log_counts() -> None:
@@ -349,7 +394,10 @@ def test_attention_with_biases_is_not_predicted(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--num-experts 4", "--num-experts: --step-time predicts dense models; drop one of them"),
+        (
+            "--num-experts 4 --disable-moe-token-dropping",
+            "--disable-moe-token-dropping: how many tokens an expert gets is known in a training alone",
+        ),
         ("--ds-sequence-parallel-size 2", "--ds-sequence-parallel-size 2: --step-time predicts no exchange of heads"),
     ],
 )
