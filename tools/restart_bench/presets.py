@@ -44,6 +44,7 @@ MODELS = {
     "33b": Model(6656, 17920, 60, 52, 4),  # after DeepSeek-33B, with fewer key/value heads
     "llama65b": Model(8192, 22016, 80, 64, 64),  # after LLaMA-65B
     "70b": Model(8192, 28672, 80, 64, 8, {"SEQUENCE_PARALLEL": "1"}),  # after Llama-3.3-70B
+    "mlperf70b": Model(8192, 28672, 80, 128, 8),  # the 70B model of MLPerf Storage's checkpoint benchmark
     # After Llama-3.1-405B, as in MLPerf Storage's checkpoint benchmark. 126 layers on 32 stages: some hold one more.
     "405b": Model(16384, 53248, 126, 128, 8),
     # After the 1T model of MLPerf Storage's checkpoint benchmark. Its 192 heads and 32 key-value heads do not divide

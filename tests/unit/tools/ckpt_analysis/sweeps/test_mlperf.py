@@ -45,13 +45,14 @@ def test_a_cell_that_follows_the_rules(tmp_path: Path) -> None:
     assert found(tmp_path) == []
     whole = {"ranks": 512, "hosts": 64}
     assert found(tmp_path, model="405b", tp=8, pp=32, dp=2, facts=whole) == []
+    assert found(tmp_path, model="mlperf70b", tp=8, pp=1, dp=8, facts={"ranks": 64, "hosts": 8}) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "rule", "said"),
     [
         ({"model": "13b"}, "4.3.3", "which is not in table 2"),
-        ({"model": "70b", "tp": 8}, "4.3.3", "has 64 heads"),
+        ({"model": "70b", "tp": 8}, "4.3.3", "has 64 heads, and the 70B of table 2 has 128: give mlperf70b"),
         ({"dp": 4, "facts": {"ranks": 4}}, "4.3.3", "and 8B has 1x1x8"),
         ({"settings": SETTINGS | {"vocab_size": 50257}}, "4.3.3", "vocab_size: 128256"),
         ({"by_flags": {"model": "13b"}}, "4.3.3", "has model 13b"),
