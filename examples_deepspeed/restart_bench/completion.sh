@@ -748,7 +748,7 @@ _shtab_restart_sweep___dir_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___config_COMPGEN=_shtab_compgen_files
 _shtab_restart_sweep___allocation_COMPGEN=_shtab_compgen_files
 
-_shtab_restart_sweep___models_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
+_shtab_restart_sweep___models_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b mlperf70b 405b 1t)
 _shtab_restart_sweep___engines_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 
 _shtab_restart_sweep__h_nargs=0
@@ -876,7 +876,7 @@ _shtab_ckpt_plan___compress_rate_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___compressed_share_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_plan___link_rate_COMPGEN=_shtab_compgen_files
 
-_shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
+_shtab_ckpt_plan___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b mlperf70b 405b 1t)
 _shtab_ckpt_plan___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_plan___step_time_choices=(h100 h200 a100)
 _shtab_ckpt_plan___recompute_choices=(auto none selective full)
@@ -992,12 +992,13 @@ _shtab_ckpt_plan() {
 }
 
 complete -o bashdefault -o default -F _shtab_ckpt_plan ckpt-plan
-_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --checkpoint-files-per-node --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
+_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --copies --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --checkpoint-files-per-node --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
 
 _shtab_ckpt_replay___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___pp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___dp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___ranks_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_replay___copies_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___vocab_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___limit_bytes_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___small_tensors_COMPGEN=_shtab_compgen_files
@@ -1019,7 +1020,7 @@ _shtab_ckpt_replay___io_block_size_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_cache_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___storage_deadline_COMPGEN=_shtab_compgen_files
 
-_shtab_ckpt_replay___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b 405b 1t)
+_shtab_ckpt_replay___model_choices=(tiny 1b 3b 7b llama7b 13b llama30b 33b llama65b 70b mlperf70b 405b 1t)
 _shtab_ckpt_replay___sharding_choices=(zero1 full)
 _shtab_ckpt_replay___engine_choices=(datastates dcp dcp-async dcp-process fastpersist fastpersist-decoupled lazy memory none torch torchsnapshot)
 _shtab_ckpt_replay___operations_choices=(save_and_load save load saves_then_loads)

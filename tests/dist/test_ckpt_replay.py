@@ -229,6 +229,37 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     assert not list((tmp_path / "node").glob("*")), "something was left"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
+def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: Path) -> None:
+    """As by FSDP's hybrid sharding, two groups of two ranks: DCP has all four write, ours two."""
+    argv = [
+        "--model", "tiny", "--sharding", "full", "--dp", "2", "--ranks", "0-1", "--copies", "2", "--repeat", "1",
+        "--engine", "lazy,s3torchconnector", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"),
+        "--format", "json", "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/copies",
+    ]  # fmt: skip
+    with serving() as server, environment_of(server.environment()):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
+            timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranks"] == [0, 1, 0, 1] and len(set(found["bytes_of_ranks"])) == 1
+    once = 2 * found["bytes_per_rank"]
+    for name, engine in found["engines"].items():
+        assert engine["verified"], name
+        written = engine["written_bytes"]
+        assert once <= sum(written) < 1.1 * once, name
+        of_copies = sum(written[2:])  # lazy: headers alone
+        assert of_copies > once / 4 if name == "s3torchconnector" else of_copies < once / 100, (name, written)
+        for operation, num_bytes in (("save", once), ("load", 2 * once)):
+            figures = engine["operations"][operation]
+            (throughput,), (took,) = figures["throughput_MiBps"]["samples"], figures["duration_s"]["samples"]
+            assert throughput * took * 2**20 == pytest.approx(num_bytes)
+    places = {(r["rank"], r["dp"], r["layout"]["dp"]) for r in records(tmp_path / "trace") if r["type"] == "process"}
+    assert places == {(rank, rank, 4) for rank in range(4)}
+
+
 def _check_trace(trace: Path, report: dict[str, Any], repeats: int) -> None:
     """The records are those of training, and the analysis takes them as such."""
     found = records(trace)

@@ -145,7 +145,7 @@ def _check_directories(request: Request) -> None:
 
 def _check_room(request: Request, largest: int) -> None:
     """Raises ReplayError if --dir has less space than the files that exist there at the same time, naming both."""
-    ranks, directory = len(request.share.ranks), request.directory
+    ranks, directory = len(set(request.share.ranks)), request.directory
     if request.in_object_storage:
         return
     checkpoint = int(largest * ranks * _ROOM) + _ROOM_BYTES

@@ -25,16 +25,19 @@ _THREADS = 8  # thread_count of conf/dcp_fsdp_save.yaml in the connector's repos
 
 
 class Connector:
-    """The library for one rank, process `process` of the default process group."""
+    """The library for a process of the default process group that holds what `rank` holds.
+
+    Of several such processes, which name the same tensors, DCP has each write a part of them.
+    """
 
     asynchronous = False
     loads_in_place = True
 
-    def __init__(self, options: EngineOptions, process: int, recorder: Recorder) -> None:
+    def __init__(self, options: EngineOptions, rank: int, recorder: Recorder) -> None:
         import torch.distributed.checkpoint  # noqa: F401  over a second: not for replays without it, nor in a load
 
         self._threads = options.io_threads or _THREADS
-        self._process = process
+        self._rank = rank
         self._recorder = recorder
 
     def save(self, place: ObjectUri, step: int, files: Sequence[FileState]) -> LibrarySave:
@@ -46,14 +49,15 @@ class Connector:
             content: dict[str, Any] = {}
             for file in files:
                 content |= {self._prefix(file) + name: tensor for name, tensor in tensors_of(file).items()}
-            writer, spent = _writer(str(place), self._threads)
+            writer, spent, plans = _writer(str(place), self._threads)
             save(content, storage_writer=writer)
             done.committed_ns = now_ns()
             done.blocked_ns = done.committed_ns - done.start_ns
             begun, ended = spent[0]
             done.moving_ns = ended - begun
-            op.bytes = sum(tensor.nbytes for tensor in content.values())
-            op.num_files = min(self._threads, len(content))
+            written = [item.tensor_data for item in plans[0].items if item.tensor_data is not None]
+            op.bytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in written)
+            op.num_files = min(self._threads, len(written))
             op.add("barrier", None, done.start_ns, begun)
             op.add("flush", "upload", begun, ended, num_bytes=op.bytes)
             op.add("barrier", None, ended, done.committed_ns)
@@ -83,7 +87,7 @@ class Connector:
         return None
 
     def _prefix(self, file: FileState) -> str:
-        return f"rank_{self._process:05d}/{file.name}/"
+        return f"rank_{self._rank:05d}/{file.name}/"
 
 
 def _settings() -> tuple[str, Any]:
@@ -97,8 +101,14 @@ def _settings() -> tuple[str, Any]:
     return region, S3Client(region, endpoint=endpoint, s3client_config=config)
 
 
-def _timed(call: Callable[..., Any], spent: list[tuple[int, int]]) -> Callable[..., Any]:
+def _timed(
+    call: Callable[..., Any], spent: list[tuple[int, int]], plans: list[Any] | None = None
+) -> Callable[..., Any]:
+    """`call`, whose begins and ends `spent` gets, and `plans` its first argument."""
+
     def timed(*arguments: Any) -> Any:
+        if plans is not None:
+            plans.append(arguments[0])
         begun = now_ns()
         try:
             return call(*arguments)
@@ -108,16 +118,16 @@ def _timed(call: Callable[..., Any], spent: list[tuple[int, int]]) -> Callable[.
     return timed
 
 
-def _writer(uri: str, threads: int) -> tuple[Any, list[tuple[int, int]]]:
+def _writer(uri: str, threads: int) -> tuple[Any, list[tuple[int, int]], list[Any]]:
     from s3torchconnector.dcp import S3StorageWriter
     from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
     region, client = _settings()
-    writer, spent = S3StorageWriter(region, uri, thread_count=threads), []
+    writer, spent, plans = S3StorageWriter(region, uri, thread_count=threads), [], []
     writer.fs = S3FileSystem(region, s3_client=client)
     writer.fs.init_path(uri)
-    writer.write_data = _timed(writer.write_data, spent)
-    return writer, spent
+    writer.write_data = _timed(writer.write_data, spent, plans)
+    return writer, spent, plans
 
 
 def _reader(uri: str) -> tuple[Any, list[tuple[int, int]]]:

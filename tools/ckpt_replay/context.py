@@ -129,7 +129,7 @@ class RankContext:
         if self.engine_name == CONNECTOR:
             from .connector import Connector
 
-            engine = Connector(options, self.process, self.recorder)
+            engine = Connector(options, self.rank, self.recorder)
         elif self.engine_name == TORCH_CHECKPOINTING:
             from .torch_checkpointing import TorchCheckpointing
 
@@ -183,8 +183,11 @@ def joined(task: Task) -> Iterator[RankContext]:
         device = torch.device(kind, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device)
     rank = request.share.ranks[process]
-    layout = Layout(*request.share.layout)
-    identity = RankIdentity(process, world_size, local_rank, layout.coordinates(rank), request.share.layout)
+    share = request.share
+    layout = Layout(*share.layout)
+    tp, pp, dp = layout.coordinates(rank)
+    at, sizes = (tp, pp, dp + share.copy_of(process) * layout.dp), (layout.tp, layout.pp, layout.dp * share.copies)
+    identity = RankIdentity(process, world_size, local_rank, at, sizes)
     traced = request.trace_dir is not None and task.engine is not None and task.measured
     recorder, _ = open_rank_trace(
         Path(request.trace_dir) if request.trace_dir and traced else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common.page_cache import COLD, WARM
 from ..common.samples import interquartile_range
@@ -31,7 +31,8 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
 def analyse(request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]) -> dict[str, Any]:
     """The figures of a replay; docs/ckpt_replay.md explains the keys."""
     sizes = _sizes(samples)
-    total = sum(size for size, _ in sizes)
+    saved = sum(size for process, (size, _) in enumerate(sizes) if request.share.copy_of(process) == 0)
+    totals = Totals(saved, sum(size for size, _ in sizes))
     full = max((full for _, full in sizes), default=0)
     limited = request.share.limit_bytes is not None and any(size < whole for size, whole in sizes)
     return {
@@ -51,7 +52,7 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
         "machine": machine,
         "operations": request.operations,
         "striping": None if request.striping is None else request.striping.text,
-        "engines": {name: engine_figures(samples, name, total, request.operations) for name in request.engines},
+        "engines": {name: engine_figures(samples, name, totals, request.operations) for name in request.engines},
         "left_out": left_out,
         "storage": storage_figures(samples),
         "sharding": "full" if request.share.fully_sharded else "zero1",
@@ -75,7 +76,14 @@ def _saving(samples: Samples) -> Ranks:
     return next((kinds[SAVE][0] for kinds in samples.engines.values() if kinds.get(SAVE)), [])
 
 
-def engine_figures(samples: Samples, name: str, total_bytes: int, operations: str = SAVE_AND_LOAD) -> dict[str, Any]:
+class Totals(NamedTuple):
+    """Bytes of all tensors: what a save writes has those that several processes hold once, a load for each."""
+
+    saved: int
+    loaded: int
+
+
+def engine_figures(samples: Samples, name: str, totals: Totals, operations: str = SAVE_AND_LOAD) -> dict[str, Any]:
     """The figures of one engine. Throughputs: bytes of all ranks' tensors, GB of 1e9, divided by the median time."""
     kinds = samples.engines[name]
     saves = kinds.get(SAVE, [])
@@ -105,9 +113,9 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
         "peak_rss_bytes": of_saves("peak_rss_bytes"),
         "kept_rss_bytes": of_saves("kept_rss_bytes"),
         "children_peak_bytes": of_saves("children_peak_bytes"),
-        "durable_GBps": throughput(total_bytes, durable),
-        "load_cold_GBps": throughput(total_bytes, summary(cold)),
-        "load_warm_GBps": throughput(total_bytes, summary(warm)),
+        "durable_GBps": throughput(totals.saved, durable),
+        "load_cold_GBps": throughput(totals.loaded, summary(cold)),
+        "load_warm_GBps": throughput(totals.loaded, summary(warm)),
         "first_blocked_s": of_saves("blocked_s", warmup=True),
         "first_durable_s": None if in_memory else of_saves("durable_s", warmup=True),
         "step_interference": of_saves("interference"),
@@ -116,7 +124,7 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
         "engine_used": first.get("engine_used"),
         "asynchronous": first.get("asynchronous"),
         "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and name not in samples.failed,
-        "operations": _operations(samples, name, total_bytes, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)}),
+        "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)}),
         "not_measured": _not_measured(kinds),
         "failed": samples.failed.get(name),
     }
@@ -131,7 +139,7 @@ def _cold(kinds: dict[str, list[Ranks]]) -> tuple[dict[str, Any] | None, dict[st
 def _operations(
     samples: Samples,
     name: str,
-    total_bytes: int,
+    totals: Totals,
     durations: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]],
 ) -> dict[str, Any]:
     """For saves and cold loads: what the benchmark of the S3 connector for PyTorch reports, and more.
@@ -145,6 +153,7 @@ def _operations(
         if duration is None or moving is None:
             continue
         seconds, counts = duration["samples"], _requests(samples.engines[name].get(kind, []), kind)
+        total_bytes = totals.saved if kind == SAVE else totals.loaded
         sent = sum(requests for requests, _ in counts) if counts else None
         failed = sum(retries for _, retries in counts)
         found["save" if kind == SAVE else "load"] = {

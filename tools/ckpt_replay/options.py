@@ -134,6 +134,11 @@ def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
+    help_ = (
+        "processes that hold each rank's state, with --sharding full: groups of FSDP's hybrid sharding; with --dp 1 "
+        "ranks of DDP. One of them saves it, and all load it (default: 1)"
+    )
+    what.add_argument("--copies", type=int, default=1, metavar="N", help=help_)
     what.add_argument(
         "--vocab-size", type=int, metavar="N", help="vocabulary size of the tokenizer (default: the preset's)"
     )
@@ -213,7 +218,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.engine = ",".join(arguments.engine or [ALL])  # given twice: both
     if (arguments.model is None) == (arguments.small_tensors is None):
         parser.error("give --model NAME, or --small-tensors N, and not both")
-    require_at_least(parser, arguments, 1, "tp", "pp", "dp", "repeat", "small_tensors", "small_tensor_bytes")
+    require_at_least(parser, arguments, 1, "tp", "pp", "dp", "copies", "repeat", "small_tensors", "small_tensor_bytes")
     require_at_least(parser, arguments, 1, *([] if arguments.limit_bytes == FIT else ["limit_bytes"]), "storage_bytes")
     require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
@@ -224,6 +229,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.small_tensors is not None or (arguments.tp or 1) * (arguments.pp or 1) > 1
     ):
         parser.error("--sharding full: --model is divided equally among --dp ranks, without --tp and --pp; drop those")
+    if arguments.copies > 1 and arguments.sharding != "full":
+        parser.error(f"--copies {arguments.copies}: needs --sharding full, whose copies hold the same; add it")
     if arguments.stripe_command is not None and arguments.striping is None:
         parser.error(f"--stripe-command {arguments.stripe_command}: needs --striping; add it")
     if arguments.no_verdict and arguments.format != "json":
@@ -283,9 +290,10 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     layout = _layout(arguments)
     ranks = arguments.ranks
     if ranks is None:
-        ranks = tuple(range(world_size or 1))
-    if world_size is not None and len(ranks) != world_size:
-        raise ReplayError(f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes")
+        ranks = tuple(range(max(1, (world_size or 1) // arguments.copies)))
+    if world_size is not None and len(ranks) * arguments.copies != world_size:
+        copies = f" and --copies {arguments.copies}" * (arguments.copies > 1)
+        raise ReplayError(f"--ranks names {len(ranks)} ranks{copies}, and the launcher started {world_size} processes")
     if arguments.small_tensors is not None:
         layout = Layout(1, 1, max(ranks) + 1)
     outside = [rank for rank in ranks if rank >= layout.world_size]
@@ -297,8 +305,8 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     share = Share(
         model=arguments.model,
         layout=(layout.tp, layout.pp, layout.dp),
-        ranks=ranks,
-        limit_bytes=_limit_of(arguments, len(ranks)),
+        ranks=ranks * arguments.copies,
+        limit_bytes=_limit_of(arguments, len(ranks) * arguments.copies),
         small_tensors=arguments.small_tensors,
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,

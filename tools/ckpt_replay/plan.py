@@ -69,12 +69,21 @@ class Share:
 
     model: str | None  # preset name; None with `small_tensors`
     layout: tuple[int, int, int]  # (tp, pp, dp)
-    ranks: tuple[int, ...]  # global ranks of that layout
+    ranks: tuple[int, ...]  # global ranks of that layout, of each process; one that several processes hold, repeatedly
     limit_bytes: int | None = None
     small_tensors: int | None = None  # this many tensors of `small_tensor_bytes` instead of a model's
     small_tensor_bytes: int = 16 << 10
     vocab_size: int | None = None  # None: the preset's
     fully_sharded: bool = False  # each of `dp` ranks holds an equal part of everything, as under torch's FSDP
+
+    @property
+    def copies(self) -> int:
+        """How many processes hold what a rank holds."""
+        return self.ranks.count(self.ranks[0])
+
+    def copy_of(self, process: int) -> int:
+        """Which of its rank's processes it is, from 0; an engine saves the first one's state."""
+        return self.ranks[:process].count(self.ranks[process])
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ _INSTALL = {
 }
 
 
+_OWN_FILES = (*RAW, *IN_MEMORY, TORCH_CHECKPOINTING)  # of each process, so that no other one can load them
+
+
 def prepare(path: Path) -> None:
     """Read a pickled Preparation from the file `path`, and write the answer to answer.json in the same directory.
 
@@ -56,7 +59,9 @@ def engine_problems(request: Request) -> dict[str, str]:
     problems: dict[str, str] = {}
     for name in request.engines:
         try:
-            if name in (*LIBRARIES, *RAW, LAZY_SHARED):
+            if request.share.copies > 1 and name in _OWN_FILES:
+                why = f"engine {name}: each process has files of its own; leave it out, or drop --copies"
+            elif name in (*LIBRARIES, *RAW, LAZY_SHARED):
                 why = _problem_of_stand_in(name, request.in_object_storage)
             elif name in IN_MEMORY:
                 why = _problem_of_memory(name, request)

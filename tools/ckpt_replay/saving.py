@@ -116,6 +116,7 @@ class _Saver:
         self.engine = ctx.create_engine()
         self.traffic: Traffic | None = None
         self._location = ctx.location
+        self._saves_state = ctx.request.share.copy_of(ctx.process) == 0
         self._held = ExitStack()
         self._held.callback(self.engine.close)
         self._writer: CheckpointWriter | None = None
@@ -138,7 +139,8 @@ class _Saver:
         if not isinstance(self.engine, CheckpointEngine):
             return self._save_by_library(self.engine, step, state, steps, meanwhile)
         assert self._writer is not None
-        save = self._writer.save(self._store, step, lambda: state, on_storage=self._on_storage)
+        mine = state if self._saves_state else []
+        save = self._writer.save(self._store, step, lambda: mine, on_storage=self._on_storage)
         if self.engine.asynchronous:
             blocked = _train_during_background(self._writer, state, steps, meanwhile)
         else:

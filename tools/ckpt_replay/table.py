@@ -51,11 +51,12 @@ def _wrapped(paragraphs: list[str]) -> list[str]:
 
 def head(figures: dict[str, Any]) -> list[str]:
     """What was replayed."""
-    ranks, size = figures["ranks"], figures["bytes_per_rank"]
+    ranks, size = list(dict.fromkeys(figures["ranks"])), figures["bytes_per_rank"]
+    copies = f" in {len(figures['ranks']) // len(ranks)} copies" * (len(ranks) < len(figures["ranks"]))
     kept = figures["operations"] == SAVES_THEN_LOADS
     order = "of each engine all saves, then the loads" if kept else "variants interleaved"
     lines = [
-        f"{what(figures)}, rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {size / 2**30:.2f} GiB "
+        f"{what(figures)}, rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{copies}: {size / 2**30:.2f} GiB "
         f"({size / 1e9:.2f} GB) a rank, {figures['repeat']} repeats, {order}; medians [least to most], "
         "slowest rank"
     ]

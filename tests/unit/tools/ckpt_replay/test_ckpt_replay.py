@@ -102,6 +102,8 @@ def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], messa
         (["--striping", "4"], "--striping: applies to directories only"),
         (["--limit-bytes", "fit"], "--limit-bytes fit: applies to directories only"),
         (["--sharding", "full", "--tp", "2"], "--sharding full: --model is divided equally among --dp ranks"),
+        (["--copies", "2"], "--copies 2: needs --sharding full, whose copies hold the same; add it"),
+        (["--sharding", "full", "--copies", "0"], "--copies 0: must be at least 1"),
     ],
 )
 def test_what_has_no_meaning_in_object_storage(
@@ -125,6 +127,21 @@ def test_engines_of_object_storage() -> None:
     assert "writes to object storage only: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
     with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
         location_of("s3://bucket")
+
+
+def test_several_processes_hold_what_a_rank_holds() -> None:
+    argv = ["--model", "7b", "--sharding", "full", "--dp", "4", "--copies", "2", "--dir", "."]
+    asked = parse_arguments([*argv, "--ranks", "0,3", "--engine", "torch,lazy-shared,raw-rank,memory"])
+    request = request_from(asked, None)
+    share = request.share
+    assert (share.ranks, share.copies) == ((0, 3, 0, 3), 2)
+    assert [share.copy_of(process) for process in range(4)] == [0, 0, 1, 1]
+    found = engine_problems(request)
+    assert set(found) == {"raw-rank", "memory"}
+    assert found["memory"] == "engine memory: each process has files of its own; leave it out, or drop --copies"
+    assert request_from(parse_arguments(argv), 8).share.ranks == (0, 1, 2, 3, 0, 1, 2, 3)
+    with pytest.raises(ReplayError, match="names 2 ranks and --copies 2, and the launcher started 2 processes"):
+        request_from(asked, 2)
 
 
 def test_full_sharding_gives_every_rank_an_equal_part_of_everything() -> None:
