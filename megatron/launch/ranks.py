@@ -64,7 +64,7 @@ class Ranks:
         """Note which have returned."""
         if self.ended_by is not None:  # none of them is to start again
             return
-        for pid in self.running.keys() - self.returned:
+        for pid in self.connections.keys() - self.returned:
             with contextlib.suppress(OSError):  # nothing yet, or it has ended
                 if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) == RETURNED:
                     self.returned.add(pid)
