@@ -23,6 +23,24 @@ from megatron.config.uris import is_uri
 _FP16_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
+_ZERO_3_ENGINES = ("torch", "lazy", "none")
+# Flags that do nothing, or fail, where --zero-stage 3 divides the weights, by group, and why.
+_NOT_AT_ZERO_3 = {
+    "parallel": {"warmup_kernels": "--zero-stage 3 gathers the weights of a layer only in a step"},
+    "training": {
+        "torch_compile": "layers are not compiled with --zero-stage 3",
+        "log_params_norm": "with --zero-stage 3 no rank has whole weights",
+        "log_num_zeros_in_grad": "with --zero-stage 3 no rank has whole gradients",
+    },
+    "checkpoint": {
+        "no_save_optim": "with --zero-stage 3 the weights are in the optimizer's files",
+        "universal_checkpoint": "--zero-stage 3 loads only what it has saved",
+        "ckpt_fully_parallel_load": "with --zero-stage 3 replicas have no weights in common",
+        "export_hf_interval": "exports are made of ZeRO-1 checkpoints",
+    },
+}
+
+
 class Note(NamedTuple):
     """A remark on a valid command line; `level` is a logging level."""
 
@@ -78,6 +96,8 @@ class Config:
         self._check_profile()
         self._check_compiled()
         self._check_experts()
+        self._check_zero_3()
+        self._check_cpu_optimizer()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
     def log_notes(self, logger: logging.Logger) -> None:
@@ -212,6 +232,39 @@ class Config:
         if self.training.torch_compile:
             raise ConfigError(f"{shown}: --torch-compile compiles no mixture of experts; drop one of them")
 
+    def _check_zero_3(self) -> None:
+        """What cannot be done where no rank has whole weights."""
+        if self.parallel.zero_stage != 3:
+            return
+        checkpoint, drop = self.checkpoint, "drop it, or use --zero-stage 1"
+        if self.model.has_experts:
+            shown = " ".join(map(str, self.model.num_experts))
+            raise ConfigError(f"--num-experts {shown}: --zero-stage 3 divides no experts; {drop}")
+        if checkpoint.checkpoint_engine not in _ZERO_3_ENGINES:
+            *others, last = _ZERO_3_ENGINES
+            checkpoint.refuse(
+                "checkpoint_engine",
+                f"--zero-stage 3 saves with {', '.join(others)} or {last}; use one of them, or --zero-stage 1",
+            )
+        for group, names in _NOT_AT_ZERO_3.items():
+            for name, why in names.items():
+                if getattr(getattr(self, group), name):
+                    raise ConfigError(f"{flag_name(name)}: {why}; {drop}")
+
+    def _check_cpu_optimizer(self) -> None:
+        if not self.optimizer.cpu_optimizer:
+            return
+        if self.model.bf16 and self.parallel.zero_stage == 1:
+            raise ConfigError(
+                "--cpu-optimizer: with --bf16 at ZeRO stage 1 DeepSpeed adds gradients up in bf16; use --fp16 or "
+                "--zero-stage 3, or drop it"
+            )
+        if self.parallel.moe_expert_parallel_size > 1:
+            raise ConfigError(
+                f"--cpu-optimizer: not tried with --moe-expert-parallel-size {self.parallel.moe_expert_parallel_size}; "
+                "drop one of them"
+            )
+
     def _check_divided_experts(self, shown: str) -> None:
         ep, name = self.parallel.moe_expert_parallel_size, "moe_expert_parallel_size"
         for experts in sorted({experts for experts in self.model.experts_per_layer if experts > 1}):
@@ -264,5 +317,5 @@ class Config:
                 "--sequence-parallel: TP ranks draw dropout masks of their own; with --hidden-dropout losses are not "
                 "those of a run without the flag"
             )
-        if self.parallel.no_pipeline_parallel:
+        if self.parallel.no_pipeline_parallel and self.parallel.zero_stage == 1:
             yield _info("--no-pipeline-parallel: there is one stage, and DeepSpeed's pipeline engine runs it")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import Config, ConfigError
 from megatron.config.deepspeed_file import engine_stanzas, get, load_deepspeed_file
-from megatron.config.deepspeed_keys import KEYS, Names, Passes
+from megatron.config.deepspeed_keys import BF16, KEYS, ZERO_1, ZERO_3, Names, Passes
 from megatron.config.flags import flag_name
 
 _STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the training log
@@ -47,6 +47,7 @@ _LINKS = {
     "gradient_clipping": _Link("clip_grad"),
     "zero_optimization.stage": _Link("zero_stage"),
 }
+_OFFLOAD = "zero_optimization.offload_optimizer.device"
 _FP16_LINKS = {
     "fp16.loss_scale": _Link("loss_scale", lambda scale: float(scale) or None, lambda scale: scale or 0),  # 0: dynamic
     "fp16.initial_scale_power": _Link(
@@ -70,7 +71,10 @@ _ENGINE_LINKS = {
     "aio.block_size": _Link("io_block_size", lambda size: size / _MIB, lambda size: int(size * _MIB)),
 }
 _WRITER_LINK = {"checkpoint.writer.type": _Link("direct_io", _WRITERS.__getitem__)}
-_ALL_LINKS = _LINKS | _FP16_LINKS | _SWITCHES | _ENGINE_LINKS | _WRITER_LINK
+_OFFLOAD_LINK = {
+    _OFFLOAD: _Link("cpu_optimizer", lambda device: _if_true(device == "cpu"), lambda given: "cpu" if given else "none")
+}
+_ALL_LINKS = _LINKS | _OFFLOAD_LINK | _FP16_LINKS | _SWITCHES | _ENGINE_LINKS | _WRITER_LINK
 # What a stanza says to its engine's library and no flag does.
 _LIBRARY_OPTIONS = {
     "datastates_ckpt.engine_type": "engine_type",
@@ -210,7 +214,7 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
         )
     # DeepSpeed takes the ranks of a sequence for data-parallel ranks with samples of their own.
     _set(merged, "train_batch_size", config.training.global_batch_size * config.parallel.ds_sequence_parallel_size)
-    if config.model.bf16:
+    if config.model.bf16 and config.parallel.zero_stage == 1:
         _set(merged, "bf16.immediate_grad_update", immediate_grad_update(config))
     for key, value in (
         ("steps_per_print", _STEPS_PER_PRINT),
@@ -223,6 +227,11 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     for key in ("aio", *(key for key, rule in KEYS.items() if isinstance(rule, Names))):
         section, _, name = key.rpartition(".")
         (get(merged, section) if section else merged).pop(name, None)
+    if config.optimizer.cpu_optimizer:
+        merged["zero_force_ds_cpu_optimizer"] = False
+    else:
+        merged.pop("zero_force_ds_cpu_optimizer", None)
+        merged["zero_optimization"].pop("offload_optimizer", None)
     if config.optimizer.optimizer != "adam":  # DeepSpeed's list of optimizers tested with ZeRO has no SGD
         merged.setdefault("zero_allow_untested_optimizer", True)
     return merged
@@ -255,16 +264,24 @@ def _check_precisions(tree: dict[str, Any], config: Config) -> None:
 
 def _check_optimizer(merged: dict[str, Any], config: Config) -> None:
     """Raises: ConfigError for keys that the run's optimizer does not read, or must not."""
-    path = config.parallel.deepspeed_config
+    path, dtype, stage = config.parallel.deepspeed_config, config.model.params_dtype, config.parallel.zero_stage
+    mine = ZERO_3 if stage == 3 else BF16 if config.model.bf16 else ZERO_1
+    instead = {ZERO_1: "train in fp16 or fp32 at stage 1", ZERO_3: "train at stage 3", BF16: "train at stage 1"}
     for key, rule in KEYS.items():
         found = get(merged, key)
-        if not isinstance(rule, Passes) or rule.zero_default is None or found in (None, rule.zero_default):
+        if not isinstance(rule, Passes) or not rule.takers or mine in rule.takers or found in (None, rule.default):
             continue
-        if config.model.bf16:
-            raise ConfigError(
-                f"--deepspeed_config {path}: {key} is {found!r}; BF16_Optimizer, which trains --bf16, does not read "
-                "it: drop it, or train in fp16 or fp32"
-            )
+        if key.startswith("bf16.") and not config.model.bf16:  # of a section that is off
+            continue
+        raise ConfigError(
+            f"--deepspeed_config {path}: {key} is {found!r}; {mine}, which trains {dtype} at ZeRO stage {stage}, does "
+            f"not take it: drop it, or {instead[rule.takers[0]]}"
+        )
+    if config.optimizer.cpu_optimizer and get(merged, "zero_force_ds_cpu_optimizer"):
+        raise ConfigError(
+            f"--deepspeed_config {path}: zero_force_ds_cpu_optimizer is True, but the Adam of --cpu-optimizer is "
+            "torch's, which needs no compiler; drop the key"
+        )
     if config.optimizer.optimizer != "adam" and get(merged, "zero_allow_untested_optimizer") is False:
         raise ConfigError(
             f"--deepspeed_config {path}: zero_allow_untested_optimizer is False, but --optimizer "
@@ -284,6 +301,7 @@ def _leaves(config: Config) -> list[_Leaf]:
         _Leaf("data_types.param_dtype", model.params_dtype, precision_flag, True),
         _Leaf("activation_checkpointing.number_checkpoints", model.num_layers, "--num-layers", True),
         *(leaf._replace(only_if_present=True) for leaf in _linked(_SWITCHES, parallel)),
+        *(leaf._replace(only_if_present=leaf.value == "none") for leaf in _linked(_OFFLOAD_LINK, config.optimizer)),
     ]
     # Between stages DeepSpeed would send of each TP rank a share of what it takes for the same on all of them.
     shown = "--sequence-parallel" if parallel.splits_sequence else "a run without --sequence-parallel"
@@ -305,8 +323,10 @@ def _linked(links: dict[str, _Link], *groups: Any) -> list[_Leaf]:
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    section, _, name = key.rpartition(".")
-    (tree.setdefault(section, {}) if section else tree)[name] = value
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
 
 
 def _given(raw: dict[str, Any], key: str) -> Any:

@@ -9,6 +9,7 @@ from megatron.config import ConfigError
 from megatron.config.deepspeed_keys import (
     KEYS,
     MAXIMUM,
+    ZERO_3,
     Inert,
     Kind,
     Names,
@@ -136,7 +137,8 @@ def _checked(key: str, value: Any, rule: Rule, path: str) -> Any:
 
 
 def _auto(key: str, rule: Passes | Settled, path: str) -> Any:
-    if isinstance(rule, Passes) and key not in ("steps_per_print", "wall_clock_breakdown"):
+    # Files for other trainers have it at keys of stage 3, for DeepSpeed's own values.
+    if isinstance(rule, Passes) and key not in ("steps_per_print", "wall_clock_breakdown") and rule.takers != (ZERO_3,):
         _refuse(path, key, "is auto; no flag sets it, give its value")
     return _ANYWHERE if isinstance(rule, Settled) else None
 

@@ -4,7 +4,7 @@ A key that is not here is unknown and refused. The names are those of DeepSpeed 
 runtime/constants.py and the models they read), of its keys that were removed, and of the checkpoint stanzas of restart
 studies with DataStates-LLM (https://github.com/DataStates/datastates-llm) and its fork of DeepSpeed; a test compares
 them with the installed DeepSpeed. "Has an effect" is what trainings of this program show: its model is a PipelineModule
-under ZeRO-1, and its checkpoints are not written by DeepSpeed's save_checkpoint.
+under ZeRO-1 or ZeRO-3, and its checkpoints are not written by DeepSpeed's save_checkpoint.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Section(NamedTuple):
 class Passes(NamedTuple):
     """Handed to DeepSpeed, which acts on it.
 
-    `zero_default`: it is read by DeepSpeedZeroOptimizer alone, which trains fp16 and fp32; BF16_Optimizer, which trains
-    bf16, has no such thing, so that there only this default of DeepSpeed's is accepted.
+    `takers`: the optimizers of DeepSpeed that do, if not all; with another only `default`, DeepSpeed's, is accepted.
     """
 
     kind: Kind
-    zero_default: Any = None
+    default: Any = None
+    takers: tuple[str, ...] = ()
 
 
 class Settled(NamedTuple):
@@ -85,9 +85,13 @@ class Names(NamedTuple):
 
 Rule = Section | Passes | Settled | Inert | Off | Refused | Names
 
-_STAGE_3 = "it is for ZeRO stage 3, and checkpoints are made of ZeRO-1 shards"
+# DeepSpeed's optimizers: at ZeRO stage 1 in bf16, and in fp16 and fp32; at stage 3.
+BF16, ZERO_1, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+
+_STAGE_3 = "it is for ZeRO stage 3, and not tried with this program's"
 _STAGE_2 = "it is for ZeRO stage 2, and checkpoints are made of ZeRO-1 shards"
-_NO_OFFLOAD = "leave states on their device; nothing is offloaded here"
+_NO_OFFLOAD = "use --cpu-optimizer, or leave states on their device"
+_ALL_IN_MEMORY = "all of the optimizer's state is in host memory (--cpu-optimizer), or none"
 _LOSS = "gradients are the mean over the global batch"
 _MASTER = "master weights and moments are fp32"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
@@ -122,13 +126,14 @@ _TOP: dict[str, Rule] = {
     "gradient_clipping": Settled(Kind("number", least=0)),
     "steps_per_print": Passes(COUNT),
     **_all("wall_clock_breakdown memory_breakdown dump_state disable_python_gc", Passes(BOOL)),
-    **_all("zero_allow_untested_optimizer prescale_gradients", Passes(BOOL)),
+    "zero_allow_untested_optimizer": Passes(BOOL),
+    "prescale_gradients": Passes(BOOL, False, (BF16, ZERO_1)),
     "log_level": Passes(Kind("str", choices=("debug", "info", "warning", "error", "critical"))),
     "communication_data_type": Passes(_DTYPE),
     **_inert(_LOSS, gradient_predivide_factor=1.0, gradient_allreduce_op="mean"),
     "managed_gradient_accumulation": Inert(True, "the pipeline schedule accumulates"),
     "disable_allgather": Inert(False, _NOT_READ),
-    "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
+    "zero_force_ds_cpu_optimizer": Passes(BOOL),
     "sequence_parallel_size": Inert(1, "use --ds-sequence-parallel-size"),
     "seq_parallel_communication_data_type": Inert("fp32", "gradients are reduced as those of data-parallel ranks"),
     "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
@@ -216,26 +221,22 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     },
     "zero_optimization": {
         "stage": Settled(Kind("int", least=0)),
-        "reduce_bucket_size": Passes(COUNT, _BUCKET),
-        "use_multi_rank_bucket_allreduce": Passes(BOOL, True),
-        "round_robin_gradients": Passes(BOOL, False),
-        "parameter_alignment": Passes(BOOL, False),
+        "reduce_bucket_size": Passes(COUNT, _BUCKET, (ZERO_1, ZERO_3)),
+        "use_multi_rank_bucket_allreduce": Passes(BOOL, True, (ZERO_1,)),
+        "round_robin_gradients": Passes(BOOL, False, (ZERO_1,)),
+        "parameter_alignment": Passes(BOOL, False, (ZERO_1,)),
         "allgather_bucket_size": Inert(_BUCKET, "torch gathers a partition in one call, whatever its size"),
         "allgather_partitions": Inert(True, _NOT_READ),
         "reduce_scatter": Inert(True, "at stage 1 both settings add up the same buckets"),
         "contiguous_gradients": Inert(True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"),
-        "overlap_comm": Inert(False, "pipelines reduce gradients after their last backward pass"),
+        "overlap_comm": Passes(BOOL, False, (ZERO_3,)),
         "compute_grad_norm": Inert(True, "the training log and --clip-grad need the norm"),
         "load_from_fp32_weights": Inert(True, "a checkpoint restores its fp32 master weights"),
         "elastic_checkpoint": Inert(False, "a checkpoint loads onto another DP as it is"),
         "ignore_unused_parameters": Inert(True, _STAGE_2),
         "legacy_stage1": Inert(False, "DeepSpeed has dropped it"),
         "offload_param": _off(_NO_OFFLOAD, _OFFLOAD_KEYS + "buffer_size max_in_cpu", _DEVICE_NONE),
-        "offload_optimizer": _off(
-            _NO_OFFLOAD,
-            _OFFLOAD_KEYS + "pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
-            _DEVICE_NONE,
-        ),
+        "offload_optimizer": Section(),
         **_all("cpu_offload cpu_offload_param cpu_offload_use_pin_memory zenflow", Refused(_NO_OFFLOAD)),
         **_all(
             "leaf_module mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
@@ -243,7 +244,6 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         ),
         **_inert(
             _STAGE_3,
-            sub_group_size=1_000_000_000,
             zero_hpz_partition_size=1,
             zero_quantized_weights=False,
             zero_quantized_nontrainable_weights=False,
@@ -256,8 +256,9 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
             save_muon_momentum_buffer_in_memory=False,
             stage3_gather_fp16_weights_on_model_save=False,
         ),
+        "sub_group_size": Passes(COUNT, 1_000_000_000, (ZERO_3,)),
         **{
-            prefix + name: Inert(default, _STAGE_3)
+            prefix + name: Passes(Kind("int", least=0), default, (ZERO_3,))
             for prefix in ("", "stage3_")
             for name, default in (
                 ("prefetch_bucket_size", 50_000_000),
@@ -265,6 +266,12 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
                 ("model_persistence_threshold", MAXIMUM),
                 ("max_live_parameters", 1_000_000_000),
                 ("max_reuse_distance", 1_000_000_000),
+            )
+        },
+        **{
+            prefix + name: Inert(default, _STAGE_3)
+            for prefix in ("", "stage3_")
+            for name, default in (
                 ("gather_16bit_weights_on_model_save", False),
                 ("module_granularity_threshold", 0),
                 ("use_all_reduce_for_fetch_params", False),
@@ -272,9 +279,15 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
             )
         },
     },
+    "zero_optimization.offload_optimizer": {
+        "device": Settled(Kind("str", choices=("none", "cpu"))),
+        "pin_memory": Passes(BOOL),
+        **_inert(_ALL_IN_MEMORY, nvme_path=None, buffer_count=4, pipeline_read=False, pipeline_write=False),
+        **_inert(_ALL_IN_MEMORY, fast_init=False, ratio=1.0, super_offload=False, cpuadam_cores_perc=0.8),
+    },
     "bf16": {
         "enabled": Settled(BOOL),
-        "immediate_grad_update": Passes(BOOL),
+        "immediate_grad_update": Passes(BOOL, takers=(BF16,)),
         "check_grad_overflow": Inert(True, "BF16_Optimizer, which trains bf16, looks for no overflow"),
         **_inert(_MASTER, bf16_master_weights_and_grads=False, bf16_optimizer_states=False),
     },

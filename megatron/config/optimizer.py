@@ -45,6 +45,11 @@ class OptimizerConfig(FlagGroup):
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", below=1)
     adam_eps: float = flag(1e-8, "epsilon of Adam", above=0)
+    cpu_optimizer: bool = flag(
+        False,
+        "keep master weights and moments in host memory, where a processor updates them (DeepSpeed's ZeRO-Offload); "
+        "with --optimizer adam",
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", below=1)
     override_opt_param_scheduler: bool = flag(
         False,
@@ -64,6 +69,8 @@ class OptimizerConfig(FlagGroup):
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each "
                 "other: give one of them"
             )
+        if self.cpu_optimizer and self.optimizer != "adam":
+            self.refuse("optimizer", "--cpu-optimizer is for adam; drop one of the flags")
         self._check_lr()
         self._check_weight_decay()
 

@@ -54,12 +54,14 @@ class ParallelConfig(FlagGroup):
         "workspace and torch's allocator grows in the first step",
     )
     no_pipeline_parallel: bool = flag(
-        False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
+        False,
+        "no pipeline stages: --pipeline-model-parallel-size must be 1; at ZeRO stage 1 DeepSpeed's pipeline engine has "
+        "one",
     )
     zero_stage: int = flag(
         1,
-        "ZeRO stage. It is always 1, which partitions the optimizer state over DP; 0 and 2 compute the same, so they "
-        "are taken as 1, with a word about memory",
+        "ZeRO stage. 1 partitions the optimizer state over DP; 0 and 2 compute the same, so they are taken as 1, with "
+        "a word about memory; 3 partitions gradients and weights, too, without TP and stages (docs/upstream_flags.md)",
     )
     deepspeed_config: str | None = flag(
         None,
@@ -137,18 +139,19 @@ class ParallelConfig(FlagGroup):
     @property
     def layout(self) -> dict[str, int]:
         """The fields of megatron.parallel.topology.Layout."""
-        return dict(zip(("tp", "pp", "dp"), self.sizes, strict=True)) | {"ep": self.moe_expert_parallel_size}
+        sizes = dict(zip(("tp", "pp", "dp"), self.sizes, strict=True))
+        return sizes | {"ep": self.moe_expert_parallel_size} | ({"zero": 3} if self.zero_stage == 3 else {})
 
     def _resolve_zero_stage(self) -> None:
-        if self.zero_stage not in (0, 1, 2):
-            self.refuse(
-                "zero_stage",
-                "checkpoints are made of ZeRO-1 shards, and stages 2 and 3 do not run with pipelines; "
-                "use --zero-stage 1",
-            )
+        if self.zero_stage not in (0, 1, 2, 3):
+            self.refuse("zero_stage", "is no stage of ZeRO; use 1, or 3")
         if self.zero_stage != 1:
             object.__setattr__(self, "zero_stage_asked", self.zero_stage)
+        if self.zero_stage in (0, 2):
             object.__setattr__(self, "zero_stage", 1)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "moe_expert_parallel_size"):
+            if self.zero_stage == 3 and getattr(self, name) != 1:
+                self.refuse(name, "--zero-stage 3 divides the weights over all ranks; use 1, or --zero-stage 1")
 
     def _check_layout(self) -> None:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

@@ -54,7 +54,6 @@ or with --checkpoint-activations
     --output-bert-embeddings --bert-embedder-type: this fork only trains; use another program for inference
 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size
     : set it in zero_optimization of the --deepspeed_config file
---cpu-optimizer: moments and master weights stay on the device, where ZeRO-1 divides them over the replicas; drop it
 --cpu_torch_adam --ds_fused_adam
     : the fastest Adam that is installed for the device is used and named in the log; drop it
 --train-data-exact-num-epochs --return-data-index: the sample index is built and cached; --data-cache-path says where
@@ -81,7 +80,7 @@ or with --checkpoint-activations
 --no-initialization: weights that a checkpoint replaces are not initialized anyway; drop it
 --skip-train: evaluation runs while training; use --eval-interval and --eval-iters
 --empty-unused-memory-level: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead
---remote-device --use-pin-memory: ZeRO-3 does not run with pipelines; use --zero-stage 1
+--remote-device --use-pin-memory: the weights of --zero-stage 3 stay on the device that computes; drop it
 --scattered-embeddings: use --tensor-model-parallel-size, or --partition-activations, to save memory
 --split-transformers: use --checkpoint-activations to save memory
 --memory-centric-tiled-linear --tile-factor: use --tensor-model-parallel-size to save memory

@@ -70,6 +70,11 @@ class SavedModel:
         self.directory = candidate.directory
         self.manifest: Manifest = candidate.manifest
         self._layout = Layout(**self.manifest.layout)
+        if self._layout.zero == 3:
+            raise ConversionError(
+                f"--load {candidate.directory}: was saved with --zero-stage 3, of which no rank has whole weights; "
+                "deepspeed.utils.zero_to_fp32 writes them as a state dict, of which this program exports nothing"
+            )
         self._engine = create_engine(self.manifest.engine, EngineOptions())
         self._files = SavedCheckpoint(self.directory, self.manifest.files)
         first = names.model_states_file(self._layout, self._layout.coordinates(0))

@@ -19,7 +19,8 @@ class Shrunk:
 
 
 def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Shrunk | None:
-    """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch.
+    """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch, or with --zero-stage 3,
+    whose checkpoints only as many ranks load.
 
     As many replicas as fit at the same TP, PP and EP; where not even one does, the most nodes at a smaller EP, then PP,
     and at last at a smaller TP. The global batch stays what it was, so the training stays the same but for the order of
@@ -28,6 +29,8 @@ def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int)
     """
     whole = _config(arguments, nodes * ranks_per_node)
     sizes = whole.parallel.layout
+    if whole.parallel.zero_stage == 3:
+        return None
     batch = whole.training.global_batch_size or whole.training.micro_batch_size * whole.parallel.data_parallel_size
     for tp, pp, ep, remaining in _candidates(sizes["tp"], sizes["pp"], sizes["ep"], left):
         ranks = remaining * ranks_per_node

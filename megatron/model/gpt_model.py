@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import deepspeed
 import deepspeed.moe.layer
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -81,13 +82,18 @@ class GPTModelPipe(PipelineModule):
         self.divided_experts = _DividedExperts.of(self)
 
     def initialize_parameters(self, seed: int) -> None:
-        """Draw all parameters of this stage; the same values for the same seed on every layout."""
+        """Draw all parameters of this stage; the same values for the same seed on every layout.
+
+        With --zero-stage 3, once DeepSpeed has divided them, collective: a layer at a time is whole on all ranks.
+        """
         for index, layer in self.numbered_layers():
             for name, module in layer.named_modules():
                 reset = getattr(module, "reset_parameters", None)
                 # torch's own modules have a method of that name without our arguments
                 if reset is not None and type(module).__module__.startswith("megatron."):
-                    reset(seed, f"{index}.{name}".rstrip("."))
+                    mine = [param for param in module.parameters(recurse=False) if hasattr(param, "ds_id")]
+                    with deepspeed.zero.GatheredParameters(mine, modifier_rank=0, enabled=bool(mine)):
+                        reset(seed, f"{index}.{name}".rstrip("."))
 
     def transformer_layers(self) -> list[ParallelTransformerLayerPipe]:
         """The transformer blocks of this stage."""

@@ -54,7 +54,9 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
             groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
         )
     elif config.optimizer == "adam":
-        fused_adam = _apex_fused_adam()
+        # In host memory it is torch's, too, not DeepSpeedCPUAdam, which the first start would compile: the state is the
+        # same as without --cpu-optimizer, and a checkpoint continues with the flag or without.
+        fused_adam = None if config.cpu_optimizer else _apex_fused_adam()
         # torch's AdamW is its Adam with the last option, except that it ignores what a checkpoint says about it:
         # a run that was started with L2 weight decay (upstream on CPU) must continue with it.
         options = {"adam_w_mode": True} if fused_adam else {"fused": True, "decoupled_weight_decay": True}

@@ -23,13 +23,14 @@ class Layout:
 
     `dp` counts all ranks that hold the same part of the model: of each replica those that have parts of the same
     sequences (--ds-sequence-parallel-size), one after the other. `ep`: how many neighbours of these the experts of a
-    layer are divided over (--moe-expert-parallel-size).
+    layer are divided over (--moe-expert-parallel-size). `zero`: 3 where `dp` also divides the weights (--zero-stage 3).
     """
 
     tp: int
     pp: int
     dp: int
     ep: int = 1
+    zero: int = 1
 
     @property
     def world_size(self) -> int:
@@ -57,9 +58,9 @@ class Layout:
         return range(expert // (experts // ranks), self.dp, ranks)
 
     def as_dict(self) -> dict[str, int]:
-        """The sizes by name; "ep" only where experts are divided."""
+        """The sizes by name; "ep" only where experts are divided, "zero" only where weights are."""
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
-        return sizes if self.ep == 1 else sizes | {"ep": self.ep}
+        return sizes | {name: value for name, value in (("ep", self.ep), ("zero", self.zero)) if value != 1}
 
     def __str__(self) -> str:
         return " ".join(f"{name.upper()}{size}" for name, size in self.as_dict().items())

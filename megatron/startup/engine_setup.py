@@ -18,19 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> Any:
-    """Build optimizer and schedule and let DeepSpeed wrap them; returns a PipelineEngine. Collective."""
-    import deepspeed
+    """Build optimizer and schedule and let DeepSpeed wrap them; collective.
 
+    Returns a PipelineEngine, or with --zero-stage 3 a Zero3Engine.
+    """
     optimizer = build_optimizer(model, config.optimizer)
     scheduler = OptimizerParamScheduler(optimizer, config.optimizer, config.training, config.model.seq_length)
-    engine: Any
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,  # pyright: ignore[reportArgumentType]  any object with its four methods
-        config=build_deepspeed_config(config),
-        dist_init_required=False,
-    )
+    engine = _wrapped(config, model, optimizer, scheduler)
     scheduler.optimizer = engine.optimizer
     _count_experts_once(engine)
     engine.set_batch_fn(batch_fn)
@@ -38,6 +32,21 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
     _start_backward_timers_once(engine)
     if config.parallel.deepspeed_activation_checkpointing:
         _configure_activation_checkpointing(config, engine)
+    return engine
+
+
+def _wrapped(config: Config, model: Any, optimizer: Any, scheduler: Any) -> Any:
+    """DeepSpeed's engine around these."""
+    settings = build_deepspeed_config(config)
+    if config.parallel.zero_stage == 3:
+        from megatron.startup.zero3_engine import Zero3Engine
+
+        return Zero3Engine(model, optimizer, scheduler, settings)
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings, dist_init_required=False
+    )
     return engine
 
 
@@ -138,6 +147,11 @@ def _configure_activation_checkpointing(config: Config, engine: Any) -> None:
     )
 
 
+def elements_of(model: Any) -> int:
+    """Of all parameters; with --zero-stage 3 of the whole model, of which a rank has a part."""
+    return sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+
+
 def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, Any]:
     """The optimizer, device and backend that run, for the trace."""
     inner = engine.basic_optimizer
@@ -146,7 +160,7 @@ def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, An
         "accelerator": runtime.device.type,
         "backend": runtime.backend,
         **(graphs_compiled() if config.training.torch_compile else {}),
-        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "parameters": elements_of(engine.module),
         **storage_fields("save", config.checkpoint.save),
         **storage_fields("load", config.checkpoint.load),
     }

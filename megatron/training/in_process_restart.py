@@ -13,7 +13,7 @@ from megatron.processes.in_process_restart import at_return, is_possible
 ENGINES = ("torch", "lazy", "memory")
 
 
-def refusal(options: CheckpointConfig, *, compiles: bool) -> str | None:
+def refusal(options: CheckpointConfig, *, compiles: bool, zero_stage: int = 1) -> str | None:
     """Why a run with these flags cannot have in-process restarts; None if it can. `compiles`: --torch-compile."""
     if (options.save or options.load) is not None and options.checkpoint_engine not in ENGINES:
         return (
@@ -24,6 +24,7 @@ def refusal(options: CheckpointConfig, *, compiles: bool) -> str | None:
         f"--save {options.save}, --load {options.load}": options.in_object_storage,
         f"--export-hf-interval {options.export_hf_interval}": options.export_hf_interval is not None,
         "--torch-compile": compiles,
+        f"--zero-stage {zero_stage}": zero_stage == 3,
     }
     for given, refused in untried.items():
         if refused:
@@ -38,7 +39,7 @@ def prepare_to_return(config: Config) -> None:
     """
     if not is_possible():
         return
-    why = refusal(config.checkpoint, compiles=config.training.torch_compile)
+    why = refusal(config.checkpoint, compiles=config.training.torch_compile, zero_stage=config.parallel.zero_stage)
     if why is not None:
         raise ConfigError(why)
     at_return(drop_world)

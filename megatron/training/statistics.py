@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.checkpointing.state import zero3
 from megatron.checkpointing.state.shard_metadata import flat_partitions, fragments
 from megatron.config import TrainingConfig
 from megatron.parallel.parameter_slice import slice_of
@@ -37,7 +38,8 @@ class Statistics:
 class TrainingStatistics:
     """Statistics for --log-params-norm, --log-num-zeros-in-grad and --log-optimizer-states-to-tensorboard.
 
-    `engine`: DeepSpeed's PipelineEngine.
+    `engine`: DeepSpeed's PipelineEngine, or with --zero-stage 3, which takes only the last of these flags, its engine
+    of that.
     """
 
     def __init__(self, engine: Any, training: TrainingConfig, layout: Layout, at: Coordinates) -> None:
@@ -46,9 +48,7 @@ class TrainingStatistics:
         self._layout = layout
         self._at = at
         self._zeros: int | None = None
-        self._group_of = {
-            id(group["params"][0]): index for index, group in enumerate(engine.basic_optimizer.param_groups)
-        }
+        self._group_of = {id(flat): index for index, flat in enumerate(self._flat_masters())}
         if training.log_num_zeros_in_grad:
             engine.basic_optimizer.register_step_pre_hook(self._count_zeros)
 
@@ -75,6 +75,12 @@ class TrainingStatistics:
             if (slice_of(param, name).dim is not None or self._at.tp == 0)
             and not getattr(param, "ds_pipe_replicated", False)
         }
+
+    def _flat_masters(self) -> list[torch.Tensor]:
+        """This rank's partitions of master weights, for which the inner optimizer has a state each."""
+        if self._layout.zero == 3:
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [group["params"][0] for group in self._engine.basic_optimizer.param_groups]
 
     def _moe_loss(self) -> float | None:
         auxiliary = self._engine.module.auxiliary_loss
@@ -107,6 +113,9 @@ class TrainingStatistics:
         """The elements that this rank counts of `flat`, which has the shape of its partition of parameter group
         `group`.
         """
+        if self._layout.zero == 3:
+            yield from zero3.without_padding(self._engine, group, flat)
+            return
         counted = self._counts_here()
         partition = flat_partitions(self._engine, self._at.dp)[group]
         for fragment in fragments(partition, vocab_size=0):
@@ -117,8 +126,7 @@ class TrainingStatistics:
         """L2 and L1 norms and largest elements of variance, its root, momentum and master weights."""
         optimizer = self._engine.basic_optimizer
         squares, sums, largest = ({name: 0.0 for name in _NAMES} for _ in range(3))
-        for index, group in enumerate(optimizer.param_groups):
-            flat = group["params"][0]
+        for index, flat in enumerate(self._flat_masters()):
             states = optimizer.state.get(flat, {})
             if any(key not in states for key in _STATES.values()):
                 return {}  # no step has been taken yet, by any rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -484,6 +485,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     from megatron.checkpointing.state.changed_flags import input_contents
     from megatron.checkpointing.state.collect import Progress
     from megatron.fileio.host_memory import available_memory
+    from megatron.startup.engine_setup import elements_of
     from megatron.startup.initialize import initialize_megatron
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory
     from megatron.training.data import agreed_vocabulary, batch_request, build_data_iterators
@@ -501,7 +503,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control, vocabulary = runtime.control, agreed_vocabulary(config, vocabulary, runtime.control)
     model = _build_model(config, runtime, vocabulary.padded, providers)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = elements_of(model)
     batch_fn = functools.partial(providers.batch_fn, request=batch_request(config, runtime, vocabulary.eod))
     engine = loads = None
     if is_standby():
@@ -583,7 +585,13 @@ def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Prov
     """The layers of this rank's stage. `padded`: padded vocabulary size."""
     from megatron.startup.logging_setup import printed_as_debug
 
-    with runtime.communicators.apart_from("model_build"), printed_as_debug():
+    with contextlib.ExitStack() as building:
+        building.enter_context(runtime.communicators.apart_from("model_build"))
+        building.enter_context(printed_as_debug())
+        if config.parallel.zero_stage == 3:
+            from megatron.startup.zero3_engine import divided_where_built
+
+            building.enter_context(divided_where_built(config))
         return providers.model(config, padded, runtime)
 
 
@@ -738,7 +746,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     took_s = (end - start) / 1e9
     trainer.log.iteration(engine, progress, loss, took_s, skipped, statistics)
     trainer.exits.stop_time.compare(took_s, trainer.saves.took_s, asynchronous=trainer.saves.asynchronous)
-    if engine.flops_profiler_enabled():
+    if engine.flops_profiler_enabled() and trainer.config.parallel.zero_stage == 1:
         from megatron.startup.engine_setup import report_flops
 
         report_flops(engine)

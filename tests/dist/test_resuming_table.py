@@ -166,6 +166,7 @@ ACCEPTED = {
     "divided experts": Start(EXPERTS, "--moe-expert-parallel-size 2", Layout(tp=1, pp=1, dp=2)),
     "finetune experts": Start(EXPERTS, "--finetune --topk 1 --moe-loss-coeff 0.2"),
     "scale": Start(ROTARY, "--loss-scale 8"),
+    "host memory": Start(ROTARY, "--no-load-optim --optimizer adam --cpu-optimizer"),
     "loop": Start(
         LEARNED,
         "--checkpoint-activations --checkpoint-num-layers 2 --deepspeed-activation-checkpointing "

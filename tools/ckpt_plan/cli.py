@@ -165,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         planned = _configuration(arguments, flags)
+        if planned[0].parallel.zero_stage == 3:
+            raise ConfigError("--zero-stage 3: only checkpoints of ZeRO-1 shards are planned; use --zero-stage 1")
         _check_ranks(planned[1].world_size, str(planned[1]))
         if arguments.step_time is not None:
             status = _answer_step_time(planned, arguments)

@@ -34,6 +34,7 @@ from megatron.checkpointing.load.storage import CheckpointSource, DirectorySourc
 from megatron.checkpointing.preflight.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.preflight.universal_directory import inspect
 from megatron.checkpointing.reshard.resharding import load_on_other_layout, load_universal
+from megatron.checkpointing.state import zero3
 from megatron.checkpointing.state.changed_flags import check_training, warn_of_changes
 from megatron.checkpointing.state.collect import Progress, live_state
 from megatron.checkpointing.state.hashes import compare_hashes
@@ -398,9 +399,13 @@ class _CandidateLoad:
                 states.clear()  # giving gigabytes back to the system takes time, which is accounted for here
 
         progress = self._apply_on_all_ranks(states, apply)
-        shared = "all_gather" if self._with_optimizer else "broadcast"
+        gathers = self._with_optimizer or ctx.place.layout.zero == 3
+        shared = "all_gather" if gathers else "broadcast"
         with op.span("redistribute", shared), exchanging(ctx.control, "sharing of tied weights"):
-            restore_tied_weights(self.engine, self._with_optimizer)
+            if ctx.place.layout.zero == 3:
+                zero3.share_weights(self.engine)
+            else:
+                restore_tied_weights(self.engine, self._with_optimizer)
         return progress
 
     def _apply_on_all_ranks(self, states: Mapping[str, Any], work: Callable[[Mapping[str, Any]], T]) -> T:

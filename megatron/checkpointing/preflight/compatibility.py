@@ -87,9 +87,10 @@ def check_candidate(
 
     So are a universal one, and one of upstream's whose shards are cut otherwise on the same layout. Raises
     CheckpointMismatchError naming every difference of shape, another optimizer or schedule, a difference of layout
-    unless the engine that saved it is `redistributable` (None: not known yet), and a --train-iters before its
-    iteration. A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them
-    (`foreign`, where they are known); if they are ours, its manifest is gone: CheckpointDamagedError.
+    unless the engine that saved it is `redistributable` (None: not known yet) and both are of ZeRO-1, and a
+    --train-iters before its iteration. A checkpoint without manifest is judged by the arguments in its mp_rank_00 file,
+    as upstream wrote them (`foreign`, where they are known); if they are ours, its manifest is gone:
+    CheckpointDamagedError.
     """
     mine = model_identity(config.model, padded_vocab_size)
     if candidate.manifest is not None:
@@ -98,6 +99,12 @@ def check_candidate(
     else:
         foreign = foreign or _described(candidate, config)
         theirs, their_layout = _identity_in(foreign.model), foreign.layout
+    if 3 in (their_layout.zero, layout.zero) and their_layout != layout:
+        fix = f"3 on {their_layout.world_size} ranks" if their_layout.zero == 3 else "1"
+        raise CheckpointMismatchError(
+            f"{candidate.place}: saved on {their_layout}, but this run is {layout}, and what --zero-stage 3 saves is "
+            f"loaded at that stage alone, on as many ranks: start with --zero-stage {fix}, or give another --load"
+        )
     universal = config.checkpoint.universal_checkpoint
     other_layout = universal or their_layout != layout or (foreign is not None and foreign.needs_rearranging)
     if other_layout:

@@ -66,7 +66,8 @@ class Prefetch:
         self._handed_over = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         # What a rank knows that it reads before its model is built: all but, with engine torch, the layers.
-        with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
+        # With --zero-stage 3 the weights are in the optimizer's file.
+        with_optimizer = layout.zero == 3 or not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
         mine, common = names.optimizer_file(layout, at, config.model.params_dtype), names.model_states_file(layout, at)
         divided = config.checkpoint.ckpt_fully_parallel_load
         self._part = _Part(layout, at.dp, mine, config.model.experts_per_layer, divided)

@@ -140,9 +140,10 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "distributed_backend distributed_timeout_minutes warmup_communicators warmup_kernels local_rank rank "
             "exit_signal_handler exit_signal allow_injected_faults",
         "it changes the order of sums, and so their rounding": "deterministic",
-        "the function stays; rounding differs": "torch_compile",
+        "the function stays; rounding differs": "torch_compile cpu_optimizer",
         "the function stays; dropout masks and rounding differ": "sequence_parallel ds_sequence_parallel_size",
-        "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
+        "0, 1 and 2 run as stage 1; what stage 1 or 3 has saved the other does not load (refused)":
+            "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",
         "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",
         "the data order stays; without --lr-decay-samples the schedule is another, too, and so refused unless a flag "

@@ -2,7 +2,7 @@
 
 The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its collectives
 and without writing anything, so that engines are free in how they write. All arguments called `engine` are DeepSpeed
-PipelineEngines.
+PipelineEngines, or with --zero-stage 3 its engine of that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed import __version__ as deepspeed_version
 
 from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.state import zero3
 from megatron.checkpointing.state.changed_flags import input_contents
 from megatron.checkpointing.state.layer_files import layer_files
 from megatron.checkpointing.state.shard_metadata import add_placements
@@ -57,9 +58,12 @@ def live_state(
         if layers is None or file.name in layers
     ]
     mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
-    if with_optimizer:
+    divided = place.layout.zero == 3
+    if with_optimizer or divided:
         shard: dict[str, Any] = {}
-        if with_tensors:
+        if with_tensors and divided:
+            shard = {"optimizer_state_dict": {zero3.MASTERS: zero3.live_masters(engine)}}
+        elif with_tensors:
             masters = engine.optimizer.state_dict()[_MASTERS]
             shard = {"optimizer_state_dict": {_MASTERS: [master.detach() for master in masters]}}
         mine.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
@@ -81,11 +85,13 @@ def collect_state(
     which parameter it is (megatron.checkpointing.state.shard_metadata).
     The first DP replica writes weights and shared state; of experts that only some DP ranks hold, the first of these
     does. Every rank writes its ZeRO-1 shard, which includes the random state of the rank. `every_replica`: the other
-    replicas also get weights and shared state, for saves in memory only.
+    replicas also get weights and shared state, for saves in memory only. With --zero-stage 3 every rank writes its part
+    of the weights, with the shared state beside it, and tensors have no placements.
     """
     files: list[FileState] = []
     rng = get_rng_state()
-    first = place.at.dp == 0
+    divided = place.layout.zero == 3
+    first = place.at.dp == 0 or divided
     for weights in layer_files(engine.module, place):
         writes = weights.replicas[0] == place.at.dp
         if writes or every_replica:
@@ -94,7 +100,7 @@ def collect_state(
         client = client_state(config, vocab_sizes, progress)
         if not config.checkpoint.no_save_rng:
             client["rng_state"] = [rng]
-        common = engine._common_checkpoint_state(None, True, False)
+        common = engine._common_checkpoint_state(zero3.placeholders(engine) if divided else None, True, divided)
         name = names.model_states_file(place.layout, place.at)
         files.append(FileState(name, common | client, on_storage=first))
     if not config.checkpoint.no_save_optim:
@@ -106,7 +112,7 @@ def collect_state(
         if not config.checkpoint.no_save_rng:
             shard["rng_state"] = rng
         files.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
-    return add_placements(engine, place, vocab_sizes[0], files) if with_placements else files
+    return add_placements(engine, place, vocab_sizes[0], files) if with_placements and not divided else files
 
 
 def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progress) -> dict[str, Any]:

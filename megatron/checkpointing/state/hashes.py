@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.state import zero3
 from restart_trace.regular import NotRegularFileError
 from restart_trace.strict_json import read_json
 
@@ -50,6 +51,9 @@ def compare_hashes(engine: Any, saved: Mapping[str, Any], where: str, *, weights
 
 
 def _live_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if zero3.divides_weights(engine):
+        yield from zero3.live_tensors(engine)
+        return
     for name, param in engine.module.named_parameters():
         yield _WEIGHT + name, param
     state = engine.optimizer.state_dict()

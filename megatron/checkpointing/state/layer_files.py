@@ -44,7 +44,12 @@ def layers_of(module: Any) -> list[tuple[int, torch.nn.Module]]:
 
 
 def layer_files(module: Any, place: RankPlace) -> list[LayerFile]:
-    """The files with the weights that the rank at `place` holds, in the order of layers, then experts."""
+    """The files with the weights that the rank at `place` holds, in the order of layers, then experts.
+
+    None with --zero-stage 3: state/zero3.py.
+    """
+    if place.layout.zero == 3:
+        return []
     return [file for number, layer in layers_of(module) for file in files_of_layer(number, layer, place)]
 
 

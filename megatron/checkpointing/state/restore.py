@@ -1,6 +1,6 @@
 """Restores the content of a checkpoint in the live DeepSpeed engine: weights, optimizer, random state, progress.
 
-All arguments called `engine` are DeepSpeed PipelineEngines.
+All arguments called `engine` are DeepSpeed PipelineEngines, or with --zero-stage 3 its engine of that.
 
 Adam's state is converted for the Adam of this run: torch's, or apex's or DeepSpeed's FusedAdam. On CUDA upstream trains
 with FusedAdam, whose parameter groups have other options than torch's: they say whether the bias of the moments is
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.state import zero3
 from megatron.checkpointing.state.collect import Progress
 from megatron.checkpointing.state.layer_files import layer_files
 from megatron.checkpointing.store import naming as names
@@ -60,7 +61,9 @@ def restore_state(
         restore_layers(engine, place, states)
     with_optimizer = not (options.no_load_optim or options.finetune)
     shard = states.get(names.optimizer_file(place.layout, place.at, place.params_dtype))
-    if with_optimizer and shard is not None:
+    if shard is not None and place.layout.zero == 3:
+        _restore_divided(engine, shard["optimizer_state_dict"], with_optimizer)
+    elif with_optimizer and shard is not None:
         restore_optimizer(engine, place, shard["optimizer_state_dict"])
     else:
         engine.optimizer._restore_from_bit16_weights()
@@ -89,6 +92,15 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
         engine.global_samples = common["global_samples"]
         engine.skipped_steps = common["skipped_steps"]
     return progress
+
+
+def _restore_divided(engine: Any, shard: Mapping[str, Any], with_moments: bool) -> None:
+    """As restore_optimizer with --zero-stage 3, and weights; without `with_moments` only masters and weights."""
+    shard = dict(shard)
+    if with_moments:
+        shard[zero3.BASE] = convert_adam_state(shard[zero3.BASE], engine.basic_optimizer.param_groups)
+    with preserving_settings(engine.optimizer):
+        zero3.restore(engine, shard, with_moments=with_moments)
 
 
 def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
@@ -258,6 +270,12 @@ def _check_weight_decay(saved: Mapping[str, Any], here: Mapping[str, Any]) -> No
 
 
 def start_over(engine: Any, seed: int) -> None:
-    """Initialize the parameters of a model that was built without values, and the optimizer's masters."""
+    """Initialize the parameters of a model that was built without values, and the optimizer's masters.
+
+    Collective with --zero-stage 3.
+    """
+    if zero3.divides_weights(engine):
+        zero3.initialize(engine, seed)
+        return
     engine.module.initialize_parameters(seed)
     engine.optimizer._restore_from_bit16_weights()

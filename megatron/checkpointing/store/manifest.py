@@ -259,7 +259,8 @@ def _paths(value: Any) -> None:
 
 
 def _layout(value: Any) -> None:
-    _check_object(value, dict.fromkeys((*_LAYOUT, "ep"), _integer(1, _MAX_RANKS)), _LAYOUT)
+    sizes = dict.fromkeys((*_LAYOUT, "ep"), _integer(1, _MAX_RANKS))
+    _check_object(value, sizes | {"zero": _integer(3, 3)}, _LAYOUT)
     if value["dp"] % value.get("ep", 1):
         raise ValueError(f"ep {value['ep']} does not divide dp {value['dp']}")
     if value["tp"] * value["pp"] * value["dp"] > _MAX_RANKS:

@@ -11,6 +11,7 @@ SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1
 SAVE/global_step5/layer_03_expert_5_mp_rank_00_model_states.pt   weights of its expert 5, where experts are divided
 SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
 SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
+SAVE/global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt   with --zero-stage 3, in place of layer_* and mp_rank_*
 
 In object storage nothing can be renamed, and a checkpoint stays where it was written: SAVE/global_step5/g3_1/ has what
 SAVE/global_step5/ has in a file system.
@@ -124,7 +125,9 @@ def layer_of(file: str) -> tuple[int, ...] | None:
 
 
 def model_states_file(layout: Layout, at: Coordinates) -> str:
-    return f"mp_rank_{model_parallel_rank(layout, at):02d}_model_states.pt"
+    """With --zero-stage 3 each rank has its own."""
+    prefix = f"zero_pp_rank_{at.dp}_" if layout.zero == 3 else ""
+    return f"{prefix}mp_rank_{model_parallel_rank(layout, at):02d}_model_states.pt"
 
 
 def optimizer_file(layout: Layout, at: Coordinates, params_dtype: str) -> str:

@@ -274,7 +274,22 @@ REFUSALS = [
     ),
     ("--bf16 --fp16", 1, "--bf16 and --fp16 exclude each other"),
     ("--normalization batchnorm", 1, "--normalization batchnorm: choose one of layernorm, rmsnorm"),
-    ("--zero-stage 3", 1, "stages 2 and 3 do not run with pipelines; use --zero-stage 1"),
+    ("--zero-stage 4", 1, "--zero-stage 4: is no stage of ZeRO; use 1, or 3"),
+    ("--zero-stage 3 --tensor-model-parallel-size 2", 2, "-size 2: --zero-stage 3 divides the weights over all ranks"),
+    ("--zero-stage 3 --pipeline-model-parallel-size 2", 2, "-size 2: --zero-stage 3 divides the weights over all rank"),
+    ("--zero-stage 3 --num-experts 4", 1, "--num-experts 4: --zero-stage 3 divides no experts; drop it, or use"),
+    ("--zero-stage 3 --checkpoint-engine dcp", 1, "--checkpoint-engine dcp: --zero-stage 3 saves with torch, lazy or"),
+    *(
+        (f"--zero-stage 3 --attention-dropout 0 --hidden-dropout 0 --load /l --save /s --save-interval 1 {flag}", 1,
+         f"{flag.split()[0]}: ")
+        for flag in (
+            "--warmup-kernels", "--torch-compile", "--log-params-norm", "--log-num-zeros-in-grad", "--no-save-optim",
+            "--universal-checkpoint", "--ckpt-fully-parallel-load", "--export-hf-interval 1",
+        )
+    ),
+    ("--cpu-optimizer --bf16", 1, "--cpu-optimizer: with --bf16 at ZeRO stage 1 DeepSpeed adds gradients up in bf16"),
+    ("--cpu-optimizer --num-experts 4 --moe-expert-parallel-size 2", 2, "not tried with --moe-expert-parallel-size 2"),
+    ("--cpu-optimizer --optimizer sgd", 1, "--optimizer sgd: --cpu-optimizer is for adam; drop one of the flags"),
     ("--distributed-backend ccl", 1, "--distributed-backend ccl: choose one of nccl, gloo"),
     ("--distributed-timeout-minutes 0", 1, "--distributed-timeout-minutes 0.0: must be from 0.01, which is 0.6 s"),
     ("--distributed-timeout-minutes nan", 1, "--distributed-timeout-minutes nan: must be a finite number"),

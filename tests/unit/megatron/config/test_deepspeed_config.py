@@ -218,7 +218,7 @@ BAD_FILES = [
     ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16 are both enabled"),
     ('{"train_batch_size": "8"}', "train_batch_size is '8'; it must be a number"),
     ('{"train_batch_size": 8.5}', "train_batch_size is 8.5; it must be a whole number"),
-    ('{"zero_optimization": {"stage": 3}}', "stages 2 and 3 do not run with pipelines"),
+    ('{"zero_optimization": {"stage": 4}}', "--zero-stage 4: is no stage of ZeRO; use 1, or 3"),
     ('{"zero_optimization": {"reduce_bucket_size": "auto"}}', "zero_optimization.reduce_bucket_size is auto"),
     (
         '{"checkpoint": {"writer": {"type": "mock"}}}',

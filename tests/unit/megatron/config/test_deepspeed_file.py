@@ -72,7 +72,16 @@ REFUSED = {
     "data_efficiency/gpt/pretrain/ds_config_gpt_1clmetric_TEMPLATE.json": (
         {**_GPT, "dataloader_drop_last": True, "data_efficiency": {"enabled": True}}, "dataloader_drop_last is True",
     ),
-    "azure/run-1t.sh": ({**_GPT, "zero_optimization": _STAGE_3}, "zero_optimization.stage3_max_live_parameters is"),
+    "azure/run-1t.sh, with prescaling": (
+        {**_GPT, "zero_optimization": _STAGE_3}, "prescale_gradients is True; DeepSpeedZeroOptimizer_Stage3, which",
+    ),
+    "azure/run-1t.sh at stage 1": (
+        {**_GPT, "zero_optimization": {**_STAGE_3, "stage": 1}}, "overlap_comm is True; DeepSpeedZeroOptimizer, which",
+    ),
+    "offload_pp/ds_config_gpt_TEMPLATE.json": (
+        {**_GPT, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+        "zero_optimization.offload_optimizer.ratio is 0.3; only 1.0 is supported",
+    ),
 }  # fmt: skip
 
 
@@ -80,6 +89,22 @@ REFUSED = {
 def test_upstreams_files_load(tmp_path: Path, name: str) -> None:
     built = build_deepspeed_config(with_file(tmp_path, LOADED[name], ""))
     assert built["train_batch_size"] == 8 and "curriculum_learning" not in built
+
+
+def test_stage_3_of_a_file(tmp_path: Path) -> None:
+    """Of azure/run-1t.sh, without its section aio: what the file says is what DeepSpeed gets."""
+    content = {**_GPT, "prescale_gradients": False, "zero_optimization": _STAGE_3}
+    config = with_file(tmp_path, content, "")
+    assert config.parallel.zero_stage == 3 and config.optimizer.cpu_optimizer
+    built = build_deepspeed_config(config)
+    assert built["zero_optimization"]["stage3_max_live_parameters"] == 3_000_000_000
+    assert built["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert built["zero_force_ds_cpu_optimizer"] is False
+    flags = f"{BATCH}--cpu-optimizer --fp16"
+    with pytest.raises(ConfigError, match="offload_optimizer.device is 'none', but --cpu-optimizer makes it 'cpu'"):
+        with_file(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "none"}}}, flags)
+    with pytest.raises(ConfigError, match="zero_force_ds_cpu_optimizer is True"):
+        with_file(tmp_path, {"zero_force_ds_cpu_optimizer": True}, flags)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

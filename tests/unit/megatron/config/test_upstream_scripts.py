@@ -21,19 +21,12 @@ RUNS: dict[str, list[tuple[int, str]]] = json.loads(
 )
 _DS = "examples_deepspeed/"
 _DISTILL = "knowledge distillation is not part of this fork"
-_CPU = "--cpu-optimizer is not supported: "
-_ZERO = "--zero-stage 3: checkpoints are made of ZeRO-1 shards"
 REFUSED = {
     "MoE/ds_pretrain_gpt_1.3B_PR-MoE64or128_MoS.sh": _DISTILL,
     "MoE/ds_pretrain_gpt_350M_PR-MoE32or64_MoS.sh": _DISTILL,
-    "azure/run-175b.sh": _ZERO,
-    "azure/run-1t.sh": _CPU,
-    "azure/run-benchmark-model.sh": _ZERO,
     "compression/ds_pretrain_gpt_1.3B_dense_cl_kd.sh": _DISTILL,
     "compression/ds_pretrain_gpt_125M_dense_cl_kd.sh": _DISTILL,
     "compression/ds_pretrain_gpt_125M_dense_kd.sh": _DISTILL,
-    "offload_pp/ds_pretrain_gpt_350M.sh": _CPU,
-    "sequence_parallel/ds_pretrain_gpt_30B_seq_parallel_32k.sh": _ZERO,
     "sequence_parallel/ds_pretrain_gpt_6.7B_fpdt_32k.sh": "--ds-sequence-parallel-fpdt is not supported",
     "zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh": "--enable-zbh1-pipeline is not supported",
 }
@@ -58,7 +51,7 @@ def configure(script: str, tmp_path: Path) -> list[Config]:
 
 def test_scripts_are_counted() -> None:
     assert len(RUNS) == 55 and {_DS + name for name in REFUSED} <= set(RUNS)
-    assert len(REFUSED) == 12
+    assert len(REFUSED) == 7
 
 
 @pytest.mark.parametrize("script", RUNS)

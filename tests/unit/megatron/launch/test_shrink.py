@@ -37,3 +37,4 @@ def test_no_layout_fits() -> None:
     four = f"{FLAGS} --ds-sequence-parallel-size 4".split()
     assert shrunk(four, 1, 4, 3) is None
     assert isinstance(shrunk(four, 1, 8, 4), Shrunk)
+    assert shrunk(f"{FLAGS} --zero-stage 3".split(), 1, 4, 2) is None  # which loads what as many ranks have saved

@@ -32,6 +32,11 @@ def test_what_does_not_survive_its_start_is_refused(options: dict[str, Any], com
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
+def test_divided_weights_are_refused() -> None:
+    found = refusal(CheckpointConfig(), compiles=False, zero_stage=3)
+    assert found is not None and found.startswith("--zero-stage 3 with --in-process-restart: not tried together")
+
+
 def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --contigious-checkpointing: the next start would find no place in them for its last layers."""
     monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)

@@ -604,6 +604,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--model 7b --pp -1", "--pp -1: must be at least 1"),
         ("--model 7b --vocab-size 0", "--vocab-size 0: must be at least 1"),
         ("--model 7b --zero 2", "--zero 2: "),
+        ("--model 1b --tp 1 --pp 1 -- --zero-stage 3", " 3: only checkpoints of ZeRO-1 shards are planned; use"),
         ("--model 8b", f"--model 8b: no such preset; there are: {', '.join(model_names())}"),
         ("--model 7b --engine nope", "--engine nope: no such engine; those that can be planned are: torch"),
         ("--model 7b --engine dcp", "--engine dcp: its files cannot be planned"),

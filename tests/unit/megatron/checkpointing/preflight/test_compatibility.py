@@ -197,6 +197,22 @@ def test_another_layout(layout: Layout) -> None:
     assert not check_candidate(candidate(config()), config(), HERE, VOCAB, redistributable=True)
 
 
+@pytest.mark.parametrize(
+    ("saved", "here", "fix"),
+    [
+        (Layout(1, 1, 4, zero=3), Layout(1, 1, 4), "start with --zero-stage 3 on 4 ranks"),
+        (Layout(1, 1, 4, zero=3), Layout(1, 1, 2, zero=3), "start with --zero-stage 3 on 4 ranks"),
+        (Layout(1, 1, 4), Layout(1, 1, 4, zero=3), "start with --zero-stage 1, or"),
+    ],
+)
+def test_divided_weights_are_loaded_where_they_were_saved_alone(saved: Layout, here: Layout, fix: str) -> None:
+    tuned = dataclasses.replace(config(), checkpoint=CheckpointConfig(load="/save", finetune=True))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        check_candidate(candidate(config(), saved), tuned, here, VOCAB, redistributable=True)
+    assert f"saved on {saved}, but this run is {here}" in str(caught.value) and fix in str(caught.value)
+    assert not check_candidate(candidate(config(), saved), config(), saved, VOCAB, redistributable=True)
+
+
 COUNTERS = {"iteration": 5, "global_steps": 5, "global_samples": 20, "skipped_steps": 0}
 SINCE_BLOCKS = "ds_sequence_parallel_fpdt"  # upstream's fused QKV is [Q; K; V] since it has this argument
 

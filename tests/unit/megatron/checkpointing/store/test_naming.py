@@ -32,6 +32,8 @@ def test_stages_count_before_tp_ranks() -> None:
     assert names.optimizer_file(layout, at, "bf16") == "bf16_zero_pp_rank_1_mp_rank_09_optim_states.pt"
     for dtype in ("fp16", "fp32"):
         assert names.optimizer_file(layout, at, dtype) == "zero_pp_rank_1_mp_rank_09_optim_states.pt"
+    divided = Layout(tp=1, pp=1, dp=2, zero=3)
+    assert names.model_states_file(divided, divided.coordinates(1)) == "zero_pp_rank_1_mp_rank_00_model_states.pt"
     assert names.layer_file(101, 12) == "layer_101-model_12-model_states.pt"
 
 
