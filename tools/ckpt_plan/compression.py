@@ -35,8 +35,8 @@ class Verdict:
 
     with B bytes, L the rate of the link, s the share, n threads and c the rate of one. At most is less than B / L for
     L < (1 - s) n c, and at least for L < n c. A block is sent while the next one is compressed, so that the truth is
-    near `at least`. Taken for granted: processors are free, without which copies take longer than `at most`; and
-    restoring is not slower than compressing (docs/results/compression.md has measurements of both).
+    near `at least`. Taken for granted: processors are free (on a busy machine copies took longer than `at most`), and
+    restoring is not slower than compressing; docs/results/compression.md has both.
     """
 
     num_bytes: int
