@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.common.program import printed
@@ -17,7 +17,7 @@ from benchmarks.launchers.variants import DTYPES, Setting, prepare_data
 from benchmarks.restart_scoreboard.contestants import CONTESTANTS
 from benchmarks.restart_scoreboard.report import Result, analyse, render
 from benchmarks.restart_scoreboard.training import train, undisturbed
-from tools.common.cli import make_parser, require_at_least
+from tools.common.cli import CHECK_FAILED, OK, make_parser, require_at_least
 from tools.common.machine import machine
 
 _ITERATIONS = 1000  # more than any training gets to
@@ -35,7 +35,7 @@ examples:
 
 Run it on a machine that does nothing else.
 
-exit status: 0 measured, 2 could not run
+exit status: 0 measured, 1 a contestant did not run to its end, 2 could not run
 """
 
 
@@ -61,10 +61,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    return printed("restart_scoreboard", lambda: _measured(arguments))
+    results = {name: Result(not_run=CONTESTANTS[name].missing) for name in arguments.only}
+    return printed("restart_scoreboard", lambda: _measured(arguments, results)) or status(results.values())
 
 
-def _measured(arguments: argparse.Namespace) -> str:
+def status(results: Iterable[Result]) -> int:
+    """The exit status of a measurement that has ended."""
+    return CHECK_FAILED if any(result.not_run is not None for result in results) else OK
+
+
+def _measured(arguments: argparse.Namespace, results: dict[str, Result]) -> str:
     before = machine()
     with tempfile.TemporaryDirectory(prefix="scoreboard_", dir=arguments.dir) as directory:
         # fp32: bf16 is slow on CPUs without AVX-512; ranks only of data parallelism, which torchft needs.
@@ -73,15 +79,14 @@ def _measured(arguments: argparse.Namespace) -> str:
             restarts=arguments.faults,
         )  # fmt: skip
         prepare_data(setting)
-        results = _interleaved(arguments, setting)
+        _run_interleaved(arguments, setting, results)
         references = _references(results, setting, arguments.time_limit)
     found = analyse(results, references, setting, before)
     return json.dumps(found) if arguments.format == "json" else render(found)
 
 
-def _interleaved(arguments: argparse.Namespace, setting: Setting) -> dict[str, Result]:
+def _run_interleaved(arguments: argparse.Namespace, setting: Setting, results: dict[str, Result]) -> None:
     """Every round has the same faults for all contestants."""
-    results = {name: Result(not_run=CONTESTANTS[name].missing) for name in arguments.only}
     for number, name in in_turn(arguments.only, arguments.repeat):
         result = results[name]
         if result.not_run is not None:
@@ -96,7 +101,6 @@ def _interleaved(arguments: argparse.Namespace, setting: Setting) -> dict[str, R
         result.rounds.append(trained)
         took = " ".join(f"{fault.kind} {fault.restart_s:.2f} s" for fault in trained.faults)
         _say(f"round {number + 1} of {arguments.repeat}: {name}: {took}")
-    return results
 
 
 def _references(results: dict[str, Result], setting: Setting, limit_s: float) -> dict[str, dict[int, str]]:

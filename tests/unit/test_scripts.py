@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.published.__main__ import parse_arguments as parse_arguments_of_published
+from benchmarks.restart_scoreboard.cli import parse_arguments as parse_arguments_of_scoreboard
 from megatron.checkpointing.engines.registry import builtin_engines
 from megatron.launch.cli import parse_arguments
 from tests.cluster.__main__ import parse_arguments as parse_arguments_of_cluster
@@ -93,6 +94,7 @@ def test_scheduled_checks_are_those_of_the_document() -> None:
 
 PARSERS = {
     "benchmarks.published": parse_arguments_of_published,
+    "benchmarks.restart_scoreboard": parse_arguments_of_scoreboard,
     "tests.cluster": parse_arguments_of_cluster,
     "tests.faults.sweep": parse_arguments_of_faults,
     "tests.mutation": parse_arguments_of_mutation,

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.launchers.variants import PLAIN, Setting
 from benchmarks.restart_scoreboard import contestants
-from benchmarks.restart_scoreboard.cli import parse_arguments, reason
+from benchmarks.restart_scoreboard.cli import parse_arguments, reason, status
 from benchmarks.restart_scoreboard.contestants import ALL, CONTESTANTS, NODE, ONE, OURS, TORCHFT
 from benchmarks.restart_scoreboard.report import Result, analyse, render, wrong_losses
 from benchmarks.restart_scoreboard.training import Fault, Trained
@@ -118,6 +118,11 @@ def test_a_contestant_without_its_package_says_how_to_get_it() -> None:
     assert CONTESTANTS["plain"].missing is None and CONTESTANTS["fork"].missing is None
     absent = dataclasses.replace(CONTESTANTS["torchft"], package="no-such-distribution")
     assert absent.missing == "no-such-distribution is not installed (EXTRAS=scoreboard)"
+
+
+def test_the_exit_status_tells_of_a_contestant_that_did_not_run_to_its_end() -> None:
+    assert status([Result([trained("8.1")]), Result([trained("8.1")])]) == 0
+    assert status([Result([trained("8.1")]), Result([trained("8.1")], not_run="it ended with status 1")]) == 1
 
 
 def test_the_reason_is_what_happened_and_the_last_line_of_the_log() -> None:
