@@ -165,14 +165,22 @@ def test_files_that_ranks_share_beside_files_of_each_rank(tmp_path: Path, flags:
     assert written == {"lazy": 4, "lazy-shared": files}
 
 
+LIBRARIES = {
+    "torch_checkpointing": "TorchCheckpointing", "dcp-collective": "CollectiveDcp", "dcp-safetensors": "SafetensorsDcp",
+}  # fmt: skip
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     ("durability", "options"), [("fsync", ["--dp", "2", "--ranks", "0-1"]), ("none", ["--dp", "1", "--no-cold"])]
 )
-def test_torch_checkpointing(tmp_path: Path, durability: str, options: list[str]) -> None:
-    """Meta's library beside an engine: what it loads is what was saved; its save counts to the end of an fsync."""
+def test_libraries_that_save_in_the_background(
+    tmp_path: Path, durability: str, options: list[str], library: str
+) -> None:
+    """What they load is what was saved; a save counts to the end of an fsync."""
     argv = [
-        "--model", "tiny", "--tp", "1", "--pp", "1", *options, "--engine", "torch_checkpointing",
+        "--model", "tiny", "--tp", "1", "--pp", "1", *options, "--engine", library,
         "--repeat", "1", "--steps-between", "1", "--step-work", "idle", "--no-storage", "--format", "json",
         "--checkpoint-durability", durability, "--trace-dir", str(tmp_path / "trace"), "--dir", str(tmp_path / "out"),
     ]  # fmt: skip
@@ -183,8 +191,8 @@ def test_torch_checkpointing(tmp_path: Path, durability: str, options: list[str]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "out").iterdir()), "something was left"
-    found = json.loads(done.stdout)["engines"]["torch_checkpointing"]
-    assert found["verified"] and found["asynchronous"] and found["engine_used"] == "TorchCheckpointing"
+    found = json.loads(done.stdout)["engines"][library]
+    assert found["verified"] and found["asynchronous"] and found["engine_used"] == LIBRARIES[library]
     assert found["blocked_s"]["median"] < found["durable_s"]["median"]
     assert (found["load_cold_s"] is None) == ("--no-cold" in options) and found["load_warm_s"]
     spans = [record for record in records(tmp_path / "trace") if record["type"] == "span"]

@@ -60,7 +60,7 @@ RUN_BY = {
     ),
     "resume-torch": ("megatron/checkpointing/engines/host_staging.py",),
     "resume-fastpersist": ("megatron/checkpointing/engines/fastpersist/writer.py",),
-    "resume-dcp-async, resume-dcp-process": ("megatron/checkpointing/engines/dcp/engine.py",),
+    "resume-dcp-async, resume-dcp-process": ("megatron/checkpointing/engines/dcp/staging.py",),
     "resume-torchsnapshot": ("megatron/checkpointing/engines/torchsnapshot/library.py",),
     "resume-datastates": (
         "megatron/checkpointing/engines/datastates/engine.py",
@@ -87,7 +87,7 @@ RUN_BY = {
 
 CUDA_ALONE = {
     "megatron/checkpointing/engines/datastates/library.py",
-    "megatron/checkpointing/engines/dcp/engine.py",
+    "megatron/checkpointing/engines/dcp/staging.py",
     "megatron/checkpointing/engines/fastpersist/writer.py",
     "megatron/config/parallel.py",
     "megatron/fileio/device_waits.py",

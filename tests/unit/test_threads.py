@@ -40,10 +40,10 @@ WITHOUT_A_DEVICE = {
     "megatron/startup/watch.py": "asks other ranks over sockets, and prints stacks",
     "restart_trace/hooks/name_lookup.py": "looks up a host name",
     "restart_trace/device_threads.py: device_thread": "selects the device",
+    "tools/ckpt_replay/library.py": "waits for a library, and writes files",
     "tools/ckpt_replay/memory.py": "reads /proc",
     "tools/ckpt_replay/raw_engine.py": "copies between files and tensors that are on the CPU",
     "tools/ckpt_replay/storage.py": FILES,
-    "tools/ckpt_replay/torch_checkpointing.py": "waits for a process, and flushes files",
     "megatron/processes/helper_process.py": "waits for a process to end, and hangs up",
 }
 

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import ObjectUri
@@ -19,7 +17,8 @@ from megatron.fileio.objects.stores import STORES
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Recorder
 
-from .library import LibrarySave, state_of, targets_of, tensors_of
+from .collective import Names, written_by
+from .library import LibrarySave
 
 _THREADS = 8  # thread_count of conf/dcp_fsdp_save.yaml in the connector's repository
 
@@ -37,7 +36,7 @@ class Connector:
         import torch.distributed.checkpoint  # noqa: F401  over a second: not for replays without it, nor in a load
 
         self._threads = options.io_threads or _THREADS
-        self._rank = rank
+        self._names = Names(rank)
         self._recorder = recorder
 
     def save(self, place: ObjectUri, step: int, files: Sequence[FileState]) -> LibrarySave:
@@ -46,18 +45,15 @@ class Connector:
         kind = type(self).__name__
         with self._recorder.operation("save", tag=names.tag_of(step), step=step, engine=kind) as op:
             done = LibrarySave(op, now_ns())
-            content: dict[str, Any] = {}
-            for file in files:
-                content |= {self._prefix(file) + name: tensor for name, tensor in tensors_of(file).items()}
+            content = self._names.content(files)
             writer, spent, plans = _writer(str(place), self._threads)
             save(content, storage_writer=writer)
             done.committed_ns = now_ns()
             done.blocked_ns = done.committed_ns - done.start_ns
             begun, ended = spent[0]
             done.moving_ns = ended - begun
-            written = [item.tensor_data for item in plans[0].items if item.tensor_data is not None]
-            op.bytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in written)
-            op.num_files = min(self._threads, len(written))
+            tensors, op.bytes = written_by(plans[0])
+            op.num_files = min(self._threads, tensors)
             op.add("barrier", None, done.start_ns, begun)
             op.add("flush", "upload", begun, ended, num_bytes=op.bytes)
             op.add("barrier", None, ended, done.committed_ns)
@@ -66,28 +62,12 @@ class Connector:
     def load_into(
         self, live: Sequence[FileState], planned: Sequence[FileState], place: ObjectUri
     ) -> tuple[dict[str, Any], int]:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        by_file = {
-            file.name: targets_of(before, file, lambda meta: torch.empty_like(meta, device="cpu"))
-            for before, file in zip(live, planned, strict=True)
-        }
-        content: dict[str, Any] = {
-            self._prefix(file) + name: tensor for file in planned for name, tensor in by_file[file.name].items()
-        }
         reader, spent = _reader(str(place))
-        load(content, storage_reader=reader)
-        states = {
-            file.name: state_of({name: content[self._prefix(file) + name] for name in by_file[file.name]}, place)
-            for file in planned
-        }
+        states = self._names.load(live, planned, place, reader)
         return states, sum(ended - begun for begun, ended in spent)
 
     def close(self) -> None:
         return None
-
-    def _prefix(self, file: FileState) -> str:
-        return f"rank_{self._rank:05d}/{file.name}/"
 
 
 def _settings() -> tuple[str, Any]:

@@ -33,6 +33,8 @@ from .host_memory import holder
 from .library import Library
 from .plan import (
     CONNECTOR,
+    DCP_COLLECTIVE,
+    DCP_SAFETENSORS,
     IN_MEMORY,
     LAZY_SHARED,
     LOAD,
@@ -135,6 +137,11 @@ class RankContext:
 
             saves = self.task.kind == SAVE
             engine = TorchCheckpointing(options, self.recorder, self._wait_in_background, saves=saves)
+        elif self.engine_name in (DCP_COLLECTIVE, DCP_SAFETENSORS):
+            from .collective import CollectiveDcp, SafetensorsDcp
+
+            kind = SafetensorsDcp if self.engine_name == DCP_SAFETENSORS else CollectiveDcp
+            engine = kind(options, self.rank, self.recorder, self._wait_in_background)
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -11,6 +14,8 @@ import torch
 from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.state_files import pack, unpack
+from megatron.fileio.files import open_file, sync_directory, sync_file
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 _SKELETON = "skeleton"
@@ -37,6 +42,72 @@ class LibrarySave:
 
     def join(self) -> None:
         """Wait until the checkpoint is complete on all ranks; collective. Raises what the library raises."""
+
+
+class BackgroundSave(LibrarySave):
+    """A thread waits for the library, so that the end of the save does not depend on when `join` is called."""
+
+    def __init__(
+        self,
+        op: Operation,
+        start_ns: int,
+        write: Callable[[], object],
+        copied: Callable[[], object],
+        complete: Callable[[], None],
+    ) -> None:
+        """The thread calls `write`, which returns once this rank's files are written, then `complete`.
+
+        `copied`: returns once the state has been copied.
+        """
+        super().__init__(op, start_ns, blocked_ns=now_ns() - start_ns)
+        self._write = write
+        self._copied = copied
+        self._complete = complete
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            begun = now_ns()
+            self._write()
+            ended = now_ns()
+            self.moving_ns = ended - self.start_ns
+            # A library tells of its end alone: the copy of the state and the wait for other ranks are part of this.
+            self.op.add("flush", "write", begun, ended, num_bytes=self.op.bytes, blocking=False)
+            self._complete()
+            self.committed_ns = now_ns()
+        except BaseException as error:  # `join` raises it
+            self._error = error
+
+    def release_state(self) -> None:
+        begun = now_ns()
+        self._copied()
+        released = now_ns()
+        self.blocked_ns += released - begun
+        self.op.add("device_to_host", None, begun, released)
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            self.op.end(f"{type(self._error).__name__}: {self._error}")
+            raise self._error
+        self.op.end(at_ns=self.committed_ns)
+
+
+def make_durable(op: Operation, files: Iterable[Path], place: Path, wait_for_all: Callable[[], None]) -> None:
+    """Flush `files`, in the checkpoint `place`, and the names; returns when all ranks have."""
+    with op.span("flush", "fsync", blocking=False):
+        for path in files:
+            descriptor = open_file(path, os.O_RDONLY)
+            try:
+                sync_file(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(place)
+        sync_directory(place.parent)
+    with op.span("barrier", blocking=False):
+        wait_for_all()
 
 
 class Library(Protocol[PlaceT]):

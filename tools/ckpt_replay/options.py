@@ -21,6 +21,8 @@ from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at
 from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .plan import (
     CONNECTOR,
+    DCP_COLLECTIVE,
+    DCP_SAFETENSORS,
     IN_MEMORY,
     LAZY_SHARED,
     LIBRARIES,
@@ -156,7 +158,8 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         f"file per rank, per host, or for all ranks; or {LAZY_SHARED}: lazy with --checkpoint-files-per-node (default: "
         f"1); or {', '.join(IN_MEMORY)}: saves only in host memory, "
         f"loads from there or from another process's copy; or libraries: {CONNECTOR} (the S3 connector for PyTorch, "
-        f"under DCP, in object storage) and {TORCH_CHECKPOINTING} (Meta's, in a directory)"
+        f"under DCP, in object storage) and, in a directory, {TORCH_CHECKPOINTING} (Meta's), {DCP_COLLECTIVE} and "
+        f"{DCP_SAFETENSORS} (torch's DCP, one checkpoint of all ranks; its own files or Hugging Face's)"
     )
     how.add_argument("--engine", action="append", metavar="NAME,...", help=help_)
     help_ = (
@@ -252,7 +255,8 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
     """Names in the value of --engine. Raises UnknownEngineError, EngineUnavailableError and ReplayError."""
     if text == ALL:
         on_storage = tuple(name for name in engine_names() if name not in IN_MEMORY)
-        return (*on_storage, CONNECTOR if in_object_storage else TORCH_CHECKPOINTING)
+        libraries = [name for name in LIBRARIES if (name == CONNECTOR) == in_object_storage]
+        return (*on_storage, *libraries)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")

@@ -30,9 +30,16 @@ RAW = {
 LAZY_SHARED = "lazy-shared"
 
 # Libraries in place of an engine: the S3 connector for PyTorch under DCP (connector.py), for object storage alone, and
-# Meta's torch_checkpointing (torch_checkpointing.py), for directories alone.
+# for directories alone Meta's torch_checkpointing (torch_checkpointing.py), and DCP with all ranks together
+# (collective.py). Each with the package that it needs besides torch, and how to get it.
 CONNECTOR, TORCH_CHECKPOINTING = "s3torchconnector", "torch_checkpointing"
-LIBRARIES = (CONNECTOR, TORCH_CHECKPOINTING)
+DCP_COLLECTIVE, DCP_SAFETENSORS = "dcp-collective", "dcp-safetensors"
+LIBRARIES: dict[str, tuple[str, str] | None] = {
+    CONNECTOR: (CONNECTOR, "pip install 's3torchconnector[dcp]' botocore"),
+    TORCH_CHECKPOINTING: (TORCH_CHECKPOINTING, "pip install torch-checkpointing"),
+    DCP_COLLECTIVE: None,
+    DCP_SAFETENSORS: ("safetensors", "pip install safetensors"),
+}
 _WITH_DCP = {*LIBRARIES, *(name for name, entry in ENGINES.items() if entry.package == "dcp")}
 
 # Engine memory without storage: saves in this host's slots, and loads from there; or copies of the saves in a process

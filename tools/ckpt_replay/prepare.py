@@ -31,12 +31,6 @@ from .plan import (
     state_file,
 )
 
-_INSTALL = {
-    CONNECTOR: "pip install 's3torchconnector[dcp]' botocore",
-    TORCH_CHECKPOINTING: "pip install torch-checkpointing",
-}
-
-
 _OWN_FILES = (*RAW, *IN_MEMORY, TORCH_CHECKPOINTING)  # of each process, so that no other one can load them
 
 
@@ -102,8 +96,9 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
         return f"engine {name} writes files: give it a --dir of a file system"
     if name == CONNECTOR and not in_object_storage:
         return f"engine {name} writes to object storage only: give --dir {URI_FORM}"
-    if name in LIBRARIES and importlib.util.find_spec(name) is None:
-        return f"engine {name}: package {name} is not installed; install it ({_INSTALL[name]})"
+    package, install = LIBRARIES.get(name) or (None, "")
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"engine {name}: package {package} is not installed; install it ({install})"
     return None
 
 

@@ -9,22 +9,17 @@ replay flushes what the library has left, so that the end of its save means the 
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState
-from megatron.fileio.files import open_file, sync_directory, sync_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
 
-from .library import LibrarySave, state_of, targets_of, tensors_of
+from .library import BackgroundSave, make_durable, state_of, targets_of, tensors_of
 
 
 class TorchCheckpointing:
@@ -56,7 +51,7 @@ class TorchCheckpointing:
         self._rank = dist.get_rank()
         self._fsync = options.fsync
 
-    def save(self, place: Path, step: int, files: Sequence[FileState]) -> LibrarySave:
+    def save(self, place: Path, step: int, files: Sequence[FileState]) -> BackgroundSave:
         op = self._recorder.begin("save", tag=place.name, step=step, engine=type(self).__name__)
         begun = now_ns()
         content = {_item_of(file): tensors_of(file) for file in files}
@@ -65,26 +60,19 @@ class TorchCheckpointing:
         written = self._manager.save(str(place), content)
         assert written is not None, "an asynchronous saver returns what to wait for"
         op.add("device_to_host", None, begun, now_ns())
-        return _BackgroundSave(op, begun, written, self._manager.lock, lambda: self._complete(op, place, content))
+        return BackgroundSave(op, begun, written.result, self._copied, lambda: self._complete(op, place, content))
+
+    def _copied(self) -> None:
+        with self._manager.lock():  # held while the state is copied
+            pass
 
     def _complete(self, op: Operation, place: Path, items: Iterable[str]) -> None:
         """Wait for the other ranks, and until the checkpoint that all have written is on storage."""
         with op.span("barrier", blocking=False):
             self._wait_for_all()  # rank 0 changes the name of the directory once all have written
-        if not self._fsync:
-            return
-        files = [place / f"{item}_{self._rank}.pt" for item in items]
-        with op.span("flush", "fsync", blocking=False):
-            for path in files:
-                descriptor = open_file(path, os.O_RDONLY)
-                try:
-                    sync_file(descriptor)
-                finally:
-                    os.close(descriptor)
-            sync_directory(place)
-            sync_directory(place.parent)
-        with op.span("barrier", blocking=False):
-            self._wait_for_all()
+        if self._fsync:
+            files = [place / f"{item}_{self._rank}.pt" for item in items]
+            make_durable(op, files, place, self._wait_for_all)
 
     def load_into(
         self, live: Sequence[FileState], planned: Sequence[FileState], place: Path
@@ -99,54 +87,6 @@ class TorchCheckpointing:
 
     def close(self) -> None:
         self._manager.close()
-
-
-class _BackgroundSave(LibrarySave):
-    """A thread waits for the library, so that the end of the save does not depend on when `join` is called."""
-
-    def __init__(
-        self,
-        op: Operation,
-        start_ns: int,
-        written: Future[Any],
-        copying: Callable[[], AbstractContextManager[Any]],
-        complete: Callable[[], None],
-    ) -> None:
-        """`copying`: held while the state is copied; `complete`: called once this rank's files are written."""
-        super().__init__(op, start_ns, blocked_ns=now_ns() - start_ns)
-        self._written = written
-        self._copying = copying
-        self._complete = complete
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._wait, name="commit", daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        try:
-            begun = now_ns()
-            self._written.result()
-            ended = now_ns()
-            self.moving_ns = ended - self.start_ns
-            # The library tells of its end alone: the copy of the state and the wait for other ranks are part of this.
-            self.op.add("flush", "write", begun, ended, num_bytes=self.op.bytes, blocking=False)
-            self._complete()
-            self.committed_ns = now_ns()
-        except BaseException as error:  # `join` raises it
-            self._error = error
-
-    def release_state(self) -> None:
-        begun = now_ns()
-        with self._copying():
-            released = now_ns()
-        self.blocked_ns += released - begun
-        self.op.add("device_to_host", None, begun, released)
-
-    def join(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            self.op.end(f"{type(self._error).__name__}: {self._error}")
-            raise self._error
-        self.op.end(at_ns=self.committed_ns)
 
 
 def _item_of(file: FileState) -> str:

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -37,13 +36,13 @@ from megatron.checkpointing.engines.base import (
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.dcp.checkpoint_process import CheckpointProcess
+from megatron.checkpointing.engines.dcp.staging import Copies
 from megatron.checkpointing.engines.dcp.storage import METADATA, Reader, Report, Writer, cause_of, report_of
 from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
-from restart_trace.device_threads import device_selector, device_thread
-from restart_trace.devices import accelerator_in_use
+from restart_trace.device_threads import device_thread
 from restart_trace.recorder import Operation
 
 RESULT_TIMEOUT_S = 3600.0  # for a whole save: storage that takes longer is taken for dead
@@ -105,10 +104,8 @@ class DcpEngine(StateDirectoryEngine):
 
 
 class DcpAsyncEngine(DcpEngine):
-    """The library's DefaultStager, and `save` in a thread. The copies stay for the next save.
+    """The library's DefaultStager, and `save` in a thread.
 
-    On CUDA the copies are pinned, and are made on a stream of the stager's while training goes on until the optimizer
-    steps; without CUDA, for which the library has neither, training waits for them.
     Host memory: all that the rank saves, once more; the library has no limit on it.
     """
 
@@ -118,7 +115,7 @@ class DcpAsyncEngine(DcpEngine):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        self._stager: DefaultStager | None = None
+        self._held = Copies(shared=self.in_a_process)
         self.process = CheckpointProcess(options) if self.in_a_process else None
 
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
@@ -131,10 +128,10 @@ class DcpAsyncEngine(DcpEngine):
         pending = _PendingStates(self, write, directory, op)
         try:
             contents = {file.name: _for_library(file.state) for file in files}
-            stager = self._started_stager()
+            self._held.start()
             begun = now_ns()
             op.add("serialize", None, start, begun)
-            pending.stage(stager, contents, begun)
+            pending.stage(self._held, contents, begun)
         except Exception as exc:  # `wait` raises it
             self.drop_copies(exc)
             pending.result.set_exception(exc)
@@ -147,9 +144,7 @@ class DcpAsyncEngine(DcpEngine):
 
     def drop_copies(self, error: BaseException | None = None) -> None:
         """Give back the memory of copies; `error`: also what those have of it that were not made for want of it."""
-        stager, self._stager = self._stager, None
-        if stager is not None:
-            stager.close()
+        self._held.drop()
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
@@ -161,26 +156,6 @@ class DcpAsyncEngine(DcpEngine):
 
     def report_written(self, op: Operation, name: str, report: Report, window: tuple[int, int]) -> None:
         self._report_writing(op, name, report, window, blocking=False)
-
-    def _started_stager(self) -> DefaultStager:
-        if self._stager is not None and _is_spent(self._stager):
-            self._stager.close()
-            self._stager = None
-        if self._stager is None:
-            cuda = accelerator_in_use() == "cuda"
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=self.in_a_process,
-                    use_async_staging=cuda,
-                    use_non_blocking_copy=cuda,
-                )
-            )
-            if self._stager._staging_executor is not None:  # its one thread would work on device 0
-                self._stager._staging_executor.submit(device_selector())
-        if accelerator_in_use() == "cuda":  # the stager's stream does not wait for what training has queued on its own
-            torch.accelerator.current_stream().synchronize()
-        return self._stager
 
 
 class DcpProcessEngine(DcpAsyncEngine):
@@ -201,14 +176,10 @@ class _PendingStates(PendingSave):
     staged: Future[dict[str, Content]] = field(default_factory=Future)
     result: Future[list[SavedFile]] = field(default_factory=Future)
 
-    def stage(self, stager: DefaultStager, contents: dict[str, Content], begun_ns: int) -> None:
+    def stage(self, copies: Copies, contents: dict[str, Content], begun_ns: int) -> None:
         """Have the states copied, now or on the stager's thread, and then written."""
         size = total_bytes([tensor for content in contents.values() for tensor in content.values()])
-        found: Any = _staged(stager, contents)
-        if isinstance(found, Future):
-            self.staged = found
-        else:
-            self.staged.set_result(found)
+        self.staged = copies.stage(contents)
         self.op.add("device_to_host", None, begun_ns, now_ns(), num_bytes=size)
         device_thread(self._write, name="dcp-write").start()
 
@@ -252,23 +223,6 @@ class _PendingStates(PendingSave):
         except BaseException as exc:
             self.engine.drop_copies(exc)
             raise
-
-
-def _is_spent(stager: DefaultStager) -> bool:
-    """Whether a save has used it up: torch 2.11 and 2.12 close its parts then, and the next ends in a KeyError."""
-    return not getattr(stager._state_dict_stager, "_deepcopy_dispatch", True)
-
-
-def _staged(stager: DefaultStager, contents: dict[str, Content]) -> Any:
-    """What the stager returns. Raises OSError if there is no room for copies: the library has the reason in a text."""
-    try:
-        return stager.stage(contents)
-    except RuntimeError as exc:
-        if "shared memory" not in str(exc):
-            raise
-        number = next((code for code in (errno.ENOSPC, errno.EMFILE, errno.ENOMEM) if f"({code})" in str(exc)), 0)
-        fix = "a larger /dev/shm, or a higher limit of open files (ulimit -n), as the error says, or another engine"
-        raise OSError(number or errno.ENOMEM, f"{exc}; each tensor's storage takes both: {fix}") from exc
 
 
 def _for_library(state: Any) -> Content:
