@@ -122,7 +122,8 @@ def _torchrun_nodes(setting: Setting, save: Path) -> list[str]:
     return _agents(port, [sys.executable, "-c", _STORE, port], agent)
 
 
-def _our_nodes(setting: Setting, save: Path) -> list[str]:
+def _our_nodes(setting: Setting, save: Path, *flags: str) -> list[str]:
+    """`flags`: of the agents."""
     words = command("fork", setting, save)
     launcher = next(i for i, word in enumerate(words) if word.endswith("megatron/launch"))
     script = next(i for i, word in enumerate(words) if word.endswith(OURS))
@@ -130,7 +131,7 @@ def _our_nodes(setting: Setting, save: Path) -> list[str]:
     port, ranks = str(free_port()), ["--nproc-per-node", str(setting.world_size // NODES)]
     nodes = ["--nnodes", str(NODES), "--spares", str(SPARES), "--max-restarts", str(setting.restarts)]
     place = ["--address", "127.0.0.1", "--secret-file", str(save.with_name("secret")), *words[script:]]
-    agent = [*start, "--coordinator", f"127.0.0.1:{port}", "--node-rank", "NUMBER", *ranks, *place]
+    agent = [*start, "--coordinator", f"127.0.0.1:{port}", "--node-rank", "NUMBER", *flags, *ranks, *place]
     return _agents(port, [*start, "coordinate", *nodes, *ranks, "--port", port, *place], agent)
 
 
@@ -198,6 +199,12 @@ CONTESTANTS = {
     ),
     "fork-spare": Contestant(
         "the demonstration under two agents of megatron.launch, and a hot spare", _our_nodes, OURS, kinds=(NODE,)
+    ),
+    "fork-spare-in-process": Contestant(
+        "the same with --in-process-restart: the ranks of the other node start again in their processes",
+        lambda setting, save: _our_nodes(setting, save, "--in-process-restart"),
+        OURS,
+        kinds=(NODE,),
     ),
 }
 # What is not tried, and why.
