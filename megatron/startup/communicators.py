@@ -61,13 +61,15 @@ class Communicators:
         self.startup = startup
         self._layout = layout
         self._timeout = timeout
-        self._groups: list[tuple[str, Any]] = []  # kind and group, of those that this rank is in, by creation
+        self._store: Any = None  # torch.distributed.Store, where the ranks of this start meet
+        self.groups: list[tuple[str, Any]] = []  # kind and group, of those that this rank is in, by creation
 
     def control_planes(self, store: Any, rank: int, number: int) -> list[ControlPlane]:
         """For agreements of all ranks on the host, each for a thread of its own. Collective; they meet at `store`.
 
         Raises ConfigError if the other ranks have no address to reach this one, AgreementLostError if they cannot.
         """
+        self._store = store
         seconds = self._timeout.total_seconds()
         with self.startup.phase("communicators", "control"), UnderWay(RANKS, "connecting of all ranks"):
             try:
@@ -104,6 +106,13 @@ class Communicators:
             finally:
                 dist.new_group, operators.jit_load = create, build
 
+    def reconnect(self) -> None:
+        """Connect the groups that were made without (--in-process-restart). Collective."""
+        from megatron.parallel.reconnecting import connect_groups
+
+        with self.startup.phase("communicators", "world"), UnderWay(RANKS, "connecting of all ranks"):
+            connect_groups(self._store)
+
     def connect_all(self, rank: int, device: Any, dtype: Any, exchanging: Collection[int] = ()) -> None:
         """Connect the default group, every group created so far and the neighbouring stages. Collective.
 
@@ -117,7 +126,7 @@ class Communicators:
 
         if self._layout.world_size == 1:
             return
-        for kind, group in [("world", None), *self._groups]:
+        for kind, group in [("world", None), *self.groups]:
             with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
                 exchanges = kind == "data" and dist.get_world_size(group) in exchanging
                 _use(group, device, dtype, exchanges)
@@ -131,7 +140,7 @@ class Communicators:
         import torch.distributed as dist
 
         if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_world_size(group) > 1:
-            self._groups.append((kind, group))
+            self.groups.append((kind, group))
         return group
 
 
@@ -143,7 +152,9 @@ def _use(group: Any, device: Any, dtype: Any, exchanges: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    on_gloo = dist.get_backend(group) == "gloo"
+    from megatron.parallel.reconnecting import BACKEND
+
+    on_gloo = dist.get_backend(group) in ("gloo", BACKEND)
     root = dist.get_global_rank(group, 0) if group is not None else 0
     for size in collective_sizes(dist.get_world_size(group))[: 1 if on_gloo else None]:
         part = torch.zeros(size.part, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from megatron.parallel.accelerator import accelerator
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.random import seed_everything
 from megatron.parallel.topology import Coordinates, Layout
+from megatron.processes import in_process_restart
 from megatron.startup import lean_imports
 from megatron.startup.communicators import Communicators
 from megatron.startup.determinism import make_deterministic
@@ -136,13 +137,18 @@ def _connect_world(backend: str, world_size: int, device: Any, timeout: datetime
     import torch
     from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+    from megatron.parallel.reconnecting import create_world
+
     with startup.phase("name_lookup"):
         look_up_master()
     with startup.phase("rendezvous"), UnderWay(RANKS, "meeting of all ranks"):
         store, rank, _ = next(rendezvous(init_method(), timeout=timeout))
         store.set_timeout(timeout)
     with startup.phase("communicators", "world"), UnderWay(RANKS, "connecting of all ranks"):
-        torch.distributed.init_process_group(
+        if in_process_restart.is_possible():  # they connect when all have built their engines, or have kept them
+            create_world(rank, world_size, timeout)
+        else:
+            torch.distributed.init_process_group(
             backend, store=PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout,
             device_id=device if binds_device(backend, world_size, torch.__version__) else None,
         )  # fmt: skip

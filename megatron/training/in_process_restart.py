@@ -1,13 +1,23 @@
-"""In-process restarts in the trainer: which runs can have them, and what is undone between two starts of a process."""
+"""In-process restarts in the trainer: which runs can have them, what a process keeps then, what it undoes.
+
+A process that returns keeps its model, DeepSpeed's engine and all process groups (megatron.parallel.reconnecting), and
+takes the engine back to what it was when it was built (megatron.training.as_built). One that was still building its
+engine keeps nothing, and builds it again, as a rank that is forked does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.processes.in_process_restart import at_return, is_possible
+
+if TYPE_CHECKING:
+    from megatron.startup.initialize import Runtime
+    from megatron.training.as_built import AsBuilt
 
 # Whose saves and loads leave no thread and no process behind, as runs have shown.
 ENGINES = ("torch", "lazy", "memory")
@@ -32,8 +42,21 @@ def refusal(options: CheckpointConfig, *, compiles: bool, zero_stage: int = 1) -
     return None
 
 
+@dataclasses.dataclass
+class Kept:
+    """What a process keeps when it returns. `groups`: those of Communicators."""
+
+    engine: Any
+    config: Config
+    groups: list[tuple[str, Any]]
+    as_built: AsBuilt
+
+
+_kept: list[Kept] = []  # of this process, once it has built its engine
+
+
 def prepare_to_return(config: Config) -> None:
-    """In a rank that returns after the failure of another one: have the world of this start dropped then.
+    """In a rank that returns after the failure of another one: have the state of this start undone then.
 
     Raises ConfigError for flags that refuse it.
     """
@@ -42,7 +65,47 @@ def prepare_to_return(config: Config) -> None:
     why = refusal(config.checkpoint, compiles=config.training.torch_compile, zero_stage=config.parallel.zero_stage)
     if why is not None:
         raise ConfigError(why)
-    at_return(drop_world)
+    if _kept and not _builds_the_same(_kept[0].config, config):  # what DeepSpeed's file says can have changed
+        drop_world()
+    at_return(leave_world)
+
+
+def _builds_the_same(before: Config, now: Config) -> bool:
+    return dataclasses.replace(before, checkpoint=now.checkpoint) == now
+
+
+def kept_engine(runtime: Runtime) -> Any:
+    """DeepSpeed's engine of the start before, which is as if it was just built; None if this process has none."""
+    if not _kept:
+        return None
+    runtime.communicators.groups.extend(_kept[0].groups)
+    return _kept[0].engine
+
+
+def keep_engine(engine: Any, config: Config, runtime: Runtime) -> None:
+    """`engine` is built: keep it and the groups when this process returns."""
+    from megatron.training.as_built import AsBuilt
+
+    if not _kept:
+        _kept.append(Kept(engine, config, list(runtime.communicators.groups), AsBuilt(engine)))
+        gc.freeze()  # it stays: no later collection looks through it again
+
+
+def leave_world() -> None:
+    """End all connections. Take the engine back to what it was when it was built, if it was built to its end."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    from megatron.parallel.reconnecting import disconnect_groups
+    from megatron.parallel.tree import close_trees
+
+    if not _kept:
+        drop_world()
+        return
+    close_trees()
+    disconnect_groups()
+    _kept[0].as_built.restore()
+    checkpointing.reset()  # its buffers may hold the layers of half a step, and would have no place for the next ones
+    gc.collect()
 
 
 def drop_world() -> None:
@@ -55,8 +118,10 @@ def drop_world() -> None:
     from deepspeed.runtime.pipe import p2p
     from deepspeed.utils import groups
 
+    from megatron.parallel.reconnecting import forget_groups
     from megatron.parallel.tree import close_trees
 
+    _kept.clear()
     close_trees()
     # An engine that was not built to its end is in no variable. Hooks in autograd's graph, which the collector does not
     # see, keep engine and optimizer, and with them their groups; so their attributes go.
@@ -69,7 +134,8 @@ def drop_world() -> None:
         one.__dict__.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    checkpointing.reset()  # its buffers may hold the layers of half a step, and would have no place for the next ones
+    forget_groups()
+    checkpointing.reset()
     state: Any = deepspeed.comm.comm
     state.cdb = None
     groups._release_process_group_references()

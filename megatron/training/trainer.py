@@ -20,7 +20,7 @@ from megatron.processes import in_process_restart
 from megatron.processes.parent_process import end_with_launcher
 from megatron.processes.standby import LOADS_VARIABLE, is_standby, wait_for_release
 from megatron.training.heavy_imports import import_everything
-from megatron.training.in_process_restart import prepare_to_return
+from megatron.training.in_process_restart import keep_engine, kept_engine, prepare_to_return
 from megatron.training.standby import LoadsAhead, StandbyRanks, why_not_ahead
 from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.process import RankIdentity, open_rank_trace, process_fields
@@ -502,10 +502,10 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
         free = available_memory()  # before the rendezvous, so that no rank of this host has allocated any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control, vocabulary = runtime.control, agreed_vocabulary(config, vocabulary, runtime.control)
-    model = _build_model(config, runtime, vocabulary.padded, providers)
+    engine, model = _kept_or_new(config, runtime, vocabulary.padded, providers)
     parameters = elements_of(model)
     batch_fn = functools.partial(providers.batch_fn, request=batch_request(config, runtime, vocabulary.eod))
-    engine = loads = None
+    loads = None
     if is_standby():
         engine = _build_engine(config, runtime, model, batch_fn)
         providers = providers._replace(datasets=opened_once(providers.datasets))
@@ -524,7 +524,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
         )  # fmt: skip
     assert startup.operation is not None
     prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
-    engine = engine or _build_engine(config, runtime, model, batch_fn)
+    engine = _connected(engine or _build_engine(config, runtime, model, batch_fn), config, runtime, batch_fn)
     with startup.phase("engine_init"):
         runtime_line = _record_runtime(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
         _mark_ranges(recorder, config, runtime.device)
@@ -581,6 +581,12 @@ def _begin_after_standby(
     return loads
 
 
+def _kept_or_new(config: Config, runtime: Runtime, padded: int, providers: _Providers) -> tuple[Any, Any]:
+    """The engine that this process has kept, None if it has none; the model, which is built then."""
+    engine = kept_engine(runtime)
+    return engine, _build_model(config, runtime, padded, providers) if engine is None else engine.module
+
+
 def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Providers) -> Any:
     """The layers of this rank's stage. `padded`: padded vocabulary size."""
     from megatron.startup.logging_setup import printed_as_debug
@@ -603,9 +609,8 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
 
     with runtime.communicators.apart_from("engine_init"), printed_as_debug():
         engine = build_engine(config, model, batch_fn)
-    if config.parallel.warmup_communicators:  # before the collectives of layers that compute in the compilation
-        exchanging = (config.parallel.ds_sequence_parallel_size, config.parallel.moe_expert_parallel_size)
-        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype, exchanging)
+    if not in_process_restart.is_possible():
+        _warm_up_communicators(config, runtime, model)  # before the collectives of layers in the compilation
     if config.training.torch_compile:
         from megatron.startup.compilation import compile_layers
 
@@ -616,6 +621,22 @@ def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callab
             warm_up_kernels(config, runtime, model, batch_fn)
             warm_up_optimizer(engine.basic_optimizer, next(model.parameters()).dtype, runtime.device)
     return engine
+
+
+def _connected(engine: Any, config: Config, runtime: Runtime, batch_fn: Callable[[Any], Any]) -> Any:
+    """`engine`; with --in-process-restart its groups are connected only now, and it is kept when this rank returns."""
+    if in_process_restart.is_possible():
+        engine.set_batch_fn(batch_fn)  # of this run of the script
+        keep_engine(engine, config, runtime)
+        runtime.communicators.reconnect()
+        _warm_up_communicators(config, runtime, engine.module)
+    return engine
+
+
+def _warm_up_communicators(config: Config, runtime: Runtime, model: Any) -> None:
+    if config.parallel.warmup_communicators:
+        exchanging = (config.parallel.ds_sequence_parallel_size, config.parallel.moe_expert_parallel_size)
+        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype, exchanging)
 
 
 def _record_runtime(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def trained_and_killed(
     held_at: int = HELD_AT,
     without: str = "",
     killed: tuple[int, ...] = (0, 1),
+    training: Sequence[str] = TRAINING,
 ) -> Path:
     """The trace of a training whose ranks are killed at `held_at`, when all standby ranks wait, and go on exactly.
 
@@ -82,7 +84,7 @@ def trained_and_killed(
     """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", str(LAST)]
-    command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
+    command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *training, *dataset, *saving]
 
     def that_wait() -> int:
         return sum(process.name() == WAITS for process in marked(tmp_path))
@@ -157,6 +159,46 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     assert [r["end_ns"] for r in found[:-1]] == [r["start_ns"] for r in found[1:]]
     assert [problem for problem in report.problems if problem.kind == "low_coverage"] == []
     assert cycles_imported_once(load_trace(trace).ranks) == {0, 1}
+    assert_engine_kept(trace, 1, 1 - lost)
+
+
+# Of DeepSpeed's engine everything that a step changes: pipeline and recomputation, the loss scale, divided experts and
+# sequences, and where nothing is loaded that could hide what is left of a step.
+KEPT = {
+    "tp2-pp2-dp2": (8, (3, 4), HELD_AT, (
+        "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel",
+        "--checkpoint-activations", "--deepspeed-activation-checkpointing", "--log-num-zeros-in-grad",
+    )),
+    "fp16": (4, (1,), HELD_AT, ("--pipeline-model-parallel-size", "2", "--fp16", "--initial-loss-scale", "4096")),
+    "experts": (2, (0,), HELD_AT, ("--num-experts", "2", "--moe-expert-parallel-size", "2")),
+    "sequences": (2, (1,), HELD_AT, ("--ds-sequence-parallel-size", "2", "--warmup-communicators")),
+    "cpu-optimizer": (2, (1,), HELD_AT, ("--cpu-optimizer", "--fp16", "--initial-loss-scale", "4096")),
+    "no-checkpoint": (2, (1,), 3, ("--pipeline-model-parallel-size", "2")),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(minutes=3)
+@pytest.mark.parametrize("case", KEPT)
+def test_nothing_of_the_step_that_was_left_is_in_the_engine_that_is_kept(
+    tmp_path: Path, dataset: list[str], case: str
+) -> None:
+    ranks, killed, held_at, flags = KEPT[case]
+    training = [flag for flag in TRAINING if "--fp16" not in flags or flag != "--bf16"]
+    batches = ["--global-batch-size", "4", "--checkpoint-engine", "lazy"]
+    trace = trained_and_killed(
+        tmp_path, [*dataset, *DROPOUT, *batches, *flags], "--in-process-restart", "--return-timeout", str(HANGS_S),
+        "--nproc-per-node", str(ranks), killed=killed, held_at=held_at, training=training,
+    )  # fmt: skip
+    for rank in set(range(ranks)) - set(killed):
+        assert records(trace, 0, rank)[0]["pid"] == records(trace, 1, rank)[0]["pid"]
+        assert_engine_kept(trace, 1, rank)
+
+
+def assert_engine_kept(trace: Path, cycle: int, rank: int) -> None:
+    phases = [(r["phase"], r.get("detail")) for r in records(trace, cycle, rank) if r["type"] == "span"]
+    connected = [detail for phase, detail in phases if phase == "communicators"]
+    assert connected and not {"tensor", "pipeline", "data", "model"} & set(connected), "groups were made again"
 
 
 def size_of(process: psutil.Process) -> tuple[int, int, int]:

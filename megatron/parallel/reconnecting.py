@@ -1,0 +1,96 @@
+"""Process groups that live on when their connections have ended, for in-process restarts on CPUs.
+
+torch's process groups keep the backend that they were made with. A group here passes each collective on to a backend
+that can be replaced, so that whoever holds the group, such as DeepSpeed's engine, holds it through a restart.
+
+A group that is not connected is one that each rank makes alone: its collectives end at once and exchange nothing. So a
+rank can build its engine while the others wait for it with theirs, if nothing that the engine exchanges as it is built
+matters: weights, masters and moments are loaded or initialised afterwards, and what else it exchanges is for its log.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, ProcessGroupGloo
+
+BACKEND = "reconnecting_gloo"  # as torch and DeepSpeed know it
+# What torch.distributed calls a group for, by all names that versions of torch have for it.
+_PASSED_ON = re.compile("_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)|_(start|end)_coalescing")
+_groups: list[ReconnectingGroup] = []  # in the order of their creation, which is the same on all ranks
+
+
+class ReconnectingGroup(dist.ProcessGroup):
+    """A group over gloo; not connected at first. `options`: torch's, of the group that is to be made."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # pyright: ignore[reportCallIssue]  no store
+        self.name_at_store = options.group_id
+        self.timeout = options.timeout
+        self.inner: Any = None
+        self.disconnect()
+
+    def connect(self, store: Any) -> None:
+        """Connect with the other ranks, which meet at `store`. Alone, a rank has nobody to connect with."""
+        if self.size() > 1:
+            prefixed = PrefixStore(f"{self.name_at_store}/", store)
+            gloo = ProcessGroupGloo(prefixed, self.rank(), self.size(), self.timeout)
+            gloo._set_sequence_number_for_group()
+            self._use(gloo, dist.ProcessGroup.BackendType.GLOO)
+
+    def disconnect(self) -> None:
+        self._use(FakeProcessGroup._create_internal(self.rank(), self.size()), dist.ProcessGroup.BackendType.CUSTOM)
+
+    def _use(self, backend: Any, kind: Any) -> None:
+        inner = dist.ProcessGroup(self.rank(), self.size())  # pyright: ignore[reportCallIssue]  as above
+        inner._set_default_backend(kind)
+        inner._register_backend(torch.device("cpu"), kind, backend)
+        self.inner = inner
+
+
+def _passed_on(name: str) -> Any:
+    def collective(self: ReconnectingGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return collective
+
+
+for _name in filter(_PASSED_ON.match, vars(dist.ProcessGroup)):
+    setattr(ReconnectingGroup, _name, _passed_on(_name))
+
+
+def _create(options: Any, _: Any) -> ReconnectingGroup:
+    group = ReconnectingGroup(options)
+    _groups.append(group)
+    return group
+
+
+def create_world(rank: int, world_size: int, timeout: Any) -> None:
+    """Make the default group, and have those made later be of its kind; nothing if there is one that lives on."""
+    if dist.is_initialized():
+        return
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    # Nobody is met there: `connect_groups` has the store of the start.
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size, timeout=timeout)
+
+
+def connect_groups(store: Any) -> None:
+    """Connect all groups of this process with those of the other ranks, which meet at `store`; collective."""
+    for group in _groups:
+        group.connect(store)
+
+
+def disconnect_groups() -> None:
+    """End the connections and threads of all groups; the groups live on."""
+    for group in _groups:
+        group.disconnect()
+
+
+def forget_groups() -> None:
+    """After the end of all process groups."""
+    disconnect_groups()
+    _groups.clear()
