@@ -201,6 +201,9 @@ def assert_engine_kept(trace: Path, cycle: int, rank: int) -> None:
     assert connected and not {"tensor", "pipeline", "data", "model"} & set(connected), "groups were made again"
 
 
+RETURNS = int(os.environ.get("RETURNS", "12"))
+
+
 def size_of(process: psutil.Process) -> tuple[int, int, int]:
     """Threads, descriptors and bytes of memory."""
     time.sleep(0.01)
@@ -211,22 +214,25 @@ def size_of(process: psutil.Process) -> tuple[int, int, int]:
 @pytest.mark.nightly(minutes=4)
 @pytest.mark.parametrize("engine", ["torch", "lazy", "memory"])
 def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str], engine: str) -> None:
-    """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and 12th."""
+    """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and the last.
+
+    RETURNS=100 tries it as often as a process may return by default.
+    """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     flags = ["--save", str(save), "--load", str(save), "--train-iters", "1000", "--pipeline-model-parallel-size", "2"]
     flags += ["--checkpoint-engine", engine]
-    command = [*LAUNCHER, "--max-restarts", "12", "--in-process-restart", "--return-timeout", str(HANGS_S)]
+    command = [*LAUNCHER, "--max-restarts", str(RETURNS), "--in-process-restart", "--return-timeout", str(HANGS_S)]
     sizes = []
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
             [*command, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *flags],
             cwd=tmp_path,
-            env=environment(tmp_path) | held_environment(cycles=13, after=6) | {"HELD_RANKS": "1"},
+            env=environment(tmp_path) | held_environment(cycles=RETURNS + 1, after=6) | {"HELD_RANKS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
     try:
-        for cycle in range(13):
+        for cycle in range(RETURNS + 1):
             # Resumes from the save at 5, 10 and so on; rank 0 is in the iteration after the one that both have done.
             done = 5 * cycle + 6
             wait_for(
@@ -237,12 +243,12 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
             lives, victim = (psutil.Process(records(trace, cycle, rank)[0]["pid"]) for rank in (0, 1))
             # The smallest of several: a thread of the last save may still remove an old checkpoint.
             sizes.append((lives.pid, *map(min, *(size_of(lives) for _ in range(20)))))
-            if cycle < 12:
+            if cycle < RETURNS:
                 victim.kill()
     finally:
         end_all(lambda: marked(tmp_path))
         job.wait(HANGS_S)
-    early, late = sizes[2], sizes[12]
+    early, late = sizes[2], sizes[RETURNS]
     assert late[:3] == early[:3], "the process, its threads and descriptors"
     assert late[3] - early[3] < 16 << 20, sizes
 
