@@ -31,8 +31,8 @@ class Plan:
     standby_load: bool = False
     in_process_restart: bool = False  # ranks that live after a failure start again in their processes
     return_timeout_s: float = 10.0  # how long these may take to leave the start that has failed
-    # How often a process may start again before it is replaced: as often as soaks have seen threads, descriptors and
-    # memory stay the same. What leaks too little for them to see ends with the process.
+    # How often a process may start again before it is replaced: as often as was tried (docs/results/soak.md). Threads
+    # and descriptors stay the same, and what is left of memory, 0.2 MiB a time, ends with the process.
     max_returns: int = 100
     coordinator: tuple[str, int] | StoreAddress | None = None
     address: str = ""
