@@ -160,6 +160,27 @@ def test_files_and_phases(launcher: Launcher) -> None:
             assert needed <= {r["phase"] for r in found if r["type"] == "span"}, (rank, cycle)
 
 
+def test_what_is_left_of_the_last_part_is_zero(launcher: Launcher) -> None:
+    """Three ranks divide hardly any parameter; --deterministic on fills memory that nobody has set with NaN."""
+    save, layout = launcher.directory / "run", Layout(tp=1, pp=1, dp=3)
+    flags = [*MODEL, *TRAINING, *DECAY, "--global-batch-size", "3", "--deterministic", "on", "--train-iters", "1"]
+    launcher.train(layout, *flags, *stage_3(launcher.directory), *buffered_saving(save, 1))
+    left = []
+    for rank in range(3):
+        directory = save / "global_step1"
+        shapes = load_file(directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")["param_shapes"]
+        shard = load_file(directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        flat, offset = torch.cat(shard["fp32_flat_groups"]), 0
+        for shape in (shape for group in shapes for shape in group.values()):
+            size = -(-shape.numel() // 3)
+            held = min(max(shape.numel() - rank * size, 0), size)
+            left.append(flat[offset + held : offset + size])
+            offset += size
+        assert offset == flat.numel()
+    found = torch.cat(left)
+    assert found.numel() and torch.equal(found, torch.zeros_like(found))
+
+
 def test_what_cannot_load_it_says_so(launcher: Launcher) -> None:
     """Another number of ranks, and stage 1; weights alone are restored with --finetune."""
     save = launcher.directory / "run"

@@ -80,6 +80,8 @@ def share_weights(engine: Any) -> None:
 def initialize(engine: Any, seed: int) -> None:
     """Initialize weights and master weights; collective. The values are those of ZeRO-1 for the same seed."""
     engine.optimizer.checkpoint_event_prologue()
+    for flat in engine.optimizer.fp16_partitioned_groups_flat:
+        flat.zero_()  # also what is left of the last parts, where DeepSpeed leaves what was in memory
     engine.module.initialize_parameters(seed)
     engine.optimizer._restore_from_bit16_weights()
     share_weights(engine)
