@@ -116,7 +116,8 @@ def test_a_stopped_rank_is_named_on_every_node_in_time(
 
 
 def test_without_a_spare_the_job_shrinks(cluster: Cluster, job: Job) -> None:
-    """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard.
+    """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard. The ranks return,
+    and are killed when it is known that their layout ends with the lost node.
 
     The ranks wait for the fault after two saves and one iteration more, which is trained again.
     """
@@ -125,12 +126,13 @@ def test_without_a_spare_the_job_shrinks(cluster: Cluster, job: Job) -> None:
     held = held_environment(cycles=1, after=last) | {"EXPORT": "MY_SETTING HELD_CYCLES HELD_AFTER"}
     out, _ = drilled(
         cluster, job, "shrinks", (kept, lost), "--supervisor", "launch", "--fault", "node-loss", "--at",
-        f"iteration:{last}", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1", **held,
+        f"iteration:{last}", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1", IN_PROCESS_RESTART="1", **held,
     )  # fmt: skip
     (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"
     log = (out / "logs" / "cycle_000.log").read_text(errors="replace")
     assert "1 of 2 nodes are left, and no spare: going on with TP2 PP1 DP1 on 1 nodes (--allow-shrink)" in log
+    assert f"{kept.name}: ranks that had returned were killed: the job has another layout now" in log
     assert hosts_of(out / "trace", 1) == [kept.name, kept.name]
 
 
