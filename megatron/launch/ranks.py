@@ -70,17 +70,23 @@ class Ranks:
                     self.returned.add(pid)
 
     def start_again(self, before: Ranks, plan: Plan, restart: int, port: int) -> None:
-        """Take over the ranks that have returned from the start before, and have them start as this restart."""
+        """Take over the ranks that have returned from the start before, and have them start as this restart.
+
+        One that cannot be told is killed, so that it is forked anew: the others would wait for it.
+        """
         before.reap()  # they may have waited for long
         launcher = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
         for pid in sorted(before.returned):
-            rank = self.running[pid] = before.running.pop(pid)
+            own = rank_environment(plan, before.running[pid] - plan.rank(0), restart, port, None)
+            try:
+                send_start(before.connections[pid], launcher | own)
+            except OSError:  # it has just ended, or no file can be opened here
+                continue
+            self.running[pid] = before.running.pop(pid)
             self.connections[pid] = before.connections.pop(pid)
             self.returns[pid] = before.returns.get(pid, 0) + 1
-            own = rank_environment(plan, rank - plan.rank(0), restart, port, None)
-            with contextlib.suppress(OSError):  # as in ask_back
-                send_start(self.connections[pid], launcher | own)
         before.returned.clear()
+        before.kill_now()
 
     def send(self, signum: int) -> None:
         """Send a signal to every running rank and the processes that it has started."""

@@ -55,7 +55,7 @@ class InProcessRestarts:
         self._handlers = {number: signal.getsignal(number) for number in _HANDLED}
         self._excepthook = sys.excepthook
         self._asked, self._left = threading.Event(), threading.Event()
-        self._starts: queue.SimpleQueue[int] = queue.SimpleQueue()  # descriptors of files
+        self._starts: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # descriptors of files; None: it was lost
         self._undo: list[Callable[[], object]] = []
         self._has_lost_rank = False
         self.returns = 0
@@ -107,7 +107,10 @@ class InProcessRestarts:
         undone_ns = now_ns()
         self._connection.send(RETURNED)
         os.kill(self._launcher, REPORT_SIGNAL)
-        with os.fdopen(self._starts.get()) as file:
+        descriptor = self._starts.get()
+        if descriptor is None:  # the kernel drops what a process has no room for
+            _end("it has too many open files to be given its environment")
+        with os.fdopen(descriptor) as file:
             file.seek(0)
             environment = json.load(file)
         self.returns += 1
@@ -150,7 +153,7 @@ class InProcessRestarts:
         while (received := socket.recv_fds(self._connection, _LONGEST, 1))[0]:
             message, files, *_ = received
             if message != RETURN:
-                self._starts.put(files[0])
+                self._starts.put(files[0] if files else None)
                 continue
             self._left.clear()
             self._asked_ns = now_ns()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -133,6 +136,40 @@ def test_a_rank_that_is_killed_at_once_has_time_to_end() -> None:
         told = ranks.kill_overdue(0.0)
     assert told == "killed after --return-timeout 0, since they had not returned: ranks 3"
     assert ranks.deadline is not None and ranks.deadline >= before + 1
+
+
+def test_a_rank_that_cannot_be_told_of_its_start_is_killed_so_that_it_is_forked_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", fails)
+    plan = parse_arguments(["--in-process-restart", "--max-restarts", "1", __file__])
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs, subprocess.Popen(["sleep", "1000"]) as rank:
+        before = Ranks({rank.pid: 0}, connections={rank.pid: ours}, returned={rank.pid})
+        ranks = Ranks()
+        ranks.start_again(before, plan, 1, 1)
+        ended = not psutil.pid_exists(rank.pid)
+        rank.kill()
+    assert ended and ranks.running == before.running == {}
+
+
+def test_a_rank_that_does_not_get_its_environment_ends() -> None:
+    """The kernel drops a descriptor for which a process has no room; without it the rank would wait forever."""
+    script = """
+import os, signal, socket
+from megatron.processes.in_process_restart import InProcessRestarts
+signal.signal(signal.SIGRTMAX, signal.SIG_IGN)
+ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+restarts = InProcessRestarts(theirs, os.getpid(), 1)
+ours.send(b"start")
+restarts.wait_for_start()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "it has too many open files to be given its environment\n" in ended.stderr
 
 
 @pytest.mark.slow
