@@ -576,19 +576,19 @@ class Agent:
         signal ends this process meanwhile."""
         assert self._connection is not None
         if not (isinstance(self._plan.coordinator, StoreAddress) and self._connection.ended):
-            self._kill_all()
-            return None
+            return self._kill_all()
         if self._current is None:
             return None
         self._end_start(self._current, signal.SIGKILL)
         return self._wait_for_end(self._current)
 
-    def _kill_all(self) -> None:
-        """Kill the ranks, if there are any, and wait for their end."""
+    def _kill_all(self) -> int | None:
+        """Kill the ranks, if there are any, and wait for their end; an exit status as of `_leave_coordinator`."""
         self._kill_returned(None)
-        if self._current is not None:
-            self._current.ranks.end(signal.SIGKILL, self._plan.shutdown_timeout_s)
-            self._wait_for_end(self._current)
+        if self._current is None:
+            return None
+        self._current.ranks.end(signal.SIGKILL, self._plan.shutdown_timeout_s)
+        return self._wait_for_end(self._current)
 
     def _wait_for_end(self, current: _Generation) -> int | None:
         code, ranks = None, current.ranks

@@ -295,6 +295,29 @@ def test_the_ranks_of_an_agent_that_is_stopped_end(nodes: Nodes) -> None:
     assert "node 1 (127.0.0.1) is lost: " in nodes.said()
 
 
+def test_a_signal_to_an_agent_that_is_cut_off_ends_it_while_its_ranks_end() -> None:
+    """It would try for minutes to be let in again otherwise."""
+    script = """
+import os, signal, socket, subprocess, types
+from megatron.launch.agent import Agent, _Generation
+from megatron.launch.cli import parse_arguments
+from megatron.launch.ranks import Ranks
+from restart_trace.startup import Preload
+agent = Agent(parse_arguments(["--coordinator", "127.0.0.1:1", "pretrain_gpt.py"]), Preload(1, 2, 3))
+rank = subprocess.Popen(["sleep", "1000"])
+agent._current = _Generation(0, agent._plan, Ranks({rank.pid: 0}))
+agent._connection = types.SimpleNamespace(ended="has ended", close=lambda: None)
+os.kill(os.getpid(), signal.SIGTERM)
+print(agent._rejoin("the coordinator has ended"))
+"""
+    environment = os.environ | {SECRET_VARIABLE: SECRET}
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    assert ended.stdout == f"{128 + signal.SIGTERM}\n", ended.stderr
+
+
 def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes) -> None:
     """The coordinator is stopped, as if all links were cut; a spare that was stopped comes back, too."""
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "4")
