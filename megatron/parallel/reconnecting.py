@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, ProcessGroupGloo
 
+from megatron.processes.in_process_restart import is_asked
+
 BACKEND = "reconnecting_gloo"  # as torch and DeepSpeed know it
 # What torch.distributed calls a group for, by all names that versions of torch have for it.
 _PASSED_ON = re.compile("_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)|_(start|end)_coalescing")
@@ -53,6 +55,8 @@ class ReconnectingGroup(dist.ProcessGroup):
 
 def _passed_on(name: str) -> Any:
     def collective(self: ReconnectingGroup, *args: Any, **kwargs: Any) -> Any:
+        if is_asked():
+            raise ConnectionAbortedError("another rank has failed: this one returns")
         return getattr(self.inner, name)(*args, **kwargs)
 
     return collective

@@ -12,14 +12,17 @@ a file half written in a process that lives on. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import queue
 import signal
 import socket
 import sys
+import termios
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +34,8 @@ REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a r
 
 _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
+_QUIET_S = 0.03  # without a transfer, before connections are shut
+_SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
 _THREADS_S = 5.0  # for threads of the start before to end
 _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -157,7 +162,8 @@ class InProcessRestarts:
                 continue
             self._left.clear()
             self._asked_ns = now_ns()
-            self._asked.set()
+            self._asked.set()  # from here on nothing new is exchanged
+            wait_for_transfers()
             shut_connections()
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
@@ -189,6 +195,11 @@ def is_possible() -> bool:
     return bool(_here)
 
 
+def is_asked() -> bool:
+    """Whether the launcher has asked this rank to return: it exchanges nothing more with the ranks of this start."""
+    return any(restarts._asked.is_set() for restarts in _here)
+
+
 def note_error() -> None:
     """Note when the script sees an error that may be of another rank, before it undoes anything."""
     for restarts in _here:
@@ -211,10 +222,39 @@ def phases() -> Sequence[tuple[str, str | None, int, int]]:
 
 
 def shut_connections() -> None:
-    """Shut down all connected TCP sockets of this process: every wait of gloo or torch's store for another rank raises.
+    """Shut down all connected TCP sockets of this process: all waits of gloo or torch's store for other ranks raise."""
+    for one in _connections():
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
 
-    Not a listening one: gloo would abort the process.
+
+def wait_for_transfers() -> None:
+    """Wait until nothing has been under way in the TCP sockets of this process for a moment.
+
+    gloo (torch 2.11 to 2.14) wakes nobody who waits for a message of which a part has arrived or has been sent when its
+    connection ends: such a rank would not return.
     """
+    begun = time.monotonic()
+    quiet_since: float | None = None
+    while (now := time.monotonic()) < begun + _READ_S and (quiet_since is None or now - quiet_since < _QUIET_S):
+        # What is sent to a host that is cut off never arrives.
+        watched = (termios.FIONREAD, termios.TIOCOUTQ) if now < begun + _SENT_S else (termios.FIONREAD,)
+        if any(_has_bytes(one, watched) for one in _connections()):
+            quiet_since = None
+        elif quiet_since is None:
+            quiet_since = now
+        time.sleep(_QUIET_S / 4)
+
+
+def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:
+    """Whether bytes have arrived that are not read, or have been sent that have not arrived (tcp(7), SIOCINQ)."""
+    with contextlib.suppress(OSError):
+        return any(any(fcntl.ioctl(one, request, bytes(4))) for request in watched)
+    return False
+
+
+def _connections() -> Iterator[socket.socket]:
+    """The connected TCP sockets of this process; not a listening one: without it gloo would abort the process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -222,4 +262,4 @@ def shut_connections() -> None:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 of_network = one.family in (socket.AF_INET, socket.AF_INET6)
                 if of_network and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    one.shutdown(socket.SHUT_RDWR)
+                    yield one

@@ -323,7 +323,7 @@ def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
     providers = importlib.metadata.packages_distributions()
     needed = needed_distributions(requirements_of_training())
     unneeded = {name for name in imported if not needed & {normal(d) for d in providers.get(name, [name])}}
-    assert not unneeded
+    assert not unneeded - {"zstandard"}  # urllib3 imports it where it is installed, as in environments of tests
     assert "transformers" not in imported
 
 

@@ -254,8 +254,6 @@ _COLUMNS: tuple[Column[StartStats], ...] = (
     times("restart s", lambda start: start.restart_s, 3),
     times("time to first step s", lambda start: start.wall.max_s if start.wall else None, 3),
     numbers("critical rank", lambda start: start.critical_rank),
-    numbers("returned ranks", lambda start: None if start.returned_ranks is None else len(start.returned_ranks)),
-    times("return s", lambda start: start.return_s, 3),
     numbers("lost steps", lambda start: start.lost_steps),
     times("lost work s", lambda start: start.lost_work_s, 3),
     times("caught up s", lambda s: s.failure_to_caught_up_s if s.failure else s.caught_up_s, 3),
