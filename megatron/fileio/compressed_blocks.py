@@ -174,7 +174,7 @@ def _head_of(block: Bytes) -> tuple[int, int, int, list[int]]:
     if magic != _MAGIC or zero or width not in WIDTHS:
         raise DamagedBlockError("a block has no header of compressed tensors")
     if version != _VERSION:
-        raise DamagedBlockError(f"a block is of version {version}, and version {_VERSION} is read here")
+        raise DamagedBlockError(f"a block has version {version}, and this program reads version {_VERSION}")
     if size > MOST_BYTES:
         raise DamagedBlockError(f"a block of {size} bytes: at most {MOST_BYTES} are allowed")
     widths = _plane_widths(width)

@@ -413,6 +413,8 @@ class Agent:
             max_restarts=message["max_restarts"],
             arguments=(*self._plan.arguments, *message["arguments"]),
         )
+        if number == 0 and plan.in_process_restart and not plan.max_restarts:
+            say(f"{socket.gethostname()}: --in-process-restart: no effect, the coordinator has --max-restarts 0")
         if self._store is not None and plan.node_rank != 0:
             self._close_store()
         if self._store is not None:

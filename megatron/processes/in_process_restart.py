@@ -1,9 +1,10 @@
 """In-process restarts: after a failure the ranks that live leave the training and start it again in their processes.
 
-The launcher has a connection to each rank. When a rank fails, it sends RETURN to the others. In each of them a thread
-shuts down all connections of the process, so that whatever waits there raises; the main thread leaves the script,
-undoes what was registered with `at_return`, sends RETURNED and waits for the next start. A rank that cannot do that
-ends, or is killed after --return-timeout, and the launcher forks it anew.
+The launcher has a connection to each rank. When a rank fails, it sends RETURN to the others. From then on they exchange
+nothing new. In each of them a thread waits until what is under way has arrived, and shuts down all connections of the
+process, so that whatever waits there raises; the main thread leaves the script, undoes what was registered with
+`at_return`, sends RETURNED and waits for the next start. A rank that cannot do that ends, or is killed after
+--return-timeout, and the launcher forks it anew.
 
 Nothing is raised in the main thread from outside: an exception between any two instructions could leave a lock taken or
 a file half written in a process that lives on. Standard library only.
@@ -231,8 +232,8 @@ def shut_connections() -> None:
 def wait_for_transfers() -> None:
     """Wait until nothing has been under way in the TCP sockets of this process for a moment.
 
-    gloo (torch 2.11 to 2.14) wakes nobody who waits for a message of which a part has arrived or has been sent when its
-    connection ends: such a rank would not return.
+    When a connection ends, gloo (seen with torch 2.13) does not wake a thread that waits for a message of which a part
+    has arrived, or has been sent: such a rank would not return.
     """
     begun = time.monotonic()
     quiet_since: float | None = None

@@ -204,7 +204,24 @@ def test_libraries_that_save_in_the_background(
     assert {span.get("thread") for span in spans if span.get("blocking") is False} == {"commit"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
+needs_connector = pytest.mark.skipif(
+    importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed"
+)
+
+
+def replay_stored(argv: list[str]) -> dict[str, Any]:
+    """The report of a replay in object storage, which leaves nothing there."""
+    with serving() as server, environment_of(server.environment()):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert list(Bucket(BUCKET).list("")) == [], "something was left"
+    return json.loads(done.stdout)
+
+
+@needs_connector
 def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     """Each rank an equal part; what every engine, ours and the connector, loads is what was saved."""
     argv = [
@@ -212,14 +229,7 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
         "--repeat", "1", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"), "--format", "json",
         "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/replay",
     ]  # fmt: skip
-    with serving() as server, environment_of(server.environment()):
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
-            timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert list(Bucket(BUCKET).list("replay/")) == [], "something was left"
-    found = json.loads(done.stdout)
+    found = replay_stored(argv)
     assert found["sharding"] == "full" and len(set(found["bytes_of_ranks"])) == 1
     for name, engine in found["engines"].items():
         assert engine["verified"], name
@@ -237,7 +247,7 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     assert not list((tmp_path / "node").glob("*")), "something was left"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
+@needs_connector
 def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: Path) -> None:
     """As by FSDP's hybrid sharding, two groups of two ranks: DCP has all four write, ours two."""
     argv = [
@@ -245,13 +255,7 @@ def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: 
         "--engine", "lazy,s3torchconnector", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"),
         "--format", "json", "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/copies",
     ]  # fmt: skip
-    with serving() as server, environment_of(server.environment()):
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
-            timeout=300,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = replay_stored(argv)
     assert found["ranks"] == [0, 1, 0, 1] and len(set(found["bytes_of_ranks"])) == 1
     once = 2 * found["bytes_per_rank"]
     for name, engine in found["engines"].items():

@@ -137,7 +137,7 @@ def check(out: Path, sweep: Sweep, storage: Location | None) -> None:
         )
     if known.get("trace_format") not in READABLE_VERSIONS:
         raise SweepError(
-            f"--out {out}: its traces are of format {known.get('trace_format')}, and this program writes format "
+            f"--out {out}: its traces have format {known.get('trace_format')}, and this program writes format "
             f"{SCHEMA_VERSION}: no report could show both; resume with the program that began it, or give another --out"
         )
     if (out / REQUEST).read_bytes() != sweep.text:

@@ -86,10 +86,10 @@ def check_candidate(
     """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
     So are a universal one, and one of upstream's whose shards are cut otherwise on the same layout. Raises
-    CheckpointMismatchError naming every difference of shape, another optimizer or schedule, a difference of layout
-    unless the engine that saved it is `redistributable` (None: not known yet) and both are of ZeRO-1, and a
-    --train-iters before its iteration. A checkpoint without manifest is judged by the arguments in its mp_rank_00 file,
-    as upstream wrote them (`foreign`, where they are known); if they are ours, its manifest is gone:
+    CheckpointMismatchError naming every difference of shape, another optimizer or schedule, a --train-iters before its
+    iteration, and a difference of layout, unless both layouts have ZeRO-1 and the engine that saved the checkpoint is
+    `redistributable` (None: not known yet). A checkpoint without manifest is judged by the arguments in its mp_rank_00
+    file, as upstream wrote them (`foreign`, where they are known); if they are ours, its manifest is gone:
     CheckpointDamagedError.
     """
     mine = model_identity(config.model, padded_vocab_size)

@@ -65,7 +65,7 @@ def without_padding(engine: Any, index: int, flat: torch.Tensor) -> Iterator[tor
 def restore(engine: Any, shard: Mapping[str, Any], *, with_moments: bool) -> None:
     """Put `shard`, the `optimizer_state_dict` of this rank's file, into the live engine, and the weights with it.
 
-    What stayed gathered is of the state before: `share_weights` gathers it again.
+    Parameters that DeepSpeed keeps gathered have their old values until `share_weights` gathers them again.
     """
     optimizer = engine.optimizer
     optimizer.checkpoint_event_prologue()

@@ -163,8 +163,8 @@ def is_ours(ranks: list[dict[str, Any]]) -> bool:
 def cycles_imported_once(ranks: list[dict[str, Any]]) -> frozenset[int]:
     """Cycles in which all of these ranks have what their launcher imported before it forked them.
 
-    A launcher says when it imported to the ranks of its first start alone; those that it restarts in place are of the
-    same launch, and import nothing either.
+    A launcher tells only the ranks of its first start when it imported. Ranks that it starts later belong to the same
+    launch, and import nothing either.
     """
     known = [(process["cycle"], process["environment"]) for process in ranks]
     launches = {environment.get(_LAUNCH) for _, environment in known if _PRELOADED in environment} - {None}

@@ -102,6 +102,14 @@ def test_ranks_stay_on_every_node_and_those_of_a_lost_one_are_forked_on_the_spar
     assert "starting ranks 2, 3 again in their processes, others anew" in returning.said("agent1")
 
 
+def test_a_coordinator_that_restarts_nothing_is_told_of(returning: Returning) -> None:
+    coordinator = returning.coordinate("--nnodes", "1", "--heartbeat-timeout", NEVER_SILENT)
+    agents = returning.agents(0)
+    returning.pids(0, 2)
+    assert returning.end(coordinator, agents) == [0, 0], returning.said()
+    assert "--in-process-restart: no effect, the coordinator has --max-restarts 0" in returning.said("agent0")
+
+
 def test_two_nodes_are_lost_at_once(returning: Returning) -> None:
     coordinator = returning.coordinate(
         "--nnodes", "3", "--spares", "2", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT

@@ -22,7 +22,7 @@ from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # n
 
 # A rank of the starts before the last waits for another one, over a connection of its process.
 SCRIPT = """
-import socket, threading
+import socket, threading, time
 from megatron.processes import in_process_restart
 here()
 found = [os.environ.get("LEFT"), in_process_restart.returns(), in_process_restart.phases()]
@@ -306,3 +306,49 @@ def test_it_is_refused_where_it_cannot_be(flags: list[str], message: str, capsys
     with pytest.raises(SystemExit) as ended:
         parse_arguments([*flags, __file__])
     assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+TRANSFERS = """
+import socket, threading, time
+from megatron.processes import in_process_restart as restart
+
+listening = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(listening.getsockname())
+other = listening.accept()[0]
+
+def waits():
+    one = threading.Thread(target=restart.wait_for_transfers, daemon=True)
+    one.start()
+    one.join(0.3)
+    return one
+
+restart._SENT_S = restart._READ_S = 600.0
+waits().join()  # nothing is under way
+other.sendall(b"part of a message")
+waiting = waits()
+assert waiting.is_alive(), "what has arrived was not read"
+ours.recv(100)
+waiting.join()
+restart._READ_S = 0.0
+other.sendall(b"part of a message")
+waits().join()  # it is not waited for without end
+ours.recv(100)
+
+restart._READ_S = 600.0
+launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+restart.InProcessRestarts(rank, 0, 600.0)
+other.sendall(b"part of a message")
+launcher.send(restart.RETURN)
+while not restart.is_asked():
+    time.sleep(0.01)
+time.sleep(0.3)
+other.sendall(b"the rest")
+assert len(ours.recv(100)) == 25
+assert ours.recv(1) == b"", "it is shut then"
+"""
+
+
+def test_connections_are_shut_when_nothing_is_under_way() -> None:
+    """Else gloo would wait without end for the rest of a message. In a process of its own: all its sockets count."""
+    done = subprocess.run([sys.executable, "-c", TRANSFERS], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

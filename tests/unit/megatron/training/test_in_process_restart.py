@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from megatron.config import CheckpointConfig
+from megatron.parallel import reconnecting
 from megatron.training.in_process_restart import drop_world, refusal
 
 SAVES = {"save": "run", "save_interval": 1}
@@ -45,3 +47,14 @@ def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkey
     drop_world()
     assert checkpointing.data_offsets == checkpointing.contiguous_data_buffers == []
     assert checkpointing.size_offsets == checkpointing.contiguous_size_buffers == []
+
+
+def test_a_rank_that_is_asked_to_return_begins_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another rank has begun to send when connections end would be waited for without end."""
+    begun: list[str] = []
+    group: Any = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append))
+    reconnecting.ReconnectingGroup.allreduce(group, "before")
+    monkeypatch.setattr(reconnecting, "is_asked", lambda: True)
+    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+        reconnecting.ReconnectingGroup.allreduce(group, "after")
+    assert begun == ["before"]

@@ -22,7 +22,7 @@ from tools.restart_sweep.sweep_file import read_sweep
     [
         (
             {"trace_format": READABLE_VERSIONS[0] - 1},
-            f"its traces are of format {READABLE_VERSIONS[0] - 1}, and this program writes format",
+            f"its traces have format {READABLE_VERSIONS[0] - 1}, and this program writes format",
         ),
         ({"format": 9}, "holds a sweep of format 9, not 1"),
         (None, "sweep.json: is damaged"),
