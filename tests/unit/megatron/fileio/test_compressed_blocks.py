@@ -124,7 +124,7 @@ def block_of(plane: bytes, size: int) -> bytes:
     [
         (b"", "of 0 bytes has no complete header"),
         (b"PK\3\4".ljust(40), "no header of compressed tensors"),
-        (struct.pack("<4sBBHIII", b"CBLK", 2, 1, 0, 0, 0, 0), "of version 2, and version 1 is read"),
+        (struct.pack("<4sBBHIII", b"CBLK", 2, 1, 0, 0, 0, 0), "has version 2, and this program reads version 1"),
         (struct.pack("<4sBBHIII", b"CBLK", 1, 3, 0, 0, 0, 0), "no header of compressed tensors"),
         (struct.pack("<4sBBHIII", b"CBLK", 1, 1, 0, MOST_BYTES + 1, 0, 0), f"at most {MOST_BYTES} are allowed"),
         (struct.pack("<4sBBHIII", b"CBLK", 1, 1, 0, 100_001, 0, 0), "100001 bytes, and 100000 are expected"),

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron.launch.messages import LaunchConnection
@@ -168,7 +169,20 @@ def where_ranks_wait(returning: Returning) -> tuple[Any, list[Any], list[int]]:
     agents[0].kill()
     for rank in (2, 3):
         returning.left_start(0, rank)
+    until_asleep(agents[1].pid, *waiting)  # the agent knows that they have returned
     return coordinator, agents, waiting
+
+
+def until_asleep(*pids: int) -> None:
+    """Until all have slept for a while at once: none has anything to do then, however slow the machine is."""
+    asleep = 0
+
+    def is_asleep() -> bool:
+        nonlocal asleep
+        asleep = asleep + 1 if all(psutil.Process(pid).status() == psutil.STATUS_SLEEPING for pid in pids) else 0
+        return asleep == 10
+
+    until(is_asleep, f"{pids} to be asleep")
 
 
 def test_ranks_that_have_returned_end_where_their_node_is_no_part_of_the_start(returning: Returning) -> None:
