@@ -52,9 +52,10 @@ def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkey
 def test_a_rank_that_is_asked_to_return_begins_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another rank has begun to send when connections end would be waited for without end."""
     begun: list[str] = []
-    group: Any = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append))
-    reconnecting.ReconnectingGroup.allreduce(group, "before")
+    groups: Any = reconnecting.ReconnectingGroup
+    group = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append))
+    groups.allreduce(group, "before")
     monkeypatch.setattr(reconnecting, "is_asked", lambda: True)
     with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
-        reconnecting.ReconnectingGroup.allreduce(group, "after")
+        groups.allreduce(group, "after")
     assert begun == ["before"]
