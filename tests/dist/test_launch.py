@@ -19,6 +19,7 @@ import pytest
 from megatron.parallel.topology import Layout
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
+from tests.dist.async_runs import save_ends
 from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, kill_all, losses, processes_with, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
@@ -99,9 +100,12 @@ def trained_and_killed(
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+    saved = held_at // 5 * 5
     try:
         ready = lambda: all_held(trace, held_at) and that_wait() == standby  # noqa: E731
         wait_for(lambda: ready() or job.poll() is not None, f"iteration {held_at}")
+        # Some are saved in the background: without it the restart would take one before.
+        wait_for(lambda: not saved or saved in [end["step"] for end in save_ends(save)], f"the save of step {saved}")
         if without:
             (save / without).rename(tmp_path / without)
         (tmp_path / KILLED_NS).write_text(str(now_ns()))
@@ -114,9 +118,9 @@ def trained_and_killed(
     assert left_in_shm(tmp_path / "shm") == []
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
-    saved = held_at // 5 * 5 - (5 if without else 0)
-    assert sorted(before) == list(range(1, held_at + 1)) and sorted(after) == list(range(saved + 1, LAST + 1))
-    assert all(before[step] == after[step] for step in repeated) and repeated == set(range(saved + 1, held_at + 1))
+    resumed = saved - (5 if without else 0)
+    assert sorted(before) == list(range(1, held_at + 1)) and sorted(after) == list(range(resumed + 1, LAST + 1))
+    assert all(before[step] == after[step] for step in repeated) and repeated == set(range(resumed + 1, held_at + 1))
     return trace
 
 
