@@ -266,7 +266,7 @@ class LazyCheckpointEngine(CheckpointEngine):
                 return mine, True
             files |= mine
         try:
-            _commit(save.directory, files, self._settings.fsync)
+            _commit(save.directory, files, len(given), self._settings.fsync)
             if save.info.save_latest:
                 latest = Path(save.info.save_dir) / "latest"
                 lazy_files.replace_file(latest, save.info.tag.encode(), self._settings.fsync)
@@ -316,8 +316,10 @@ def _flush_files() -> None:
     ctypes.CDLL(None).fflush(None)  # those of C
 
 
-def _commit(directory: Path, files: Mapping[str, SavedFile], fsync: bool) -> None:
-    """Make the files in `directory` its checkpoint. Raises OSError; then the one before is still there."""
+def _commit(directory: Path, files: Mapping[str, SavedFile], ranks: int, fsync: bool) -> None:
+    """Make the files in `directory`, of so many ranks, its checkpoint. Raises OSError; then the one before is still
+    there.
+    """
     for file in files.values():
         found = (directory / file.name).stat().st_size
         if found != file.num_bytes:
@@ -326,7 +328,7 @@ def _commit(directory: Path, files: Mapping[str, SavedFile], fsync: bool) -> Non
         name: {"written_as": file.name, "bytes": file.num_bytes, "checksum": file.checksum}
         for name, file in sorted(files.items())
     }
-    content = json.dumps({"version": _VERSION, "files": described}, indent=1)
+    content = json.dumps({"version": _VERSION, "ranks": ranks, "files": described}, indent=1)
     if fsync:
         sync_directory(directory)
         sync_directory(directory.parent)
@@ -350,18 +352,34 @@ def _may_name(directory: Path, files: Mapping[str, SavedFile]) -> bool:
 
 def _manifest(directory: Path) -> dict[str, SavedFile]:
     """Final name of each file -> the file. Empty if there is no manifest. Raises CheckpointDamagedError."""
+    with _read_manifest(directory) as content:
+        return {
+            name: SavedFile(item["written_as"], item["bytes"], item["checksum"])
+            for name, item in content["files"].items()
+        }
+
+
+def ranks_of(directory: Path) -> int | None:
+    """How many ranks saved the checkpoint `directory`, SAVE_DIR/TAG; None if that is not known, as of torch.save's.
+
+    Raises CheckpointDamagedError naming the manifest, or OSError.
+    """
+    with _read_manifest(directory) as content:
+        return None if "ranks" not in content else int(content["ranks"])
+
+
+@contextlib.contextmanager
+def _read_manifest(directory: Path) -> Iterator[dict[str, Any]]:
+    """What the manifest of a checkpoint says; nothing if there is none. What is wrong with it is its damage."""
     path = directory / MANIFEST
     with reading(path, "a manifest"):
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
-            return {}
+            content = {"version": _VERSION, "files": {}}
         if content["version"] != _VERSION:
             raise CheckpointDamagedError(f"{path}: version {content['version']}; only {_VERSION} is known")
-        return {
-            name: SavedFile(item["written_as"], item["bytes"], item["checksum"])
-            for name, item in content["files"].items()
-        }
+        yield content
 
 
 def load_file(path: Path, map_location: Any, of: EngineOptions) -> Any:

@@ -31,10 +31,14 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Client:
-    """A script as its users write it, with the words before its number of steps."""
+    """A script as its users write it, with the words before its number of steps.
+
+    `killed_within_s`: after a step is told, longer than the save that may follow takes.
+    """
 
     words: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    killed_within_s: float = 0.05
 
 
 CLIENTS = {
@@ -43,7 +47,16 @@ CLIENTS = {
     "dcp-async-in-place": Client((str(SCRIPTS / "fsdp_lazy.py"), "async_save"), {"ONE_PLACE": "1"}),
     "deepspeed": Client((RUNNER, str(SCRIPTS / "plain_deepspeed.py"), "ordinary"), LAZY),
     "deepspeed-pipeline": Client((RUNNER, str(SCRIPTS / "plain_deepspeed.py"), "pipeline"), LAZY),
+    "trainer": Client((str(SCRIPTS / "hf_resumed.py"), "1"), LAZY, killed_within_s=0.3),
+    "trainer-zero3": Client((str(SCRIPTS / "hf_resumed.py"), "3"), LAZY, killed_within_s=0.3),
 }
+IN_NIGHTLY = "trainer-zero3"
+
+
+def clients(*but: str) -> list[Any]:
+    """The names of all clients but these, as parameters of a test."""
+    marks = {IN_NIGHTLY: pytest.mark.nightly(minutes=1)}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in CLIENTS if name not in but]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +109,7 @@ def reference(name: str, job: Job, known: dict[str, dict[int, str]]) -> dict[int
     return known[name]
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("name", clients())
 def test_a_resumed_job_has_the_losses_of_one_that_was_never_stopped(
     name: str, ranks: Zygote, references: dict[str, dict[int, str]], tmp_path: Path
 ) -> None:
@@ -113,7 +126,7 @@ def test_a_resumed_job_has_the_losses_of_one_that_was_never_stopped(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [name for name in CLIENTS if name != "dcp"])
+@pytest.mark.parametrize("name", clients("dcp"))
 def test_a_job_that_is_killed_at_any_instant_goes_on(
     name: str, seed: int, ranks: Zygote, references: dict[str, dict[int, str]], tmp_path: Path
 ) -> None:
@@ -126,7 +139,7 @@ def test_a_job_that_is_killed_at_any_instant_goes_on(
     def kill(pids: list[int]) -> None:
         log = max((tmp_path / "logs").glob("run_*")) / "rank_0.log"
         wait_for(lambda: log.exists() and f"step {step} loss" in log.read_text(), f"step {step}")
-        time.sleep(draw.uniform(0, 0.05))  # after a step of 10 ms or so
+        time.sleep(draw.uniform(0, job.client.killed_within_s))
         kill_all(pids)
 
     killed = job.run(STEPS, during=kill)
