@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.store.disk_space import rank_bytes, slot_bytes
-from megatron.config import CheckpointConfig, ConfigError
+from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, own_peer
@@ -94,8 +94,7 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
     """The need of this rank. If its host's process does not answer, it counts as holding no copies."""
     engine, config = checkpointer.context.checkpoint_engine, checkpointer.context.config
     present = engine.slot_bytes
-    # On the CPU gradients and moments are allocated in the first step.
-    state = rank_bytes(config, parameters, 0, runtime.layout.dp) if runtime.device.type == "cpu" else 0
+    state = state_bytes(config, runtime.device.type, parameters, runtime.layout.dp)
     growth = sum(max(0, each - size) for size in present)
     slots = sum(max(each, size) for size in present)
     peer, held = own_peer(), 0
@@ -109,6 +108,15 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
     ports = ports_of_nccl(os.environ) if interleaves and runtime.backend == "nccl" else []
     uncounted = next((str(port.directory) for port in ports if port.files is None), None)
     return Need(host, slots, growth, state, available_memory(), each, node, peer, held, uncounted)
+
+
+def state_bytes(config: Config, device_type: str, parameters: int, dp_size: int) -> int:
+    """Host memory that training takes in its first step, bytes: on the CPU for gradients and moments; with
+    --cpu-optimizer for the moments of a model on a device.
+    """
+    if device_type != "cpu" and not config.optimizer.cpu_optimizer:
+        return 0
+    return rank_bytes(config, parameters, 0 if device_type == "cpu" else 1, dp_size)
 
 
 def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) -> tuple[str | None, list[Share]]:

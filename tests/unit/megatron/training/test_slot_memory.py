@@ -8,8 +8,9 @@ import pytest
 
 from megatron.checkpointing.engines.options import engine_options
 from megatron.config import CheckpointConfig, ConfigError
+from megatron.config.arguments import config_from_args, parse_args
 from megatron.peers.pacing import MEASURED, Pacing
-from megatron.training.slot_memory import Need, lack_of_memory
+from megatron.training.slot_memory import Need, lack_of_memory, state_bytes
 
 GIB = 1 << 30
 
@@ -30,6 +31,16 @@ def test_ranks_of_one_host_together_must_fit() -> None:
 def test_what_training_is_yet_to_take_counts_on_the_cpu() -> None:
     lack = lack_of_memory([need("a", 6, state=5)])
     assert lack is not None and "in addition to 5.00 GiB for training itself" in lack
+
+
+@pytest.mark.parametrize(("flags", "state"), [("", (8000, 0)), ("--cpu-optimizer", (8000, 6000))])
+def test_on_a_device_what_the_optimizer_has_in_host_memory_counts(flags: str, state: tuple[int, int]) -> None:
+    words = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
+        f"--lr 1 --fp16 --data-path X --tokenizer-type NullTokenizer --vocab-size 9 {flags}"
+    )
+    config = config_from_args(parse_args(words.split(), {}), {})
+    assert tuple(state_bytes(config, device, 1000, 2) for device in ("cpu", "cuda")) == state
 
 
 def test_a_restart_in_place_asks_for_no_more() -> None:
