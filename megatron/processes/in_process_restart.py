@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from restart_trace import under_way
 from restart_trace.clock import now_ns
@@ -63,6 +64,7 @@ class InProcessRestarts:
         self._asked, self._left = threading.Event(), threading.Event()
         self._starts: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # descriptors of files; None: it was lost
         self._undo: list[Callable[[], object]] = []
+        self._when_shut: list[Callable[[], object]] = []
         self._has_lost_rank = False
         self.returns = 0
         self.started_ns: int | None = None
@@ -100,6 +102,7 @@ class InProcessRestarts:
         undo_ns = now_ns()
         while self._undo:
             self._undo.pop()()
+        self._when_shut.clear()
         under_way.clear()
         sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
         self._check_threads()
@@ -166,6 +169,8 @@ class InProcessRestarts:
             self._asked.set()  # from here on nothing new is exchanged
             wait_for_transfers()
             shut_connections()
+            for call in list(self._when_shut):
+                call()
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
 
@@ -177,12 +182,32 @@ def _end(why: str) -> NoReturn:
 
 
 _here: list[InProcessRestarts] = []  # of this process, if it is a rank that returns
+_spared: set[int] = set()  # ports of other hosts
 
 
 def at_return(undo: Callable[[], object]) -> None:
     """Have `undo` called when this process returns, what was registered last first; nothing in other processes."""
     for restarts in _here:
         restarts._undo.append(undo)
+
+
+def when_shut(call: Callable[[], object]) -> None:
+    """Have `call` called on another thread once this rank's connections to others are shut, before it has left.
+
+    For what would keep the main thread from leaving; it must return within moments and not raise. Nothing in other
+    processes.
+    """
+    for restarts in _here:
+        restarts._when_shut.append(call)
+
+
+def spare_connections_to(url: str) -> None:
+    """From now on leave connections to the port of this http or https URL alone: they are to no rank.
+
+    By the port, since a name may stand for other addresses at each look-up.
+    """
+    parts = urlsplit(url)
+    _spared.add(parts.port or (80 if parts.scheme == "http" else 443))
 
 
 def another_rank_is_lost() -> None:
@@ -223,7 +248,7 @@ def phases() -> Sequence[tuple[str, str | None, int, int]]:
 
 
 def shut_connections() -> None:
-    """Shut down all connected TCP sockets of this process: all waits of gloo or torch's store for other ranks raise."""
+    """Shut down the connected TCP sockets of this process: all waits of gloo or torch's store for other ranks raise."""
     for one in _connections():
         with contextlib.suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
@@ -255,12 +280,22 @@ def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """The connected TCP sockets of this process; not a listening one: without it gloo would abort the process."""
+    """The connected TCP sockets of this process that are not spared.
+
+    No listening one: without it gloo would abort the process.
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
                 of_network = one.family in (socket.AF_INET, socket.AF_INET6)
-                if of_network and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listens = of_network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if of_network and not listens and not _is_spared(one):
                     yield one
+
+
+def _is_spared(one: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # it is not connected yet
+        return bool(_spared) and one.getpeername()[1] in _spared
+    return False

@@ -25,7 +25,7 @@ from megatron.config import Config, ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.optimizer.build import warn_of_l2_weight_decay
 from megatron.parallel.control_plane import ControlPlane
-from megatron.processes.in_process_restart import at_return
+from megatron.processes.in_process_restart import at_return, when_shut
 from megatron.startup.initialize import Runtime
 from restart_trace.recorder import Operation, Recorder
 
@@ -91,6 +91,7 @@ def build_checkpointer(
     )
     made = Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
     at_return(made.close)
+    when_shut(made.writer.ranks_are_disconnected)
     return made
 
 

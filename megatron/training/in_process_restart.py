@@ -12,6 +12,7 @@ import dataclasses
 import gc
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpointing.engines.registry import why_not_returning
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.processes.in_process_restart import at_return, is_possible
 
@@ -19,19 +20,16 @@ if TYPE_CHECKING:
     from megatron.startup.initialize import Runtime
     from megatron.training.as_built import AsBuilt
 
-# Whose saves and loads leave no thread and no process behind, as runs have shown.
-ENGINES = ("torch", "lazy", "memory")
-
 
 def refusal(options: CheckpointConfig, *, compiles: bool, zero_stage: int = 1) -> str | None:
     """Why a run with these flags cannot have in-process restarts; None if it can. `compiles`: --torch-compile."""
-    if (options.save or options.load) is not None and options.checkpoint_engine not in ENGINES:
+    engine = options.checkpoint_engine
+    if (options.save or options.load) is not None and (why := why_not_returning(engine)):
         return (
-            f"--checkpoint-engine {options.checkpoint_engine} with --in-process-restart: its threads and processes are "
-            f"not known to end with a start; use {' or '.join(ENGINES)}, or leave out --in-process-restart"
+            f"--checkpoint-engine {engine} with --in-process-restart: {why}; use another engine, such as lazy, or "
+            "leave out --in-process-restart"
         )
     untried = {
-        f"--save {options.save}, --load {options.load}": options.in_object_storage,
         f"--export-hf-interval {options.export_hf_interval}": options.export_hf_interval is not None,
         "--torch-compile": compiles,
         f"--zero-stage {zero_stage}": zero_stage == 3,
@@ -121,6 +119,8 @@ def drop_world() -> None:
     from megatron.parallel.reconnecting import forget_groups
     from megatron.parallel.tree import close_trees
 
+    if _kept:
+        gc.unfreeze()  # what `keep_engine` has frozen is not among the collector's objects
     _kept.clear()
     close_trees()
     # An engine that was not built to its end is in no variable. Hooks in autograd's graph, which the collector does not

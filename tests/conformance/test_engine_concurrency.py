@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from tests.conformance.compare import differences
 from tests.conformance.states import STATES, tensor
-from tests.conformance.subjects import WAIT_S, Saved, Subject, file_states, traced, wait_in_thread
+from tests.conformance.subjects import SHARED, WAIT_S, Saved, Subject, file_states, traced, wait_in_thread
 
 MODEL, SHARD = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MIB = 1 << 20
@@ -136,3 +137,22 @@ def test_only_an_asynchronous_engine_writes_behind_the_back_of_training(subject:
     writes = [span for span in trace.records.spans("flush", "write") if span.get("bytes")]
     assert {span["blocking"] for span in writes} == ({False} if engine.asynchronous else {True})
     assert sum(span["bytes"] for span in writes) == sum(file.num_bytes for file in files)
+
+
+def test_a_save_that_is_given_up_fails_with_the_reason_and_the_next_is_whole(subject: Subject, directory: Path) -> None:
+    """Engines may only go on with it where they cannot end early: those that are done by then or have a process."""
+    states = {MODEL: {"step": 1}, SHARD: changing_state(1, 4)}
+    given_up, why = directory / "given_up", "another rank has failed"
+    given_up.mkdir()
+    pending = subject.engine().begin_save(file_states(states), given_up, traced("save").op)
+    pending.give_up(why)
+    pending.release_state()
+    try:
+        pending.wait()
+    except CheckpointSaveError as error:
+        assert str(error) == why
+    else:
+        assert subject.name not in ("lazy", SHARED, "torchsnapshot")
+    pending.give_up(why)  # without an effect, now
+    saved = subject.save(states, directory / "next")
+    assert differences(subject.load([SHARD], saved)[SHARD], changing_state(1, 4)) == []

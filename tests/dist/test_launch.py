@@ -24,6 +24,7 @@ from tests.dist.harness import HANGS_S, ROOT, Zygote, end_all, kill_all, losses,
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
 from tests.dist.tiny_runs import Launcher
+from tests.object_storage import BUCKET, serving
 from tests.own_shm import in_own_shm, left_in_shm
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.run_info import cycles_imported_once
@@ -78,13 +79,17 @@ def trained_and_killed(
     without: str = "",
     killed: tuple[int, ...] = (0, 1),
     training: Sequence[str] = TRAINING,
+    stored: str = "",
+    variables: dict[str, str] | None = None,
 ) -> Path:
     """The trace of a training whose ranks are killed at `held_at`, when all standby ranks wait, and go on exactly.
 
     `without`: the checkpoint of the last save, if it is taken away before. `killed`: these ranks, and not all.
+    `stored`: --save, if it is in object storage, which these `variables` lead to.
     """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
-    saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", str(LAST)]
+    saving = ["--save", stored or str(save), "--load", stored or str(save), "--verify-restored-state"]
+    saving += ["--train-iters", str(LAST), "--restart-trace-dir", str(trace)]
     command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *training, *dataset, *saving]
 
     def that_wait() -> int:
@@ -96,7 +101,8 @@ def trained_and_killed(
             cwd=tmp_path,
             env=environment(tmp_path)
             | held_environment(cycles=1, after=held_at)
-            | {"HELD_RANKS": ",".join(map(str, killed))},
+            | {"HELD_RANKS": ",".join(map(str, killed))}
+            | (variables or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -137,12 +143,23 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "engine"), [(0, "torch"), (1, "lazy"), (0, "memory"), (1, "memory")])
+@pytest.mark.parametrize(
+    ("lost", "engine"),
+    [
+        (0, "torch"), (1, "lazy"), (0, "memory"), (1, "memory"), (0, "fastpersist-decoupled"), (1, "dcp-process"),
+        *(
+            pytest.param(lost, engine, marks=pytest.mark.nightly(minutes=2))
+            for lost, engine in [
+                (0, "lazy-shared"), (0, "fastpersist"), (1, "torchsnapshot"), (0, "dcp"), (1, "dcp-async")
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     tmp_path: Path, dataset: list[str], lost: int, engine: str
 ) -> None:
     """In place of rank 0 or 1 another process comes, in each of two stages; rank 0 owns --save."""
-    flags = ["--pipeline-model-parallel-size", "2", "--checkpoint-engine", engine]
+    flags = ["--pipeline-model-parallel-size", "2", *engine_flags(engine)]
     trace = trained_and_killed(
         tmp_path, [*dataset, *DROPOUT, *flags], "--in-process-restart", "--return-timeout", str(HANGS_S),
         killed=(lost,),
@@ -164,6 +181,25 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     assert [problem for problem in report.problems if problem.kind == "low_coverage"] == []
     assert cycles_imported_once(load_trace(trace).ranks) == {0, 1}
     assert_engine_kept(trace, 1, 1 - lost)
+
+
+def engine_flags(name: str) -> list[str]:
+    """Those of an engine, or of `lazy-shared`: lazy, whose ranks of a node share a file."""
+    engine = name.removesuffix("-shared")
+    return ["--checkpoint-engine", engine, *(["--checkpoint-files-per-node", "1"] if name != engine else [])]
+
+
+@pytest.mark.slow
+def test_a_rank_goes_on_exactly_in_its_process_from_object_storage(tmp_path: Path, dataset: list[str]) -> None:
+    """Its connections to the store are not shut, which an answer of this one would need longer than that is left."""
+    with serving() as server:
+        trained_and_killed(
+            tmp_path, [*dataset, *DROPOUT, "--checkpoint-engine", "lazy"], "--in-process-restart",
+            "--return-timeout", str(HANGS_S), killed=(1,), stored=f"s3://{BUCKET}/runs/returns",
+            variables=server.environment(),
+        )  # fmt: skip
+    trace = tmp_path / "save" / "restart_trace"
+    assert records(trace, 0, 0)[0]["pid"] == records(trace, 1, 0)[0]["pid"]
 
 
 # Of DeepSpeed's engine everything that a step changes: pipeline and recomputation, the loss scale, divided experts and
@@ -215,8 +251,14 @@ def size_of(process: psutil.Process) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(minutes=4)
-@pytest.mark.parametrize("engine", ["torch", "lazy", "memory"])
+@pytest.mark.nightly(minutes=14)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "torch", "lazy", "lazy-shared", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp",
+        "dcp-async", "dcp-process",
+    ],
+)  # fmt: skip
 def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str], engine: str) -> None:
     """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and the last.
 
@@ -224,7 +266,7 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
     """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     flags = ["--save", str(save), "--load", str(save), "--train-iters", "1000", "--pipeline-model-parallel-size", "2"]
-    flags += ["--checkpoint-engine", engine]
+    flags += engine_flags(engine)
     command = [*LAUNCHER, "--max-restarts", str(RETURNS), "--in-process-restart", "--return-timeout", str(HANGS_S)]
     sizes = []
     with (tmp_path / "log").open("wb") as log:

@@ -16,7 +16,7 @@ from .faults import DAMAGE, FAULTS, STORAGE_FAULTS, place_refusal, refusal, stor
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
 from .matrix import INJECTION_POINTS
-from .plan import BY_FORK, IN_PROCESS, LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
+from .plan import BY_FORK, LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN
 from .soak.schedule import LEFT_OUT, possible_faults
 from .soak.stops import Stop, parse_stop
 
@@ -25,7 +25,6 @@ ONE, MATRIX, SOAK, STOPS = "--fault", "--matrix", "--soak", "--stops"
 PRESET = "tiny_tp2_pp2_dp2"
 ENGINES = {MATRIX: ("torch", "lazy"), SOAK: tuple(name for name in builtin_engines() if name not in LEFT_OUT)}
 ENGINES_ON_NODES = ("torch", "lazy", "memory")  # of a soak
-ENGINES_THAT_RETURN = ("torch", "lazy", "memory")  # of a soak with in-process restarts, which has no others
 _HANG_LIMITS_S = {ONE: 30.0, MATRIX: 5.0, SOAK: 3.0}
 _HANG_LIMIT_ON_NODES_S = 15.0  # of a soak; it is also the deadline of a rendezvous
 _ON_DISK = (ONE, MATRIX, SOAK)
@@ -276,8 +275,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
             return f"--out {args.out}: already exists; give a new directory"
     if args.engines is None and args.selection in ENGINES:
         args.engines = ENGINES[args.selection]
-        if args.selection == SOAK and (on_nodes or args.supervisor == IN_PROCESS):
-            args.engines = ENGINES_ON_NODES if on_nodes else ENGINES_THAT_RETURN
+        if args.selection == SOAK and on_nodes:
+            args.engines = ENGINES_ON_NODES
     for engine in args.engines or ():
         try:
             check_engine_name(engine)

@@ -316,7 +316,11 @@ class PendingSave(ABC):
         return None
 
     def give_up(self, why: str) -> None:
-        """There is no place for this save's part: `wait` must raise CheckpointSaveError with this reason."""
+        """This save cannot become a checkpoint: `wait` is to raise CheckpointSaveError soon, with this reason.
+
+        Called from any thread, also after the end of `wait`, and without waiting for more than a moment. It has no
+        effect on an engine that cannot end its work early; one that shares files must obey before it has a place.
+        """
         return None
 
     def set_waiting(self, waits: bool) -> None:

@@ -13,7 +13,8 @@ class EngineEntry:
     """Where an engine lives. `requires` are the modules that must be importable, `install` is how to get them.
 
     `redistributable` is the class's attribute of that name, known without importing it. `not_stored` is why the engine
-    does not save to object storage; "": it does.
+    does not save to object storage; "": it does. `not_returning` is why a process that has used the engine does not
+    start again (--in-process-restart); "": it does.
     """
 
     module: str
@@ -23,6 +24,7 @@ class EngineEntry:
     install: str = ""
     redistributable: bool = False
     not_stored: str = ""
+    not_returning: str = ""
 
     @property
     def package(self) -> str:
@@ -84,6 +86,7 @@ ENGINES = {
         "DataStatesEngine",
         "DataStates-LLM; needs its package and a CUDA device",
         not_stored=f"{_OWN_IO} on a GPU's host",
+        not_returning="it needs a CUDA device, and ranks on CUDA devices do not return",
     ),
     "none": EngineEntry(
         f"{_PACKAGE}.none.engine",

@@ -75,6 +75,13 @@ def is_redistributable(name: str) -> bool | None:
     return ENGINES[name].redistributable if name in ENGINES else None
 
 
+def why_not_returning(name: str) -> str:
+    """Why a process that has used the engine called `name` does not start again; "" if it does. Imports nothing."""
+    if name not in ENGINES:
+        return "an engine of another package, whose threads and processes are not known to end with a start"
+    return ENGINES[name].not_returning
+
+
 def redistributable_engines() -> list[str]:
     """Names of the engines of this project whose checkpoints can be loaded onto another layout."""
     return [name for name, entry in ENGINES.items() if entry.redistributable]

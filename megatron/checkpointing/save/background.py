@@ -49,6 +49,7 @@ class BackgroundSave:
         self._op = op
         self._pending = pending
         self._set_waiting = (lambda _: None) if pending is None else pending.set_waiting
+        self.give_up = (lambda _: None) if pending is None else pending.give_up
         self._finish = finish
         self._start_ns = start_ns
         self._decided = threading.Event()

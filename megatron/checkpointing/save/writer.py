@@ -45,6 +45,8 @@ from restart_trace.recorder import Operation, Recorder, untraced_operation
 
 logger = logging.getLogger(__name__)
 
+_DISCONNECTED = "another rank has failed, and this one leaves the training: the ranks cannot agree on it"
+
 
 @dataclass(frozen=True)
 class CheckpointIdentity:
@@ -237,6 +239,16 @@ class CheckpointWriter:
         # Set once the ranks have lost their connections in a background commit. The trainer raises it, since they
         # cannot commit anything any more.
         self.agreement_lost: type[AgreementLostError] | None = None
+        self._disconnected = False
+
+    def ranks_are_disconnected(self) -> None:
+        """No save can be agreed on any more: have the pending one end soon, since training may wait for it.
+
+        Called from any thread. What all ranks have written, and rank 0 knows of, is committed nevertheless.
+        """
+        self._disconnected = True
+        if (pending := self.background.pending) is not None:
+            pending.give_up(_DISCONNECTED)
 
     @property
     def in_use(self) -> set[Path]:
@@ -295,6 +307,8 @@ class CheckpointWriter:
         finish = functools.partial(self._finish_in_background, save)
         begun = BackgroundSave(save.step, save.op, save.pending, finish, save.start_ns, save.on_storage)
         self.background.begin(begun)
+        if self._disconnected:
+            begun.give_up(_DISCONNECTED)
         begun.blocked_ns += now_ns() - save.start_ns
 
     def _begin(self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]) -> None:

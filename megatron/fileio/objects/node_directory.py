@@ -38,28 +38,33 @@ class NodeDirectory:
 
     def __init__(self, root: Path, name: str) -> None:
         self.path = root / name
-        while True:
+        self._fd: int | None = None
+        while self._fd is None:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                self._fd = os.open(self.path / _LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600)
+                fd = os.open(self.path / _LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600)
             except FileNotFoundError:  # removed meanwhile
                 continue
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            fcntl.flock(fd, fcntl.LOCK_SH)
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(self.path / _LOCK).st_ino == os.fstat(self._fd).st_ino:
+                if os.stat(self.path / _LOCK).st_ino == os.fstat(fd).st_ino:
+                    self._fd = fd
                     return
-            os.close(self._fd)
+            os.close(fd)
 
     def leave(self) -> None:
-        """Let go of the directory; the last one to do so removes it."""
+        """Let go of the directory; the last one to do so removes it. Further calls have no effect."""
+        fd, self._fd = self._fd, None
+        if fd is None:  # its number may be another file's by now
+            return
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(self.path)
         except OSError:  # another process is in it
             pass
         finally:
             with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written through it
-                os.close(self._fd)
+                os.close(fd)
 
 
 def remove_abandoned(root: Path) -> None:

@@ -38,6 +38,7 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.engines.dcp.checkpoint_process import CheckpointProcess
 from megatron.checkpointing.engines.dcp.staging import Copies
 from megatron.checkpointing.engines.dcp.storage import METADATA, Reader, Report, Writer, cause_of, report_of
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.timed_files import Timeline
@@ -175,6 +176,7 @@ class _PendingStates(PendingSave):
     op: Operation
     staged: Future[dict[str, Content]] = field(default_factory=Future)
     result: Future[list[SavedFile]] = field(default_factory=Future)
+    given_up: str = ""  # why: no further state is written
 
     def stage(self, copies: Copies, contents: dict[str, Content], begun_ns: int) -> None:
         """Have the states copied, now or on the stager's thread, and then written."""
@@ -189,6 +191,10 @@ class _PendingStates(PendingSave):
             return
         concurrent.futures.wait([self.staged])
         self.op.add("device_to_host", None, start, now_ns())
+
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+        self.engine.give_up()
 
     def wait(self) -> list[SavedFile]:
         try:
@@ -207,13 +213,15 @@ class _PendingStates(PendingSave):
             contents = self._copies()
             start = now_ns()
             for name in list(contents):
+                if self.given_up:
+                    raise CheckpointSaveError(self.given_up)
                 report = self.write(contents.pop(name), self.directory / name)
                 saved += _saved_files(name, report)
                 end = now_ns()
                 self.engine.report_written(self.op, name, report, (start, end))
                 start = end
         except BaseException as exc:
-            self.result.set_exception(exc)
+            self.result.set_exception(CheckpointSaveError(self.given_up) if self.given_up else exc)
         else:
             self.result.set_result(saved)
 

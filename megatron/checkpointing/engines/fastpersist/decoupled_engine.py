@@ -38,6 +38,7 @@ from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedM
 from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
 from megatron.checkpointing.engines.torch_files import TorchFilesEngine
 from megatron.processes.helper_process import HelperProcess
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class FastPersistDecoupledEngine(TorchFilesEngine):
             span.bytes = capture.tensor_bytes
         with op.span("serialize"):
             process.send(Request(os.fspath(directory), states))
-        return _DecoupledSave(process, self._notice, self.options, op)
+        return _DecoupledSave(process, self._notice, self.options, op, now_ns())
 
     def _started(self) -> tuple[SharedMemory, WriterProcess]:
         """The memory and a process that lives: first of all, so that its imports run beside the copying."""
@@ -100,13 +101,27 @@ class _DecoupledSave(PendingSave):
     notice: WriterNotice
     options: EngineOptions
     op: Operation
+    handed_over_ns: int
+    given_up: str = ""  # why
 
     def release_state(self) -> None:
         """The snapshot was taken when the save began."""
 
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+        self.process.kill()
+
     def wait(self) -> list[SavedFile]:
         """Raises CheckpointSaveError, with its exit code, if the process has died."""
-        reply = self.process.receive()
+        try:
+            reply = self.process.receive()
+        except CheckpointSaveError:
+            if self.given_up:
+                raise CheckpointSaveError(self.given_up) from None
+            raise
+        if reply.spans:  # until then the process had not begun: before the first save it is still importing
+            begun_ns = min(arguments[2] for arguments, _ in reply.spans)
+            self.op.add("serialize", None, self.handed_over_ns, begun_ns, blocking=False)
         for arguments, labels in reply.spans:
             self.op.add(*arguments, **labels, blocking=False)
         if reply.failure is not None:

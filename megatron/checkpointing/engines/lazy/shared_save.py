@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import EngineOptions, SaveTarget
-from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import shared_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache
@@ -42,9 +41,6 @@ class SharedSave(LazySave):
     def take_place(self, place: shared_format.Place) -> None:
         self._place = place
         self._placed.set()
-
-    def give_up(self, why: str) -> None:
-        self._fail(CheckpointSaveError(why))
 
     def _fail(self, exc: BaseException) -> None:
         super()._fail(exc)

@@ -28,6 +28,7 @@ from megatron.checkpointing.engines.base import (
     SaveTargets,
     note_saved,
 )
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
 from megatron.fileio import device_copies, direct_files
@@ -173,6 +174,9 @@ class LazySave(PendingSave):
         if self._error is not None:
             raise self._error
         return note_saved(self._result, self._options, self._op)
+
+    def give_up(self, why: str) -> None:
+        self._fail(CheckpointSaveError(why))
 
     def _copied_by_now(self) -> int:
         """Bytes that the device has copied."""

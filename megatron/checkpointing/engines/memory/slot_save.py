@@ -175,6 +175,9 @@ class SlotSave(LazySave):
     def set_waiting(self, waits: bool) -> None:
         self._set_waiting(waits)
 
+    def give_up(self, why: str) -> None:
+        """Goes on: once the slots of all ranks are sealed a load takes them, whether the ranks have agreed or not."""
+
     def wait(self) -> list[SavedFile]:
         """As PendingSave.wait. Returns the files on storage, none without a directory.
 

@@ -21,7 +21,7 @@ from torchsnapshot.snapshot import PendingSnapshot, Snapshot
 from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile
 from megatron.checkpointing.engines.codec import DTYPES
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError
 from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import WRITTEN, ReadingStorage, WritingStorage
@@ -147,6 +147,9 @@ class PendingSnapshots(PendingSave):
 
     def release_state(self) -> None:
         """All buffers are filled by the time that `begin_save` returns: the library does that on the calling thread."""
+
+    def give_up(self, why: str) -> None:
+        self.buffers.fail(CheckpointSaveError(why))
 
     def wait(self) -> list[SavedFile]:
         start = self.taken_ns

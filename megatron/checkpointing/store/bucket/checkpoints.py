@@ -29,6 +29,7 @@ from megatron.fileio.objects.bucket import Bucket, ObjectInfo, open_bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
 from megatron.fileio.objects.node_directory import NodeDirectory, default_root, new_name
 from megatron.fileio.objects.ranges import ObjectFile
+from megatron.processes.in_process_restart import spare_connections_to
 from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 
@@ -354,4 +355,6 @@ def open_checkpoints(flag: str, text: str, options: CheckpointConfig) -> StoredC
     """Those of the URI `text`. Raises ConfigError naming `flag`, or ObjectStoreError if the library is missing."""
     uri = parse_uri(flag, text)
     root = Path(options.storage_cache) if options.storage_cache is not None else default_root()
-    return StoredCheckpoints(uri, open_bucket(uri.scheme, uri.bucket, options.storage_deadline), root)
+    bucket = open_bucket(uri.scheme, uri.bucket, options.storage_deadline)
+    spare_connections_to(bucket.endpoint)
+    return StoredCheckpoints(uri, bucket, root)

@@ -309,7 +309,7 @@ def test_it_is_refused_where_it_cannot_be(flags: list[str], message: str, capsys
 
 
 TRANSFERS = """
-import socket, threading, time
+import os, socket, threading, time
 from megatron.processes import in_process_restart as restart
 
 listening = socket.create_server(("127.0.0.1", 0))
@@ -335,8 +335,18 @@ waits().join()  # it is not waited for without end
 ours.recv(100)
 
 restart._READ_S = 600.0
+store = socket.create_server(("127.0.0.1", 0))
+restart.spare_connections_to(f"http://localhost:{store.getsockname()[1]}/bucket")
+if os.fork() == 0:  # in another process, as all connections of this one are shut
+    of_store = store.accept()[0]
+    of_store.sendall(b"an object")  # nobody waits until that is read
+    of_store.sendall(of_store.recv(100))
+    os._exit(0)
+to_store = socket.create_connection(store.getsockname())
 launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 restart.InProcessRestarts(rank, 0, 600.0)
+called = threading.Event()
+restart.when_shut(called.set)
 other.sendall(b"part of a message")
 launcher.send(restart.RETURN)
 while not restart.is_asked():
@@ -345,6 +355,10 @@ time.sleep(0.3)
 other.sendall(b"the rest")
 assert len(ours.recv(100)) == 25
 assert ours.recv(1) == b"", "it is shut then"
+called.wait()
+assert to_store.recv(9) == b"an object", "this one goes to no rank"
+to_store.sendall(b"a request")
+assert to_store.recv(100) == b"a request"
 """
 
 

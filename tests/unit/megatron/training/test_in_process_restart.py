@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 from megatron.config import CheckpointConfig
 from megatron.parallel import reconnecting
-from megatron.training.in_process_restart import drop_world, refusal
+from megatron.training.in_process_restart import drop_world, keep_engine, refusal
 
 SAVES = {"save": "run", "save_interval": 1}
 
@@ -20,11 +21,15 @@ SAVES = {"save": "run", "save_interval": 1}
     [
         (SAVES | {"checkpoint_engine": "torch"}, False, None),
         ({}, False, None),
-        (SAVES | {"checkpoint_engine": "dcp"}, False, "--checkpoint-engine dcp with --in-process-restart: its threads"),
-        ({"load": "run", "checkpoint_engine": "dcp"}, False, "--checkpoint-engine dcp with --in-process-restart: its"),
+        (SAVES | {"checkpoint_engine": "dcp-process"}, False, None),
+        ({"save": "s3://bucket/run", "save_interval": 1, "checkpoint_engine": "lazy"}, False, None),
         (
-            {"save": "s3://bucket/run", "save_interval": 1, "checkpoint_engine": "torch"}, False,
-            "--save s3://bucket/run, --load None with --in-process-restart: not tried together",
+            SAVES | {"checkpoint_engine": "datastates"}, False,
+            "--checkpoint-engine datastates with --in-process-restart: it needs a CUDA device, and ranks on CUDA",
+        ),
+        (
+            {"load": "run", "checkpoint_engine": "theirs"}, False,
+            "--checkpoint-engine theirs with --in-process-restart: an engine of another package, whose threads",
         ),
         ({}, True, "--torch-compile with --in-process-restart: not tried together; leave out --in-process-restart"),
     ],
@@ -47,6 +52,16 @@ def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkey
     drop_world()
     assert checkpointing.data_offsets == checkpointing.contiguous_data_buffers == []
     assert checkpointing.size_offsets == checkpointing.contiguous_size_buffers == []
+
+
+def test_an_engine_that_was_kept_is_dropped() -> None:
+    """Although the collector does not look through it any more."""
+    optimizer: Any = DeepSpeedOptimizer.__new__(DeepSpeedOptimizer)
+    optimizer.masters = ["large"]
+    nothing: Any = SimpleNamespace(communicators=SimpleNamespace(groups=[]))
+    keep_engine(optimizer, nothing, nothing)
+    drop_world()
+    assert vars(optimizer) == {}
 
 
 def test_a_rank_that_is_asked_to_return_begins_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,26 @@ def test_a_process_that_dies_fails_its_save_whoever_holds_the_connection(
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_save_that_is_given_up_waits_for_no_process(tmp_path: Path) -> None:
+    op, engine = untraced_operation(), dcp_process()
+    try:
+        for name in ("first", "given up", "again"):
+            (tmp_path / name).mkdir()
+            pending = engine.begin_save(STATES, tmp_path / name, op)
+            if name != "given up":
+                pending.wait()
+                process = checkpoint_process(engine)
+                process.send_signal(signal.SIGSTOP) if name == "first" else None
+                continue
+            pending.give_up("another rank has failed")
+            with pytest.raises(CheckpointSaveError, match="^another rank has failed$"):
+                pending.wait()
+            assert is_gone(process)
+    finally:
+        engine.close()
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_or_hangs_fails_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op = untraced_operation()
     engine = dcp_process()

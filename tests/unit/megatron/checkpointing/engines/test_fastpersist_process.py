@@ -119,6 +119,18 @@ def test_death_of_the_process_is_told_and_the_next_save_starts_another(
     assert process_of(decoupled) != second
 
 
+def test_a_save_that_is_given_up_waits_for_no_process(decoupled: FastPersistDecoupledEngine, tmp_path: Path) -> None:
+    save(decoupled, tmp_path / "first")
+    first = process_of(decoupled)
+    psutil.Process(first).suspend()
+    pending = decoupled.begin_save([FileState(NAME, {"a": torch.ones(10)})], tmp_path, untraced_operation())
+    pending.give_up("another rank has failed")
+    with pytest.raises(CheckpointSaveError, match="^another rank has failed$"):
+        pending.wait()
+    save(decoupled, tmp_path / "second")
+    assert process_of(decoupled) != first
+
+
 def test_death_of_the_process_is_told_whoever_holds_its_connection(
     decoupled: FastPersistDecoupledEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,16 @@ def test_the_last_to_leave_removes_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_was_left_is_not_left_again(tmp_path: Path) -> None:
+    """A rank that returns closes what an error of its training has closed before: the descriptor is another file's."""
+    one = NodeDirectory(tmp_path, new_name("save_rank_00000"))
+    one.leave()
+    with (tmp_path / "other").open("w") as other:
+        one.leave()
+        other.write("still open")
+    assert (tmp_path / "other").read_text() == "still open"
+
+
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     name = new_name("load")
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), name], stdin=-1, stdout=-1) as holder:
