@@ -59,7 +59,7 @@ OTLP = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40
 FIGURES = ["matplotlib>=3.8"]  # ckpt-analysis --figures
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
-COMPRESSION = ["zstandard>=0.22"]  # --replica-compression zstd
+COMPRESSION = ["zstandard>=0.22"]  # --checkpoint-compression zstd, --replica-compression zstd
 S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
 TORCH_CHECKPOINTING = ["torch-checkpointing>=0.1.1"]  # ckpt-replay --engine torch_checkpointing
 SCOREBOARD = ["nvidia-resiliency-ext>=0.4", "torchft-nightly", "dlrover>=0.6"]  # benchmarks.restart_scoreboard

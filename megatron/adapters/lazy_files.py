@@ -79,7 +79,7 @@ def read(
         wanted = {f"{_STATE}/{name}" for name in names}
         entries = [entry for entry in entries if entry.name in wanted]
     live = {f"{_STATE}/{name}": tensor for name, tensor in into.items()}
-    found = read_tensors([Wanted(path, contents, entries)], live, Arena(), of, None, op)
+    found, _ = read_tensors([Wanted(path, contents, entries)], live, Arena(), of, None, op)
     return {name.removeprefix(f"{_STATE}/"): tensor for (_, name), tensor in found.items()}
 
 

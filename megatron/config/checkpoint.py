@@ -121,6 +121,12 @@ class CheckpointConfig(FlagGroup):
         least=1,
         needs="save",
     )
+    checkpoint_compression: str = flag(
+        "none",
+        "engine lazy: how files are compressed, without loss; zstd pays where the storage is slower than the "
+        "processors compress, which ckpt-plan --compress-rate computes",
+        choices=("none", "zstd"),
+    )
     persist_interval: int | None = flag(
         None,
         "engine memory: write every N-th save to --save, too, and the last one; the others are kept in host memory "
@@ -249,6 +255,7 @@ class CheckpointConfig(FlagGroup):
             )
         self._check_memory()
         self._check_shared_files()
+        self._check_compression()
         self._check_exports()
         if self.start_over is not None:
             self._check_start_over(self.start_over)
@@ -298,6 +305,20 @@ class CheckpointConfig(FlagGroup):
         if is_uri(self.save):
             why = f"--save {self.save} is object storage, where only one rank can write an object; drop the flag"
             self.refuse("checkpoint_files_per_node", why)
+
+    def _check_compression(self) -> None:
+        """What --checkpoint-compression asks of engine and files."""
+        if self.checkpoint_compression == "none":
+            return
+        if self.save is None:
+            self.refuse("checkpoint_compression", "does nothing without --save DIR: add it or drop the flag")
+        if self.checkpoint_engine != "lazy":
+            why = f"--checkpoint-engine {self.checkpoint_engine} writes no compressed files; use lazy, or drop the flag"
+            self.refuse("checkpoint_compression", why)
+        if self.checkpoint_files_per_node is not None:
+            why = f"--checkpoint-files-per-node {self.checkpoint_files_per_node}: ranks that share a file must know "
+            why += "where each other's bytes lie before these are compressed; drop one of the flags"
+            self.refuse("checkpoint_compression", why)
 
     def _check_exports(self) -> None:
         """What --export-hf-interval asks of saves, and of --export-hf-dir."""

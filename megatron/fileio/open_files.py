@@ -18,16 +18,24 @@ _MOSTLY_CACHED = 0.5
 
 
 class RangedFile(Protocol):
-    """What is read in blocks: a file (OpenFile), or an object in a bucket (megatron.fileio.objects.ranges).
+    """What is read in blocks: a file (OpenFile), or an object in a bucket (megatron.fileio.objects.ranges); or the
+    original of either (megatron.fileio.compressed_files).
 
     `alignment`: reads begin and end at multiples of it, but for the end of the file. `block`, `gap`: how it is best
     read (megatron.fileio.extents). `only_mapped`: nothing is read around the page cache.
     """
 
-    num_bytes: int
-    alignment: int
-    block: int
-    gap: int
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def alignment(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def gap(self) -> int: ...
 
     @property
     def only_mapped(self) -> bool: ...
@@ -45,7 +53,7 @@ class RangedFile(Protocol):
         ...
 
     def read(self, view: memoryview, position: int) -> int:
-        """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read.
+        """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read of the storage.
 
         Raises DamagedFileError if the file ends before it should.
         """

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from megatron.fileio.checksums import RangeChecksum, range_checksum
+from megatron.fileio.compressed_files import SUFFIX as COMPRESSED
+from megatron.fileio.compressed_files import CompressedFile
 from megatron.fileio.extents import BLOCK, Extent, Rows
 from megatron.fileio.host_buffers import Staging
 from megatron.fileio.open_files import OpenFile, RangedFile, RangedFiles, ReadAhead
@@ -113,9 +115,15 @@ def open_all(
     `ranged`: opens them, if they are no files.
     """
     return {
-        path: stack.enter_context(closing(OpenFile(path, size, direct_io) if ranged is None else ranged(path)))
+        path: stack.enter_context(closing(open_ranged(path, size, direct_io, ranged)))
         for path, size in file_bytes.items()
     }
+
+
+def open_ranged(path: Path, num_bytes: int, direct_io: str, ranged: RangedFiles | None) -> RangedFile:
+    """As `open_all`, one file; of one that is compressed, by its name, the original."""
+    file = OpenFile(path, num_bytes, direct_io) if ranged is None else ranged(path)
+    return CompressedFile(file, str(path)) if path.suffix == COMPRESSED else file
 
 
 def _aligned(extent: Extent, file: RangedFile) -> tuple[int, int]:
@@ -213,7 +221,7 @@ class _ReadingThread:
         self._targets = targets
         self._staging = staging
         self._ahead = ReadAhead()
-        self._times = {"read": 0, "verify": 0, "copy": 0}  # ns
+        self._times = {"read": 0, "restore": 0, "verify": 0, "copy": 0}  # ns
 
     @property
     def busy_ns(self) -> int:
@@ -230,7 +238,8 @@ class _ReadingThread:
             self._staging.finish()  # after an error, too: the copies under way must not outlive their targets
             self._took("copy", began)
             ended = now_ns()
-            for kind, phase, detail in (("read", "load", "read"), ("verify", "load", "verify"), ("copy", *label.copy)):
+            kinds = ("read", "load", "read"), ("restore", "load", "deserialize"), ("verify", "load", "verify")
+            for kind, phase, detail in (*kinds, ("copy", *label.copy)):
                 if self._times[kind]:
                     moved = self.num_bytes if kind == "read" else None
                     op.add(phase, detail, started, ended, duration_ns=self._times[kind], num_bytes=moved)
@@ -247,7 +256,7 @@ class _ReadingThread:
             self.num_bytes += populate(mapping, start, stop)
             self._verify(extent, direct, start, began)
         elif direct is not None and not cached:
-            self.num_bytes += file.read(direct, start)
+            began = self._read(file, direct, start, began)
             self._verify(extent, direct, start, began)
         elif cached:
             view = self._ahead.read(extent.path, start, stop)
@@ -259,10 +268,19 @@ class _ReadingThread:
             buffer = self._staging.next_buffer()
             began = self._took("copy", began)
             view = buffer.view[: stop - start]
-            self.num_bytes += file.read(view, start)
+            began = self._read(file, view, start, began)
             began = self._verify(extent, view, start, began)
             self._staging.copy(lambda: self._copy(extent, buffer.array, start, buffer.tensor))
             self._took("copy", began)
+
+    def _read(self, file: RangedFile, view: memoryview, start: int, began: int) -> int:
+        """Fill `view`. Returns `began`, later by the time that was no reading, but restoring what is compressed."""
+        self.num_bytes += file.read(view, start)
+        if not isinstance(file, CompressedFile):
+            return began
+        restoring = file.unpack_ns()
+        self._times["restore"] += restoring
+        return began + restoring
 
     def _verify(self, extent: Extent, view: memoryview, start: int, began: int) -> int:
         """Count the time since `began` as reading; take the checksums of `view`, read at `start`. Returns now."""

@@ -25,6 +25,7 @@ from tests.engines import EXPECTED
 
 ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
 SHARED = "lazy-in-shared-files"  # engine lazy with --checkpoint-files-per-node
+COMPRESSED = "lazy-in-compressed-files"  # engine lazy with --checkpoint-compression zstd
 WAIT_S = 300.0
 
 
@@ -34,9 +35,9 @@ def engines_under_test() -> tuple[str, ...]:
 
 
 def subjects_under_test() -> tuple[str, ...]:
-    """The names of Subjects: the engines, and lazy a second time, since it writes files of two formats."""
+    """The names of Subjects: the engines, and lazy three times, since it writes files of three formats."""
     engines = engines_under_test()
-    return (*engines, SHARED) if "lazy" in engines else engines
+    return (*engines, SHARED, COMPRESSED) if "lazy" in engines else engines
 
 
 def all_engines() -> tuple[str, ...]:
@@ -118,9 +119,13 @@ class Subject:
         if wanted not in self._engines:
             for other in self._engines.keys() - {usual}:
                 self._engines.pop(other).close()
-            self._engines[wanted] = (
-                _lazy_in_shared_files(wanted) if self.name == SHARED else create_engine(self.name, wanted)
-            )
+            if self.name == SHARED:
+                made = _lazy_in_shared_files(wanted)
+            elif self.name == COMPRESSED:
+                made = create_engine("lazy", replace(wanted, compress_files=True))
+            else:
+                made = create_engine(self.name, wanted)
+            self._engines[wanted] = made
         return self._engines[wanted]
 
     def save(self, states: Mapping[str, Any], directory: Path, **options: Any) -> Saved:

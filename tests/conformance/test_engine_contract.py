@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.lazy.header import PADDING, entries_of, read_header
+from megatron.checkpointing.engines.lazy.header import PADDING, entries_of, is_compressed, read_header
 from restart_trace import clock
 from tests.conformance.compare import differences
 from tests.conformance.states import RARE_STATES, STATES, nests, of_every_dtype, tensor
@@ -193,6 +193,11 @@ def padding(saved: Saved) -> int:
     return sum(entry["shape"][0] for header in headers for name, entry in header.items() if name.startswith(PADDING))
 
 
+def read_again(saved: Saved) -> int:
+    """The most of compressed files that is read more than once: small ones lie in the bytes in which the index is."""
+    return sum(3 * file.num_bytes + (1 << 16) for file in saved.files if is_compressed(file.name))
+
+
 def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
     states = small_checkpoint()
     saved = subject.save(states, directory)
@@ -200,12 +205,13 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
     subject.engine().load(list(states), SavedCheckpoint(directory, saved.manifest), trace.op)
     trace.op.end()
     total = sum(saved.on_disk().values()) - padding(saved)
-    assert (trace.op.bytes, trace.op.num_files) == (total, len(saved.files))
+    most = total + read_again(saved)
+    assert total <= (trace.op.bytes or 0) <= most and trace.op.num_files == len(saved.files)
     assert trace.records.problems == []
     assert {r["phase"] for r in trace.records.spans()}.isdisjoint(OF_THE_RUN)
-    assert total <= trace.records.bytes("load", "read") <= total + padding(saved)
+    assert total <= trace.records.bytes("load", "read") <= most + padding(saved)
     subject.engine().load([LAYER], SavedCheckpoint(directory, saved.manifest), trace.op)
-    assert total < (trace.op.bytes or 0) <= 2 * total, "what a second load reads is added"
+    assert total < (trace.op.bytes or 0) <= 2 * most, "what a second load reads is added"
 
 
 def test_phases_of_a_save_account_for_the_time_it_blocks(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 
+from megatron.fileio.compressed_files import CompressedFile
+from megatron.fileio.open_files import OpenFile
 from megatron.parallel.topology import Layout
 from tests.dist.harness import BLOOM_STYLE, EXPERTS, LLAMA_STYLE, Run
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
@@ -95,11 +98,23 @@ class Model:
         return self.train(new, name, SAVED, self.saved(old, engine), *flags)
 
 
+def original(path: Path, save: Path) -> Path:
+    """The file, or what it was before it was compressed."""
+    if path.suffix == ".safetensors":
+        return path
+    restored = save / "restored.safetensors"
+    with closing(CompressedFile(OpenFile(path, path.stat().st_size, "off"), path.name)) as file:
+        content = bytearray(file.num_bytes)
+        file.read(memoryview(content), 0)
+    restored.write_bytes(content)
+    return restored
+
+
 def read(save: Path, step: int = SAVED) -> Reader:
     """All that a checkpoint of engine lazy holds, by code that knows the placements alone."""
     reader = Reader(rounding=TIED_ROUNDING)
-    for path in sorted((save / f"global_step{step}").glob("*.safetensors")):
-        with safetensors.safe_open(path, "pt") as file:
+    for path in sorted((save / f"global_step{step}").glob("*.safetensors*")):
+        with safetensors.safe_open(original(path, save), "pt") as file:
             described = described_in(file.metadata())
             for name in file.keys():  # noqa: SIM118  it is no dict
                 if "placement" in described.get(name, {}):

@@ -165,6 +165,19 @@ def test_files_that_ranks_share_beside_files_of_each_rank(tmp_path: Path, flags:
     assert written == {"lazy": 4, "lazy-shared": files}
 
 
+def test_compressed_files_beside_others(tmp_path: Path) -> None:
+    """Of the same state, which is like that of a trained model."""
+    argv = [*SMALL, "--ranks", "0-1", "--repeat", "1", "--no-storage", "--engine", "lazy,lazy-zstd", "--keep"]
+    found = figures(argv, tmp_path / "target")["engines"]
+    for name, engine in found.items():
+        assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("LazyEngine", True, None), name
+    written = {
+        name: sum(path.stat().st_size for path in (tmp_path / "target").glob(f"*/{name}/global_step*/rank_*"))
+        for name in found
+    }
+    assert 0.5 * written["lazy"] < written["lazy-zstd"] < 0.9 * written["lazy"]
+
+
 LIBRARIES = {
     "torch_checkpointing": "TorchCheckpointing", "dcp-collective": "CollectiveDcp", "dcp-safetensors": "SafetensorsDcp",
 }  # fmt: skip

@@ -88,6 +88,24 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size - 100)
 
 
+def test_compressed_and_plain_files_of_one_run(launcher: Launcher) -> None:
+    """A damaged block rejects its checkpoint as other damage does; either kind is read whatever is saved now."""
+    save, lazy = launcher.directory / "run", ["--checkpoint-engine", "lazy"]
+    compressing = [*lazy, "--checkpoint-compression", "zstd"]
+    launcher.train(TWO, *MODEL, *TRAINING, *saving(save, 1), *compressing, "--exit-interval", "3")
+    launcher.train(TWO, *MODEL, *TRAINING, *saving(save, 1), *lazy, "--load", save, "--exit-interval", "4")
+    plain, compressed = (save / f"global_step{step}" / "rank_00001.safetensors" for step in (4, 3))
+    compressed = compressed.with_name(compressed.name + ".cblk")
+    flip_bit(plain, plain.stat().st_size - 100)
+    flip_bit(compressed, compressed.stat().st_size // 2)
+    run = resume(launcher, save, "--verify-restored-state", "--exit-interval", "5")
+    assert run.ok, run.output[-6000:]
+    assert loaded_steps(launcher) == [2, 2]
+    newest, older = rejected(launcher, 0)
+    assert f"{plain}: tensor " in newest
+    assert f"{compressed}: bytes " in older and "of the original: a " in older
+
+
 def test_every_kind_of_damage(launcher: Launcher, save: Path, trained: Path) -> None:
     """Seven checkpoints, each damaged in its own way and on one rank only; the eighth is loaded, on both."""
     tag = {step: save / f"global_step{step}" for step in range(1, STEPS + 1)}

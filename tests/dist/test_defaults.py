@@ -63,7 +63,9 @@ NEEDED = {
         ),
         "--checkpoint-engine memory",
     ),
-    **dict.fromkeys(("host_cache_size", "io_block_size", "direct_io"), "--checkpoint-engine lazy"),
+    **dict.fromkeys(
+        ("host_cache_size", "io_block_size", "direct_io", "checkpoint_compression"), "--checkpoint-engine lazy"
+    ),
     "exit_signal": "--exit-signal-handler",
 }
 # Object storage needs a server: tests/dist/test_object_storage.py gives neither flag in most of its trainings.

@@ -33,7 +33,8 @@ from tests.dist.tiny_runs import (
 
 ENGINES = engines_under_test()
 # --checkpoint-engine, and flags after it: where ranks share files, they depend on each other before they write.
-WITH_SHARED = (*ENGINES, *(["lazy --checkpoint-files-per-node 1"] if "lazy" in ENGINES else []))
+OF_LAZY = ["lazy --checkpoint-files-per-node 1", "lazy --checkpoint-compression zstd"]
+WITH_SHARED = (*ENGINES, *(OF_LAZY if "lazy" in ENGINES else []))
 FOUR = Layout(tp=1, pp=2, dp=2)  # stages hold other layers, replicas other partitions
 TWO = Layout(tp=1, pp=1, dp=2)
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE, "--bf16"]

@@ -42,12 +42,13 @@ def manifests(server: Server, prefix: str) -> list[str]:
         return sorted(info.key for info in Bucket(BUCKET).list(prefix) if info.key.endswith("manifest.json"))
 
 
-@pytest.mark.parametrize("engine", ["torch", "lazy"])
-def test_killed_and_resumed_with_the_same_losses(launcher: Launcher, server: Server, engine: str) -> None:
-    trace, prefix, env = launcher.directory / "trace", f"runs/{engine}/", server.environment()
+@pytest.mark.parametrize("job", ["torch", "lazy", "lazy --checkpoint-compression zstd"])
+def test_killed_and_resumed_with_the_same_losses(launcher: Launcher, server: Server, job: str) -> None:
+    engine, *more = job.split()
+    trace, prefix, env = launcher.directory / "trace", f"runs/{'_'.join([engine, *more])}/", server.environment()
     uri, node = f"s3://{BUCKET}/{prefix}", launcher.directory / "node"
     flags = [*FLAGS, "--train-iters", "5000", "--checkpoint-engine", engine]
-    stored = [*flags, *saving(uri, trace), "--storage-cache", node]
+    stored = [*flags, *saving(uri, trace), "--storage-cache", node, *more]
 
     def kill_after_two_commits(pids: list[int]) -> None:
         wait_for(lambda: len(manifests(server, prefix)) >= 2, "the second commit")

@@ -131,6 +131,20 @@ def test_from_files_that_ranks_share(model: Model) -> None:
             assert torch.equal(values, expected[kind, parameter])
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_from_compressed_files(model: Model) -> None:
+    """Other layouts read what they need of them; what these save may be compressed, or not."""
+    expected = assembled(model.launcher.directory / model.saved(ALL_THREE))
+    compressing = "--checkpoint-compression", "zstd"
+    save = model.train(ALL_THREE, "compressed", SAVED, None, *compressing)
+    files = sorted(path.name for path in (save / f"global_step{SAVED}").glob("rank_*"))
+    assert files == [f"rank_{rank:05d}.safetensors.cblk" for rank in range(ALL_THREE.world_size)]
+    assert_same(assembled(save), expected)
+    for new, more in ((Layout(4, 1, 1), compressing), (Layout(1, 4, 2), ())):
+        moved = model.train(new, f"compressed_to_{shown(new)}", SAVED, "compressed", *more)
+        assert_same(assembled(moved), expected)
+
+
 @pytest.mark.nightly(minutes=10)
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:

@@ -240,6 +240,7 @@ ELSEWHERE = {
     "--otlp": "tests/dist/test_otlp.py",
     "--storage-cache": "tests/dist/test_object_storage.py",
     "--storage-deadline": "tests/dist/test_object_storage.py",
+    "--checkpoint-compression": "tests/dist/test_engines_training.py",
     "--torch-compile": "tests/dist/test_compilation.py",
 }
 

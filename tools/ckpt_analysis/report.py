@@ -13,6 +13,7 @@ from .findings import Evidence, Finding, find
 from .ingest.load import Trace
 from .metrics.budget import Budget, make_budget
 from .metrics.checks import COVERAGE_PROMISED, check_events, check_losses, check_operations, check_results
+from .metrics.compression import compressions
 from .metrics.device_copies import device_copies
 from .metrics.failures import failure_of
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
@@ -177,6 +178,18 @@ def with_returned_ranks(starts: list[StartStats], ranks: list[dict[str, Any]]) -
     return found
 
 
+def _with_transfers(
+    saves: list[OperationStats], frames: Frames, probes: pl.DataFrame, hosts: pl.DataFrame
+) -> list[OperationStats]:
+    """The saves, with what they measured on the way from the device, into files and to other hosts."""
+    copies, packed = device_copies(frames, probes, hosts), compressions(frames, probes)
+    sent = replications(frames, probes)
+    return [
+        replace(s, device_copies=copies.get(s.group), compression=packed.get(s.group), replication=sent.get(s.group))
+        for s in saves
+    ]
+
+
 def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     """Run all analyses on a trace. Numbers of each rank are included for small runs, or with `per_rank`."""
     frames = make_frames(trace)
@@ -196,9 +209,8 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(times["save"], times["load"], of_starts), probe_values(frames)
     hosts = _hosts(trace)
-    copies, traffic = device_copies(frames, probes, hosts), store_traffic(frames, probes)
-    sent, read = replications(frames, probes), tier_reads(frames, times["load"].seconds, hosts)
-    saves = [replace(s, device_copies=copies.get(s.group), replication=sent.get(s.group)) for s in saves]
+    saves, traffic = _with_transfers(saves, frames, probes, hosts), store_traffic(frames, probes)
+    read = tier_reads(frames, times["load"].seconds, hosts)
     asked = load_reads(frames, probes, hosts, lacking)
     loads = [replace(load, tiers=read.get(load.group, []), reads=asked.get(load.group)) for load in loads]
     saves, loads = ([replace(s, store_traffic=traffic.get(s.group)) for s in part] for part in (saves, loads))

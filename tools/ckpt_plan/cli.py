@@ -21,6 +21,7 @@ from ..restart_bench.presets import LAYOUT_DEFAULT, model_names
 from .step_time.devices import device_facts, device_names
 
 if TYPE_CHECKING:
+    from .compression import Rates
     from .plan import Plan
     from .presets import Planned
     from .run_needs import RunNeeds
@@ -48,14 +49,14 @@ _RUN_NUMBERS = (
 )
 _SHARED_FILES = "--checkpoint-files-per-node"  # of the trainer, so among the flags after --
 _ASKED_WITH = {
-    "ranks-per-host": ("--run", "--host-memory", "--step-time", _SHARED_FILES),
+    "ranks-per-host": ("--run", "--host-memory", "--step-time", "--compress-rate", _SHARED_FILES),
     "blocked-target": ("--run",),
     "durable-target": ("--run",),
 }
-_RATES = (  # of copies in host memory
-    ("compress-rate", "MB/s", "MB/s that one processor compresses: `bytes` / `compress_s` of a report's `replication`"),
-    ("compressed-share", "SHARE", "compressed bytes over those before: `wire_bytes` / `bytes` there"),
-    ("link-rate", "MB/s", "MB/s of a host's network"),
+_RATES = (  # of copies in host memory, or of files
+    ("compress-rate", "MB/s", "MB/s that one processor compresses: `bytes` / `compress_s` in a report"),
+    ("compressed-share", "SHARE", "compressed bytes over those before: `wire_bytes` or `stored_bytes` / `bytes` there"),
+    ("link-rate", "MB/s", "MB/s of a host's network, or of its way to the storage"),
 )
 _SWITCHES = {
     "--files": "table: print every file with its size, too",
@@ -147,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"with {', '.join(_ASKED_WITH[name])}: {what} (default: {default})",
         )
     for name, unit, what in _RATES:
-        help_ = f"with --host-memory, whether --replica-compression pays: {what}"
+        help_ = f"whether --replica-compression (with --host-memory) or --checkpoint-compression pays: {what}"
         parser.add_argument(f"--{name}", type=float, metavar=unit, help=help_)
     parser.add_argument(
         "--no-coordinator",
@@ -239,8 +240,11 @@ def _check_rates(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, _dest(name)) for name, _, _ in _RATES}
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
-        if not arguments.host_memory:
-            raise ConfigError(f"--{name} {value:g}: is about copies of saves in memory; add --host-memory, or drop it")
+        if not arguments.host_memory and not _plans_lazy_files(arguments):
+            raise ConfigError(
+                f"--{name} {value:g}: is about copies of saves in memory, with --host-memory, or about the files of "
+                "--engine lazy, in a plan of these; add one of the two, or drop it"
+            )
         if not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
         missing = next((other for other in ("compress-rate", "compressed-share") if other not in asked), None)
@@ -250,6 +254,11 @@ def _check_rates(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--compressed-share {asked['compressed-share']:g}: must be less than 1, or nothing is gained"
         )
+
+
+def _plans_lazy_files(arguments: argparse.Namespace) -> bool:
+    others = ("tensors", "recompute_on", "step_time", "compare_listing")
+    return arguments.engine == "lazy" and not any(getattr(arguments, name) for name in others)
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
@@ -342,7 +351,7 @@ def _answer_by_arithmetic(planned: Planned, arguments: argparse.Namespace) -> in
     from .tensors import NOTE, WITHOUT_TORCH, plan_tensors, render, to_json
 
     asked = arguments.tensors
-    for name in ("engine", "iteration", "upstream", "compare_listing", "files", "run", "all"):
+    for name in ("engine", "iteration", "upstream", "compare_listing", "files", "run", "all", "compress_rate"):
         if getattr(arguments, name):
             why = "not printed with --tensors; drop one of the two" if asked else WITHOUT_TORCH
             raise ConfigError(f"--{name.replace('_', '-')}: {why}")
@@ -374,7 +383,6 @@ def _answer_step_time(planned: Planned, arguments: argparse.Namespace) -> int:
 
 def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     """Print the memory that engine `memory` takes. Raises ConfigError for another engine, or for a flag it excludes."""
-    from .compression import MB, Rates
     from .slots import compression, host_memory, render, to_json
 
     engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
@@ -385,12 +393,20 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}: not printed with --host-memory; drop one of the two")
     ranks = int(_run_number(arguments, "ranks-per-host"))
     found = host_memory(planned, ranks, coordinator=not arguments.no_coordinator)
-    compressed = None
-    if arguments.compress_rate is not None:
-        link = None if arguments.link_rate is None else arguments.link_rate * MB
-        compressed = compression(found, Rates(arguments.compressed_share, arguments.compress_rate * MB, link))
+    rates = _rates(arguments)
+    compressed = None if rates is None else compression(found, rates)
     write_stdout(to_json(found, compressed) if arguments.format == "json" else render(found, compressed))
     return OK
+
+
+def _rates(arguments: argparse.Namespace) -> Rates | None:
+    """Those of --compress-rate and the flags beside it; None without them."""
+    from .compression import MB, Rates
+
+    if arguments.compress_rate is None:
+        return None
+    link = None if arguments.link_rate is None else arguments.link_rate * MB
+    return Rates(arguments.compressed_share, arguments.compress_rate * MB, link)
 
 
 def _answer_recomputation(planned: Planned, arguments: argparse.Namespace) -> int:
@@ -420,12 +436,16 @@ def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Name
     """Print the plan, or how a listing differs from it; returns the exit status. Raises OSError."""
     from .listing import compare
     from .output import render, render_comparison, to_json
+    from .run_needs import compression
 
     if listing is None:
         needs = _needs(plan, arguments) if arguments.run else None
-        is_json = arguments.format == "json"
-        shown = to_json(plan, needs) if is_json else render(plan, needs, arguments.files, show_all=arguments.all)
-        write_stdout(shown)
+        rates = _rates(arguments)
+        packed = None if rates is None else compression(plan, int(_run_number(arguments, "ranks-per-host")), rates)
+        if arguments.format == "json":
+            write_stdout(to_json(plan, needs, packed))
+        else:
+            write_stdout(render(plan, needs, arguments.files, show_all=arguments.all, compressed=packed))
         if needs is not None and needs.no_room:
             print(f"ckpt-plan: error: {needs.lack}", file=sys.stderr)
             return CHECK_FAILED

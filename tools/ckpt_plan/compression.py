@@ -1,9 +1,9 @@
-"""Whether compressing copies to peers (--replica-compression) shortens their way, from measured rates. No torch."""
+"""Whether compressing copies to peers, or files, shortens their way, from measured rates. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common.formatting import seconds, size
 
@@ -14,7 +14,7 @@ MB = 1e6
 class Rates:
     """What was measured. Rates in bytes a second; `share`: compressed bytes over those before.
 
-    `compress`: of one processor. `link`: of a host's network, None if only the break-even is asked for.
+    `compress`: of one processor. `link`: of a host's way, None if only the break-even is asked for.
     """
 
     share: float
@@ -22,9 +22,22 @@ class Rates:
     link: float | None = None
 
 
+class Way(NamedTuple):
+    """What is compressed on its way, in the words of the output."""
+
+    flag: str
+    what: str
+    link: str
+    takes: str
+
+
+COPIES = Way("--replica-compression zstd", "copies for each save", "a host's network", "copies take")
+FILES = Way("--checkpoint-compression zstd", "a host's files", "its way to the storage", "writing them takes")
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Of the copies that a host sends for one save, `num_bytes` before compression, from `threads` threads.
+    """Of what a host sends for one save, `num_bytes` before compression, from `threads` threads.
 
     Compressing and sending are two stages of a pipeline. A copy takes the time of the slower one if they overlap
     completely, and the sum of both if they do not at all:
@@ -42,6 +55,7 @@ class Verdict:
     num_bytes: int
     threads: int
     rates: Rates
+    way: Way = COPIES
 
     @property
     def pays_below(self) -> float:
@@ -68,6 +82,7 @@ def to_dict(verdict: Verdict | None) -> dict[str, Any] | None:
     times = verdict.times() or (None, None, None)
     return {
         "sent_bytes": verdict.num_bytes,
+        "compressed_bytes": int(verdict.rates.share * verdict.num_bytes),
         "threads": verdict.threads,
         "pays_below_MBps": verdict.pays_below / MB,
         "pays_never_above_MBps": verdict.pays_never_above / MB,
@@ -80,12 +95,13 @@ def to_dict(verdict: Verdict | None) -> dict[str, Any] | None:
 def render(verdict: Verdict) -> list[str]:
     """Lines for a terminal."""
     threads = "1 thread" if verdict.threads == 1 else f"{verdict.threads} threads"
+    way, compressed = verdict.way, int(verdict.rates.share * verdict.num_bytes)
     lines = [
-        f"--replica-compression zstd: {size(verdict.num_bytes, 2)} of copies for each save, by {threads}: pays below "
-        f"{verdict.pays_below / MB:.0f} MB/s of a host's network, never above {verdict.pays_never_above / MB:.0f} MB/s"
+        f"{way.flag}: {size(verdict.num_bytes, 2)} of {way.what} become {size(compressed, 2)}, by {threads}: pays "
+        f"below {verdict.pays_below / MB:.0f} MB/s of {way.link}, never above {verdict.pays_never_above / MB:.0f} MB/s"
     ]
     times = verdict.times()
     if times is not None:
         sent, least, most = map(seconds, times)
-        lines.append(f"copies take {sent} s as they are, {least} to {most} s compressed")
+        lines.append(f"{way.takes} {sent} s as they are, {least} to {most} s compressed")
     return lines

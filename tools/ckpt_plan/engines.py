@@ -157,6 +157,12 @@ def _lazy_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[S
     from megatron.checkpointing.engines.lazy import shared_format
 
     checksums = config.checkpoint.checksum == "crc32"
+    if config.checkpoint.checkpoint_compression != "none":
+        raise ConfigError(
+            f"--checkpoint-compression {config.checkpoint.checkpoint_compression}: what its files take depends on the "
+            "values in them; drop the flag for their sizes before that, and give --compress-rate and "
+            "--compressed-share to learn whether it pays"
+        )
     if config.checkpoint.checkpoint_files_per_node is not None:
         return [shared_format.planned_part(lazy_format.capture(files, checksums).contents, rank)]
     name, size = lazy_format.planned_size(files, rank, checksums)

@@ -12,6 +12,9 @@ from megatron.fileio.objects.parts import LISTED, download_requests, range_reque
 
 from ..common.formatting import size
 from ..common.tables import text_table, wrapped
+from .compression import Verdict
+from .compression import render as render_verdict
+from .compression import to_dict as verdict_to_dict
 from .device_memory import DEVICE_SIZES
 from .engines import engine_plan
 from .kinds import KINDS
@@ -23,7 +26,7 @@ from .run_needs import render as render_needs
 _MANY_RANKS, _MANY_ON_A_SCREEN = 16, 4
 
 
-def to_json(plan: Plan, needs: RunNeeds | None = None) -> str:
+def to_json(plan: Plan, needs: RunNeeds | None = None, compressed: Verdict | None = None) -> str:
     """One JSON object; docs/ckpt_plan.md defines its fields."""
     content = {
         "engine": plan.engine,
@@ -39,6 +42,7 @@ def to_json(plan: Plan, needs: RunNeeds | None = None) -> str:
         "per_rank": [_rank(rank) for rank in plan.ranks],
         "commit_files": [_file(file) for file in plan.commit_files],
         "object_storage_requests": requests(plan),
+        "compression": verdict_to_dict(compressed),
         "notes": notes(plan),
     }
     if needs is not None:
@@ -102,7 +106,9 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def render(plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bool = False) -> str:
+def render(
+    plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bool = False, compressed: Verdict | None = None
+) -> str:
     """Text for a terminal: totals, ranks, with `with_files` every file, what the run needs, on one screen.
 
     `show_all`: with a run's needs, also what they push off the screen: configuration, files of a commit, requests.
@@ -129,6 +135,8 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool, *, show_all: bo
             f"to object storage: {count['save_put']} PUT and POST for a save, {count['save_list']} LIST; from there "
             f"{count['load_get']} GET for a load, where one node needs each file"
         )
+    if compressed is not None:
+        lines += render_verdict(compressed)
     lines += [line for note in notes(plan) for line in wrapped(f"note: {note}", rest="  ")]
     return "\n".join(lines) + "\n" + ("" if needs is None else render_needs(needs, show_all=show_all))
 

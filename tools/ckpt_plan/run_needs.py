@@ -23,6 +23,7 @@ from megatron.config.uris import is_uri
 from ..common.formatting import size
 from ..restart_bench.free_space import FreeSpace, free_space, resumes
 from . import slots
+from .compression import FILES, Rates, Verdict
 from .kinds import WEIGHTS
 from .plan import UPSTREAM, Plan, RankPlan
 
@@ -64,7 +65,7 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
     Raises ConfigError if --save is no directory, or is below a file.
     """
     config = plan.config
-    hosts = [plan.ranks[first : first + ranks_per_host] for first in range(0, len(plan.ranks), ranks_per_host)]
+    hosts = _hosts(plan, ranks_per_host)
     one = plan.total_bytes + sum(file.num_bytes for file in plan.commit_files)
     saves, keep = saves_left(config, 0), config.checkpoint.keep_last
     kept = saves if keep is None else min(saves, keep + 1)
@@ -95,6 +96,20 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets, *, coordinator:
         if plan.engine == "memory"
         else None,
     )
+
+
+def compression(plan: Plan, ranks_per_host: int, rates: Rates) -> Verdict:
+    """Whether --checkpoint-compression pays for the files of the host that writes most, with engine lazy's threads."""
+    from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, STREAMING_THREADS
+
+    flags = plan.config.checkpoint
+    threads = flags.io_threads or (STREAMING_THREADS if is_uri(flags.save) else DEFAULT_IO_THREADS)
+    host = max(_hosts(plan, ranks_per_host), key=_writes)
+    return Verdict(_writes(host), len(host) * threads, rates, FILES)
+
+
+def _hosts(plan: Plan, ranks_per_host: int) -> list[Sequence[RankPlan]]:
+    return [plan.ranks[first : first + ranks_per_host] for first in range(0, len(plan.ranks), ranks_per_host)]
 
 
 def _space(save: str) -> FreeSpace:

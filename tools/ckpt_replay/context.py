@@ -37,6 +37,7 @@ from .plan import (
     DCP_SAFETENSORS,
     IN_MEMORY,
     LAZY_SHARED,
+    LAZY_ZSTD,
     LOAD,
     MEMORY,
     MEMORY_PEER,
@@ -145,10 +146,10 @@ class RankContext:
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:
-            shared = self.engine_name == LAZY_SHARED
+            shared, compresses = (self.engine_name == name for name in (LAZY_SHARED, LAZY_ZSTD))
             files_per_node = (self.flags.checkpoint_files_per_node or 1) if shared else None
-            name = MEMORY if self.in_memory else "lazy" if shared else self.engine_name
-            engine = create_engine(name, replace(options, files_per_node=files_per_node))
+            name = MEMORY if self.in_memory else "lazy" if shared or compresses else self.engine_name
+            engine = create_engine(name, replace(options, files_per_node=files_per_node, compress_files=compresses))
             if self.engine_name == MEMORY_PEER:
                 engine.share_with([holder()])
         self.recorder.write(

@@ -25,6 +25,7 @@ from .plan import (
     DCP_SAFETENSORS,
     IN_MEMORY,
     LAZY_SHARED,
+    LAZY_ZSTD,
     LIBRARIES,
     OPERATIONS,
     RAW,
@@ -156,10 +157,10 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     help_ = (
         f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: only the bytes, in a "
         f"file per rank, per host, or for all ranks; or {LAZY_SHARED}: lazy with --checkpoint-files-per-node (default: "
-        f"1); or {', '.join(IN_MEMORY)}: saves only in host memory, "
-        f"loads from there or from another process's copy; or libraries: {CONNECTOR} (the S3 connector for PyTorch, "
-        f"under DCP, in object storage) and, in a directory, {TORCH_CHECKPOINTING} (Meta's), {DCP_COLLECTIVE} and "
-        f"{DCP_SAFETENSORS} (torch's DCP, one checkpoint of all ranks; its own files or Hugging Face's)"
+        f"1); or {LAZY_ZSTD}: lazy with --checkpoint-compression zstd; or {', '.join(IN_MEMORY)}: saves only in host "
+        f"memory, loads from there or from another process's copy; or libraries: {CONNECTOR} (the S3 connector for "
+        f"PyTorch, under DCP, in object storage) and, in a directory, {TORCH_CHECKPOINTING} (Meta's), {DCP_COLLECTIVE} "
+        f"and {DCP_SAFETENSORS} (torch's DCP, one checkpoint of all ranks; its own files or Hugging Face's)"
     )
     how.add_argument("--engine", action="append", metavar="NAME,...", help=help_)
     help_ = (
@@ -260,7 +261,7 @@ def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in (name for name in names if name not in (*LIBRARIES, *RAW, *IN_MEMORY, LAZY_SHARED)):
+    for name in (name for name in names if name not in (*LIBRARIES, *RAW, *IN_MEMORY, LAZY_SHARED, LAZY_ZSTD)):
         check_engine_name(name)
     return names
 

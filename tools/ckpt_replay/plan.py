@@ -29,6 +29,9 @@ RAW = {
 # Engine lazy, whose ranks of a host share as many files as --checkpoint-files-per-node says, by default one.
 LAZY_SHARED = "lazy-shared"
 
+# Engine lazy with --checkpoint-compression zstd. Where it is asked for, all engines save floats like a trained model's.
+LAZY_ZSTD = "lazy-zstd"
+
 # Libraries in place of an engine: the S3 connector for PyTorch under DCP (connector.py), for object storage alone, and
 # for directories alone Meta's torch_checkpointing (torch_checkpointing.py), and DCP with all ranks together
 # (collective.py). Each with the package that it needs besides torch, and how to get it.

@@ -15,12 +15,14 @@ from megatron.checkpointing.engines.errors import EngineUnavailableError, Unknow
 from megatron.checkpointing.engines.registry import check_engine_name
 from megatron.config import ConfigError
 from megatron.config.uris import URI_FORM
+from megatron.fileio import compressed_blocks
 from restart_trace.devices import available_accelerator
 
 from .plan import (
     CONNECTOR,
     IN_MEMORY,
     LAZY_SHARED,
+    LAZY_ZSTD,
     LIBRARIES,
     MEMORY_PEER,
     RAW,
@@ -57,6 +59,8 @@ def engine_problems(request: Request) -> dict[str, str]:
                 why = f"engine {name}: each process has files of its own; leave it out, or drop --copies"
             elif name in (*LIBRARIES, *RAW, LAZY_SHARED):
                 why = _problem_of_stand_in(name, request.in_object_storage)
+            elif name == LAZY_ZSTD:
+                why = _problem_of_lazy_zstd()
             elif name in IN_MEMORY:
                 why = _problem_of_memory(name, request)
             else:
@@ -100,6 +104,14 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
     if package is not None and importlib.util.find_spec(package) is None:
         return f"engine {name}: package {package} is not installed; install it ({install})"
     return None
+
+
+def _problem_of_lazy_zstd() -> str | None:
+    """Why no compressed files can be written here; None if they can."""
+    if compressed_blocks.is_available():
+        return None
+    package = compressed_blocks.PACKAGE
+    return f"engine {LAZY_ZSTD}: package {package} is not installed; install it (pip install {package})"
 
 
 def _problem_of_memory(name: str, request: Request) -> str | None:

@@ -24,7 +24,7 @@ from . import memory
 from .context import RankContext
 from .library import Library
 from .locations import remove
-from .plan import fingerprint_file
+from .plan import LAZY_ZSTD, fingerprint_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
@@ -70,7 +70,8 @@ class _Saved:
 def run_saves(ctx: RankContext) -> dict[str, Any]:
     """Save as often as requested to the directory of the task; the last checkpoint is kept."""
     planned = ctx.planned()
-    state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
+    like_trained = LAZY_ZSTD in ctx.request.engines
+    state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device, like_trained=like_trained)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
     # So that the memory of its import does not count as memory of its saves.
     gc.collect()

@@ -1,4 +1,4 @@
-"""Fills planned tensors with random bits, no two pages alike, and computes their checksums."""
+"""Fills planned tensors with random bits or floats, no two pages alike, and computes their checksums."""
 
 from __future__ import annotations
 
@@ -17,15 +17,24 @@ from .plan import ReplayError
 
 _SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20
+# (integer of the same size, bits behind the exponent, bits of it)
+_EXPONENTS = {
+    torch.float64: (torch.int64, 52, 11), torch.float32: (torch.int32, 23, 8), torch.bfloat16: (torch.int16, 7, 8),
+    torch.float16: (torch.int16, 10, 5),
+}  # fmt: skip
+_DEVIATION = 0.02  # as weights are initialised
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number: multiples of it never repeat
 _PAGE = 4096
 _ALIGNMENT = 512  # of tensors within a flat buffer; a multiple of every element size
 
 
-def materialise(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:
+def materialise(
+    files: list[FileState], seed: int, device: torch.device, *, like_trained: bool = False
+) -> list[FileState]:
     """`files` with memory behind their meta tensors, filled with bits that `seed` determines.
 
     The weights (the files of layers) are views of one flat buffer, as DeepSpeed's optimizer leaves them.
+    `like_trained`: the exponents of floats are those of a normal distribution, which compress as a trained model's do.
     """
     source = _Bits(seed, device)
     made: dict[int, torch.Tensor] = {}
@@ -39,7 +48,25 @@ def materialise(files: list[FileState], seed: int, device: torch.device) -> list
             made[id(tensor)] = source.tensor(tensor).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
-    return [replace(file, state=map_tensors(file.state, real)) for file in files]
+    found = [replace(file, state=map_tensors(file.state, real)) for file in files]
+    if like_trained:
+        for tensor in made.values():
+            _draw_exponents(tensor.detach())
+    return found
+
+
+def _draw_exponents(tensor: torch.Tensor) -> None:
+    """Replace the exponents of random floats, which are drawn evenly, by those of N(0, 0.02) at the same quantiles."""
+    if tensor.dtype not in _EXPONENTS or not tensor.numel():
+        return
+    as_integer, shift, width = _EXPONENTS[tensor.dtype]
+    quantiles = (torch.arange(1 << width, dtype=torch.float64) + 0.5) / (1 << width)
+    drawn = torch.erfinv(quantiles) * (2**0.5 * _DEVIATION)
+    biased = (drawn.log2().floor() + (1 << width - 1) - 1).clamp(min=0)
+    table, mask = biased.to(as_integer).to(tensor.device), (1 << width) - 1
+    for part in tensor.view(as_integer).reshape(-1).split(_PATTERN_BYTES):
+        exponents = table[((part >> shift) & mask).long()]
+        part.bitwise_and_(~(mask << shift)).bitwise_or_(exponents << shift)
 
 
 def live_before_load(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:

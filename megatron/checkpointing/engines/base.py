@@ -54,6 +54,7 @@ class EngineOptions:
     local_world_size: int = 1  # number of ranks that share this host's memory
     files_per_node: int | None = None  # --checkpoint-files-per-node; None: a file per rank
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
+    compress_files: bool = False  # --checkpoint-compression zstd
     peer_timeout_s: float = 10.0  # --peer-timeout
     compress_copies: bool = False  # --replica-compression zstd
     copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
@@ -281,7 +282,7 @@ class SaveTargets(Protocol):
     """Targets of the files of a save that are not written to a disk of this node."""
 
     def open(self, name: str, num_bytes: int, data_start: int, block_bytes: int) -> SaveTarget:
-        """Target of a file of `num_bytes`.
+        """Target of a file of at most `num_bytes`, of which none is left out.
 
         Bytes before `data_start` are written last, the rest in blocks from there.
         """

@@ -32,6 +32,7 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         local_rank=int(os.environ.get("LOCAL_RANK") or 0),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
         files_per_node=flags.checkpoint_files_per_node,
+        compress_files=flags.checkpoint_compression == "zstd",
         device_timeout_s=60 * timeout_minutes,
         peer_timeout_s=flags.peer_timeout,
         compress_copies=flags.replica_compression == "zstd",

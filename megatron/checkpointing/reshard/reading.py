@@ -13,6 +13,8 @@ from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
 from megatron.checkpointing.reshard.verifying import Share, Shares, joined, to_verify
 from megatron.fileio.checksums import CheckedBytes, RangeChecksum
+from megatron.fileio.compressed_blocks import MOST_BYTES
+from megatron.fileio.compressed_files import SUFFIX as COMPRESSED
 from megatron.fileio.extents import BLOCK, GAP, FilePlan, bounds, extents, file_plan, with_checks
 from megatron.fileio.open_files import RangedFiles
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
@@ -113,5 +115,6 @@ def _by_file(transfers: Sequence[Transfer], block: int, gap: int, ranged: Ranged
         if ranged is not None:
             with closing(ranged(path)) as file:
                 block, gap = file.block, file.gap
-        plans.append(file_plan(path, mine, block=block, gap=gap))
+        of_file = max(gap, MOST_BYTES) if path.suffix == COMPRESSED else gap  # a block is restored completely
+        plans.append(file_plan(path, mine, block=block, gap=of_file))
     return plans

@@ -164,9 +164,9 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the samples and their order stay": "data_impl data_cache_path num_workers",
         "it changes how and when this launch saves":
             "save save_interval keep_last no_save_optim no_save_rng export_hf_interval export_hf_dir export_hf_wait "
-            "checkpoint_engine checkpoint_durability checkpoint_files_per_node persist_interval replicas "
-            "failure_domain replica_compression replication_traffic comm_profile_steps span_threshold span_alpha "
-            "max_blocks_in_span snapshot_buffer_size "
+            "checkpoint_engine checkpoint_durability checkpoint_files_per_node checkpoint_compression "
+            "persist_interval replicas failure_domain replica_compression replication_traffic comm_profile_steps "
+            "span_threshold span_alpha max_blocks_in_span snapshot_buffer_size "
             "peer_timeout host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
             "storage_cache storage_deadline allow_other_checkpoints library_options",
         "it says what this launch loads, and how":

@@ -23,7 +23,7 @@ class _Collected:
 
 
 class ObjectUpload:
-    """An object of `num_bytes` whose bytes come in blocks, in any order and from any thread.
+    """An object of at most `num_bytes`, whose bytes come in blocks, in any order and from any thread.
 
     The first part holds what is before `data_start` and the block after it, so that what is before, a header that is
     known last, need not be long enough for a part of its own. The others are one block each, or several where blocks
@@ -53,23 +53,27 @@ class ObjectUpload:
                 self._upload = bucket.begin_upload(key)
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
-        """Take the first `length` bytes of `buffer`, which belong at `position`; sends the part that they complete.
+        """Take the first `length` bytes of `buffer`, which belong at `position`; sends the parts that they complete.
 
         Raises ObjectStoreError naming object and part; then nothing is tried again for those that are under way.
         """
-        number, start, stop = self._part_at(position)
-        content = buffer[:length]
-        if length < stop - start:
-            collected = self._collect(number, content, position - start, stop - start)
-            if collected is None:
-                return
-            content = collected
-        with self._told():
-            self._send(number, start, content)
+        taken = 0
+        while taken < length:
+            number, start, stop = self._part_at(position + taken)
+            content = buffer[taken : min(length, stop - position)]
+            if len(content) < stop - start:
+                collected = self._collect(number, content, position + taken - start, stop - start)
+            else:
+                collected = content
+            if collected is not None:
+                with self._told():
+                    self._send(number, start, collected)
+            taken += len(content)
 
     def cut_off(self, size: int) -> None:
-        """All is written: make it an object."""
+        """All is written, `size` bytes: make it an object."""
         with self._told():
+            self._send_last(size)
             if self._upload is not None:
                 self.result = self._bucket.finish_upload(self._key, self._upload, self._sent, size)
             if self.result is None:
@@ -125,6 +129,13 @@ class ObjectUpload:
                 return None
             del self._collected[number]
         return memoryview(part.memory)
+
+    def _send_last(self, size: int) -> None:
+        """Send the part in which the object ends before `num_bytes`."""
+        for number, part in list(self._collected.items()):
+            start = 0 if number == 1 else self._first_stop + (number - 2) * self._part_bytes
+            if len(part.memory) - part.left == size - start:
+                self._send(number, start, memoryview(part.memory)[: size - start])
 
     def _send(self, number: int, start: int, content: memoryview) -> None:
         if self._upload is None:

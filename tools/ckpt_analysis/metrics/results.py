@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .compression import Compression
 from .device_copies import DeviceCopies
 from .load_reads import LoadReads
 from .store_traffic import StoreTraffic
@@ -121,6 +122,7 @@ class OperationStats(Stats):
     device_copies: DeviceCopies | None = None  # of a save from a device that measured them
     tiers: list[TierRead] = field(default_factory=list)  # of a load, by host; empty if there was no choice
     replication: Replication | None = None  # of a save of which other hosts took copies
+    compression: Compression | None = None  # of a save whose files are compressed
     reads: LoadReads | None = None  # of a load from storage that recorded the size of its checkpoint
     store_traffic: StoreTraffic | None = None  # if it went to or came from object storage
 

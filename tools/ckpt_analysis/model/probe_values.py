@@ -21,7 +21,7 @@ MEASURED = (
     "device_to_host_bytes", "device_to_host_device_s", "device_to_host_before_release_bytes",
     "replicate_wire_bytes", "replicate_compress_s", "replicate_waited_s", "replicate_at_once_bytes",
     "store_requests", "store_retries", "store_throttled", "store_request_s",
-    "checkpoint_bytes",
+    "checkpoint_bytes", "original_bytes", "compress_s",
 )  # fmt: skip
 _VALUES = pl.Struct(dict.fromkeys((*NAMES, *MEASURED), pl.Float64()))
 

@@ -27,6 +27,7 @@ _TIER = "tier host ranks bytes seconds"
 _READS = "checkpoint_bytes bytes amplification"
 _HOST_READS = "host ranks bytes storage_bytes"
 _REPLICATION = "ranks bytes seconds slowest_rank waited_s at_once_bytes wire_bytes compress_s"
+_COMPRESSION = "ranks bytes stored_bytes compress_s"
 _LOST = "caught_up_s resumed_step reached_step lost_steps lost_work_s repeated_steps equal_losses down_s restart_s"
 _FAILURE = "fault detected_s stopped_s relaunched_s"
 _HOST_FAILURE = "host detected_s stopped_s relaunched_s"
@@ -114,7 +115,8 @@ def _operation(stats: OperationStats) -> dict[str, Any]:
     result["store_traffic"] = _fields(stats.store_traffic, _TRAFFIC) if stats.store_traffic else None
     if stats.operation == "save":
         sent = _fields(stats.replication, _REPLICATION) if stats.replication else None
-        return result | _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies), "replication": sent}
+        result |= _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies), "replication": sent}
+        return result | {"compression": _fields(stats.compression, _COMPRESSION) if stats.compression else None}
     tiers = [_fields(tier, _TIER) for tier in stats.tiers]
     result |= {"load_s": stats.wall.max_s if stats.wall else None, "tiers": tiers, "reads": None}
     if stats.reads is not None:

@@ -21,6 +21,7 @@ from ...common.tables import (
 from ..common.phase_kinds import AFTERWARDS
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
+from ..metrics.compression import Compression
 from ..metrics.device_copies import DeviceCopies
 from ..metrics.load_reads import LoadReads
 from ..metrics.restart_parts import UNNAMED, parts_of
@@ -228,6 +229,8 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
         lines += _fitted("  " + ", ".join(facts))
     if stats.replication is not None:
         lines += _fitted("  " + _replication(stats.replication))
+    if stats.compression is not None:
+        lines += _fitted("  " + _compression(stats.compression))
     lines += _tier_lines(stats.tiers, style)
     if stats.reads is not None:
         lines += _fitted("  " + _reads(stats.reads))
@@ -249,6 +252,12 @@ def _replication(sent: Replication) -> str:
     if sent.at_once_bytes is not None:
         text += f", {size(sent.at_once_bytes)} of them at once; held back for {seconds(sent.waited_s)} s"
     return text
+
+
+def _compression(packed: Compression) -> str:
+    """What the files take, of how much."""
+    text = f"compressed files: {size(packed.bytes)} of {plural(packed.ranks, 'rank')} are {size(packed.stored_bytes)}"
+    return f"{text}, by {seconds(packed.compress_s)} s of processor time"
 
 
 def _tier_lines(tiers: Sequence[TierRead], style: Style) -> list[str]:

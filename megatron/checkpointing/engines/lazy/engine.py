@@ -29,7 +29,7 @@ from megatron.checkpointing.engines.base import (
     note_loaded,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, EngineUnavailableError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy import shared_format
@@ -40,7 +40,9 @@ from megatron.checkpointing.engines.lazy.reader import Wanted, open_checked, rea
 from megatron.checkpointing.engines.lazy.shared_save import SharedSave
 from megatron.checkpointing.engines.lazy.writer import LazySave, StreamedSave
 from megatron.config.errors import ConfigError
+from megatron.fileio import compressed_blocks
 from megatron.fileio.checksums import CheckedBytes
+from megatron.fileio.compressed_files import SUFFIX as COMPRESSED
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.extents import BLOCK
 from megatron.fileio.host_buffers import STAGING_BUFFERS, Buffer, cut
@@ -102,6 +104,17 @@ class LazyEngine(CheckpointEngine):
         self._cache.wait_until_pinned()
         self.memory_is_ready()
 
+    def check_can_save(self) -> None:
+        if self._compresses and not compressed_blocks.is_available():
+            raise EngineUnavailableError(
+                f"--checkpoint-compression zstd: package {compressed_blocks.PACKAGE} is not installed; "
+                f"pip install {compressed_blocks.PACKAGE} (the extra `compression`), or drop the flag"
+            )
+
+    @property
+    def _compresses(self) -> bool:
+        return self.options.compress_files and not self.keeps_in_memory
+
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         captured = self._captured(files, op)
         path = directory / self._file_name()
@@ -119,13 +132,13 @@ class LazyEngine(CheckpointEngine):
     def _file_name(self) -> str:
         options = self.options
         if not self.shares_files or options.files_per_node is None:
-            return lazy_format.file_name(options.rank)
+            return lazy_format.file_name(options.rank) + (COMPRESSED if self._compresses else "")
         return shared_format.file_name(
             options.rank, options.local_rank, options.local_world_size, options.files_per_node
         )
 
     def begin_streamed_save(self, files: Sequence[FileState], targets: SaveTargets, op: Operation) -> PendingSave:
-        return StreamedSave(self._captured(files, op), targets, self.options, self._cache, op)
+        return StreamedSave(self._captured(files, op), self._file_name(), targets, self.options, self._cache, op)
 
     def _captured(self, files: Sequence[FileState], op: Operation) -> lazy_format.Captured:
         with op.span("serialize", file=self._file_name()):
@@ -164,16 +177,16 @@ class LazyEngine(CheckpointEngine):
             for file in live:
                 tensors = codec.split(file.state)[1]
                 targets |= {f"{file.name}/{name}": tensor for name, tensor in tensors.items()}
-        read = read_tensors(wanted, targets, self._arena, self.options, checkpoint.ranged, op)
+        read, compressed_bytes = read_tensors(wanted, targets, self._arena, self.options, checkpoint.ranged, op)
         with op.span("load", "deserialize", joined=True):
             states = {name: _join(name, opened[holder[name]], holder[name][0], read) for name in names}
         num_bytes = sum(contents.header_bytes for contents in opened.values())
-        num_bytes += sum(entry.num_bytes for item in wanted for entry in item.entries)
-        note_loaded(num_bytes, len({path for path, _ in opened}), op)
+        num_bytes += sum(e.num_bytes for item in wanted if item.contents.compressed is None for e in item.entries)
+        note_loaded(num_bytes + compressed_bytes, len({path for path, _ in opened}), op)
         return states
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
-        saved = [file for name, file in sorted(checkpoint.files.items()) if name.endswith(lazy_header.SUFFIX)]
+        saved = [file for name, file in sorted(checkpoint.files.items()) if lazy_header.is_lazy_file(name)]
         files = [(checkpoint.path(file.name), part) for file in saved for part in file.split()]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             opened = list(
@@ -203,7 +216,7 @@ class LazyEngine(CheckpointEngine):
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
-        tensors = read_tensors([wanted], {}, self._arena, options, checkpoint.ranged, op)
+        tensors, _ = read_tensors([wanted], {}, self._arena, options, checkpoint.ranged, op)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

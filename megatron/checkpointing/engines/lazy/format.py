@@ -77,6 +77,15 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Compressed:
+    """Bytes of a compressed file, of it those that were read for its header, and of the original, by its index."""
+
+    file_bytes: int
+    header_bytes: int
+    original_bytes: int
+
+
+@dataclass(frozen=True)
 class Contents:
     """The content of a file except the bytes of its tensors."""
 
@@ -84,6 +93,7 @@ class Contents:
     states: dict[str, Any]  # file name of DeepSpeed's layout -> skeleton
     data_start: int  # bytes from the beginning of the file; 0: not yet computed
     shared: Shared | None = None  # of a part of a file that several ranks share
+    compressed: Compressed | None = None  # if the file is: all positions are those of the original
 
     @property
     def data_bytes(self) -> int:
@@ -91,11 +101,17 @@ class Contents:
 
     @property
     def header_bytes(self) -> int:
-        return self.data_start if self.shared is None else self.shared.header_bytes
+        part = self.shared or self.compressed
+        return self.data_start if part is None else part.header_bytes
 
     @property
     def file_bytes(self) -> int:
         return self.data_start + self.data_bytes if self.shared is None else self.shared.file_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the file takes."""
+        return self.file_bytes if self.compressed is None else self.compressed.file_bytes
 
     def tensors_of(self, state_name: str) -> list[TensorEntry]:
         """Entries of one state."""
@@ -138,6 +154,18 @@ def capture(files: Sequence[FileState], checksums: bool) -> Captured:
         )  # fmt: skip
         position = stop
     return Captured(Contents(entries, skeletons, 0), {name: tensors[name] for name in order})
+
+
+def value_widths(header_bytes: int, contents: Contents) -> list[tuple[int, int]]:
+    """(bytes, bytes of a value) of consecutive ranges of the file, by which it is compressed."""
+    found = [(header_bytes, 1)]
+    for entry in contents.entries.values():  # those of wide types first
+        width = entry.dtype.itemsize // (2 if entry.dtype.is_complex else 1)
+        if width == found[-1][1]:
+            found[-1] = (found[-1][0] + entry.num_bytes, width)
+        elif entry.num_bytes:
+            found.append((entry.num_bytes, width))
+    return found
 
 
 def with_data_start(contents: Contents) -> Contents:

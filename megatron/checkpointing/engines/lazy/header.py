@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.fileio.compressed_files import SUFFIX as COMPRESSED
 from megatron.fileio.open_files import RangedFile, RangedFiles
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ SHARED_BEGINNING = f'{{"{METADATA}":{{"format":"pt","lazy_format_version":"{SHAR
 PADDING = "padding/"  # begins the names of tensors that only align those of the next rank
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 _FIRST_REQUEST = 1 << 18  # bytes requested before the header's length is known; most headers are shorter
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a file of engine lazy is in compressed blocks, by its name."""
+    return name.endswith(SUFFIX + COMPRESSED)
+
+
+def is_lazy_file(name: str) -> bool:
+    """Whether a file of a checkpoint of engine lazy holds tensors, by its name."""
+    return name.removesuffix(COMPRESSED).endswith(SUFFIX)
 
 
 def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,25 @@ import numpy as np
 import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FilePart, SavedFile, check_size
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, damaged_files, reading
+from megatron.checkpointing.engines.errors import (
+    CheckpointDamagedError,
+    EngineUnavailableError,
+    NoChecksumsError,
+    damaged_files,
+    reading,
+)
 from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.arena import Arena
-from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry, decode, header_checksum
+from megatron.checkpointing.engines.lazy.format import Compressed, Contents, TensorEntry, decode, header_checksum
 from megatron.checkpointing.engines.lazy.shared_format import decode_part
+from megatron.fileio import compressed_blocks
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32
+from megatron.fileio.compressed_files import CompressedFile
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
 from megatron.fileio.objects.parts import PART_BYTES
 from megatron.fileio.open_files import RangedFile, RangedFiles
-from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
+from megatron.fileio.ranged_reader import Label, Targets, open_all, open_ranged, read_ranges
 from restart_trace.recorder import Operation
 
 Key = tuple[Path, str]  # file, name of a tensor in it
@@ -86,27 +94,46 @@ def open_checked(
 
     Raises CheckpointDamagedError naming `path`, or OSError.
     """
+    _check_package(path)
     if ranged is None:
         check_size(path, file)
     with reading(path):
         with op.span("load", "read", file=path.name) as span:
-            header = _read_header(path, file, ranged)
-            span.bytes = sum(map(len, header))
+            header, compressed = _read_header(path, file, options.direct_io, ranged)
+            span.bytes = sum(map(len, header)) if compressed is None else compressed.header_bytes
         with op.span("load", "deserialize", file=path.name):
-            contents = _parse(header, path, file, options)
+            contents = _parse(header, path, file, options, compressed)
     if ranged is not None and any(entry.crc32 is None for entry in contents.entries.values()):
         raise NoChecksumsError(f"{path}: was saved with --checksum none")
     return contents
 
 
-def _read_header(path: Path, file: SavedFile, ranged: RangedFiles | None) -> list[bytes]:
-    """The extents of the header that tell of what `file` is to give."""
+def _check_package(path: Path) -> None:
+    """Raises EngineUnavailableError if what restores a compressed file is missing: the file is not damaged."""
+    if lazy_header.is_compressed(path.name) and not compressed_blocks.is_available():
+        raise EngineUnavailableError(
+            f"{path}: is compressed, and package {compressed_blocks.PACKAGE}, which restores it, is not installed; "
+            f"pip install {compressed_blocks.PACKAGE} (the extra `compression`)"
+        )
+
+
+def _read_header(
+    path: Path, file: SavedFile, direct_io: str, ranged: RangedFiles | None
+) -> tuple[list[bytes], Compressed | None]:
+    """The extents of the header that tell of what `file` is to give; and how it is compressed, if it is."""
     if file.parts:
-        return lazy_header.read_part_header(path, file.parts[0], ranged)
-    return [lazy_header.read_header(path, ranged)]
+        return lazy_header.read_part_header(path, file.parts[0], ranged), None
+    if not lazy_header.is_compressed(path.name):
+        return [lazy_header.read_header(path, ranged)], None
+    opened = open_ranged(path, file.num_bytes, direct_io, ranged)
+    assert isinstance(opened, CompressedFile)
+    header = lazy_header.read_header(path, lambda path: opened)
+    return [header], Compressed(file.num_bytes, opened.read_bytes, opened.num_bytes)
 
 
-def _parse(header: Sequence[bytes], path: Path, file: SavedFile, options: EngineOptions) -> Contents:
+def _parse(
+    header: Sequence[bytes], path: Path, file: SavedFile, options: EngineOptions, compressed: Compressed | None
+) -> Contents:
     if file.parts:
         if options.verify_checksums:
             _verify_header(header, path, file.parts[0])
@@ -116,11 +143,12 @@ def _parse(header: Sequence[bytes], path: Path, file: SavedFile, options: Engine
         if found != file.checksum:
             raise CheckpointDamagedError(f"{path}: header checksum {found}, but {file.checksum} was saved")
     contents = decode(header[0], path)
-    if contents.file_bytes != file.num_bytes:
+    saved_bytes = file.num_bytes if compressed is None else compressed.original_bytes
+    if contents.file_bytes != saved_bytes:
         raise CheckpointDamagedError(
-            f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
+            f"{path}: its header describes {contents.file_bytes} bytes, but {saved_bytes} were saved"
         )
-    return contents
+    return replace(contents, compressed=compressed)
 
 
 def _verify_header(header: Sequence[bytes], path: Path, part: FilePart) -> None:
@@ -140,14 +168,15 @@ def read_tensors(
     options: EngineOptions,
     ranged: RangedFiles | None,
     op: Operation,
-) -> dict[Key, torch.Tensor]:
+) -> tuple[dict[Key, torch.Tensor], int]:
     """The tensors by (file, name): those of `live` that fit are filled, others new. `ranged`: as in SavedCheckpoint.
 
-    Raises CheckpointDamagedError naming file and tensor, or OSError.
+    The number is that of the bytes read of compressed files. Raises CheckpointDamagedError naming file and tensor, or
+    OSError.
     """
     with ExitStack() as stack, damaged_files():
         with op.span("load", "deserialize", joined=True):  # opening, planning and allocating
-            sizes = {item.path: item.contents.file_bytes for item in wanted}
+            sizes = {item.path: item.contents.stored_bytes for item in wanted}
             files = open_all(sizes, options.direct_io, stack, ranged)
             tensors = _tensors_to_fill(wanted, live, files)
             hosted = _ranges([i.of(e for e in i.entries if (i.path, e.name) not in tensors) for i in wanted])
@@ -164,7 +193,8 @@ def read_tensors(
     with op.span("load", "deserialize"):
         if options.verify_checksums:
             _verify(wanted, found.checksums)
-        return tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
+        read = tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
+        return read, sum(file.read_bytes for file in files.values() if isinstance(file, CompressedFile))
 
 
 def _tensors_to_fill(
@@ -286,6 +316,8 @@ def _checks(item: Wanted, entries: Iterable[TensorEntry], options: EngineOptions
 
 def _grain(file: RangedFile, options: EngineOptions) -> tuple[int, int]:
     """(block, gap) by which the file is divided into extents; see megatron.fileio.extents."""
+    if isinstance(file, CompressedFile):  # in smaller ones a block would be restored several times
+        return file.block, file.gap
     # A range of a large object is several blocks long.
     return min(file.block, options.io_block_bytes * max(1, file.block // PART_BYTES)), file.gap
 

@@ -4,8 +4,10 @@ The data of the file is divided into blocks. A block is *gathered*, that is copi
 buffer of the host cache, and then checksummed and written from there. On the CPU the I/O threads gather each block just
 before they write it, so only a few buffers are in use; when the optimizer is about to step, the training thread gathers
 the remaining blocks into further buffers, and waits only if the cache is full. On CUDA a copying thread gathers on a
-side stream from the beginning, as long as the cache has free buffers. (Lazy copies, a reusable pinned cache and
-streamed flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models", HPDC'24.)
+side stream from the beginning, as long as the cache has free buffers. Of a file whose name says that it is compressed,
+blocks are compressed before they are written, into one more buffer for each I/O thread. (Lazy copies, a reusable pinned
+cache and streamed flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models",
+HPDC'24.)
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from megatron.checkpointing.engines.base import (
 )
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy import header as lazy_header
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
+from megatron.checkpointing.engines.lazy.packer import Packed, Packer
 from megatron.fileio import device_copies, direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
 from megatron.fileio.device_copies import Copies
@@ -89,6 +93,14 @@ class _Clock:
     written_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Header:
+    """The bytes before the data, in aligned memory; `packed`: compressed, if the file is."""
+
+    content: memoryview
+    packed: Packed | None
+
+
 class LazySave(PendingSave):
     """A save in progress. Its threads start at once; the module's docstring describes what they do.
 
@@ -132,6 +144,7 @@ class LazySave(PendingSave):
         self._written_bytes = 0  # bytes of the data that are written
         self._io_threads_left = 0
         self._result: list[SavedFile] = []
+        self._packer: Packer | None = None  # compresses the file, once it is laid out
         self._stream = device_copies.side_stream(captured.tensors.values())  # None on the CPU
         self._copied: list[Block] = []  # blocks whose copies are queued on the device, in order
         self._copied_before_release: int | None = None  # bytes
@@ -208,6 +221,8 @@ class LazySave(PendingSave):
                 self._sources = {
                     name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items() if tensor.numel()
                 }
+                if lazy_header.is_compressed(self._path.name):
+                    self._packer = Packer(self._contents, self._options.io_block_bytes)
             file = self._open()
             with self._condition:
                 self._waiting.extend(blocks)
@@ -409,6 +424,7 @@ class LazySave(PendingSave):
                 range_checksum(name, block.position + p.offset, view[p.offset : p.offset + p.stop - p.start])
                 for p in block.pieces
             ]
+        packed = self._packed(block.buffer.view[: block.length], block.position)
         with self._condition:
             self._checksums += checksums
             self._checked_bytes += block.length
@@ -420,11 +436,22 @@ class LazySave(PendingSave):
             return
         started = now_ns()
         if self._WRITES:
-            file.write(block.buffer.view, block.length, block.position)
+            clock.written_bytes += self._put(file, block.buffer.view, block.length, block.position, packed)
         with self._condition:
             self._written_bytes += block.length
         clock.write += now_ns() - started
-        clock.written_bytes += block.length
+
+    def _packed(self, content: memoryview, position: int) -> Packed | None:
+        """The content compressed, if the file is."""
+        return None if self._packer is None else self._packer.pack(content, position)
+
+    def _put(self, file: SaveTarget, content: memoryview, length: int, position: int, packed: Packed | None) -> int:
+        """Write the first `length` bytes of `content`, or them as they are `packed`; the bytes written."""
+        if self._packer is None or packed is None:
+            file.write(content, length, position)
+            return length
+        self._packer.write(packed, file)
+        return packed.length
 
     # A file on storage
 
@@ -462,12 +489,24 @@ class LazySave(PendingSave):
         """Write the header, which has the checksums, truncate the padding of the last block, synchronise."""
         header = self._sealed_header()
         with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
-            file.write(header, len(header), 0)
-            file.cut_off(self._contents.file_bytes)
-            span.bytes = len(header)
+            span.bytes = self._put_header(file, header) + self._cut_off(file)
         self._synchronise(file)
 
-    def _sealed_header(self) -> memoryview:
+    def _put_header(self, file: SaveTarget, header: Header) -> int:
+        """Write the header; the bytes written."""
+        return self._put(file, header.content, len(header.content), 0, header.packed)
+
+    def _cut_off(self, file: SaveTarget) -> int:
+        """Write what follows all else, give the file its size, and enter that in the result; the bytes written."""
+        if self._packer is None:
+            file.cut_off(self._contents.file_bytes)
+            return 0
+        index_bytes, size = self._packer.finish(file)
+        self._result = [replace(saved, num_bytes=size) for saved in self._result]
+        self._op.measure(original_bytes=self._contents.file_bytes, compress_s=self._packer.processor_s)
+        return index_bytes
+
+    def _sealed_header(self) -> Header:
         """The header, in aligned memory. Sets the result of the save."""
         name = self._path.name
         with self._op.span("serialize", file=name, blocking=False):
@@ -475,14 +514,15 @@ class LazySave(PendingSave):
             checksum = lazy_format.header_checksum(header)
             buffer = direct_files.aligned_memory(len(header))
             buffer[:] = header
+            packed = self._packed(buffer, 0)
         self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
-        return buffer
+        return Header(buffer, packed)
 
     def _synchronise(self, file: SaveTarget) -> None:
         if self._options.fsync:
             with self._op.span("flush", "fsync", file=self._path.name, blocking=False) as span:
                 file.sync()
-                span.bytes = self._contents.file_bytes
+                span.bytes = self._contents.file_bytes if self._packer is None else self._result[0].num_bytes
 
     # All kinds of saves
 
@@ -526,17 +566,17 @@ class StreamedSave(LazySave):
     """
 
     def __init__(
-        self, captured: lazy_format.Captured, targets: SaveTargets, options: EngineOptions, cache: HostCache,
-        op: Operation,
+        self, captured: lazy_format.Captured, name: str, targets: SaveTargets, options: EngineOptions,
+        cache: HostCache, op: Operation,
     ) -> None:  # fmt: skip
         self._targets = targets
-        super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
+        super().__init__(captured, Path(name), options, cache, op)
 
     def _open(self) -> SaveTarget:
-        contents = self._contents
-        return self._targets.open(
-            self._path.name, contents.file_bytes, contents.data_start, self._options.io_block_bytes
-        )
+        contents, name, block_bytes = self._contents, self._path.name, self._options.io_block_bytes
+        if self._packer is not None:  # it is sent from its beginning on, as far as it then goes
+            return self._targets.open(name, self._packer.most_bytes, 0, block_bytes)
+        return self._targets.open(name, contents.file_bytes, contents.data_start, block_bytes)
 
     def _while_written(self, file: SaveTarget) -> None:
         with self._condition:
@@ -548,8 +588,7 @@ class StreamedSave(LazySave):
         try:
             header = self._sealed_header()
             with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
-                file.write(header, len(header), 0)
-                span.bytes = len(header)
+                span.bytes = self._put_header(file, header)
         except BaseException as exc:  # raised by `wait`
             self._fail(exc)
 
@@ -557,8 +596,8 @@ class StreamedSave(LazySave):
         return self._checked_bytes == self._contents.data_bytes
 
     def _finish(self, file: SaveTarget) -> None:
-        with self._op.span("flush", "write", file=self._path.name, blocking=False):
-            file.cut_off(self._contents.file_bytes)
+        with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
+            span.bytes = self._cut_off(file) or None
         self._synchronise(file)
 
 

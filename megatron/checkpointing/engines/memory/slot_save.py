@@ -268,7 +268,7 @@ class SlotSave(LazySave):
             if self._options.checksum:  # without checksums peers do not accept copies
                 content["extents"] = _extents(header, self._contents)
             if self._options.compress_copies:
-                content["widths"] = _widths(len(header), self._contents)
+                content["widths"] = lazy_format.value_widths(len(header), self._contents)
             self._memory.slot.seal(self._seal_with | {"file": content})
         self._result = [SavedFile(name, size, checksum, self._state_names)]
 
@@ -286,18 +286,6 @@ def _extents(header: bytes, contents: lazy_format.Contents) -> list[tuple[int, s
         else:
             parts.append(part)
     return [(part.length, f"{part.crc32:08x}") for part in parts]
-
-
-def _widths(header_bytes: int, contents: lazy_format.Contents) -> list[tuple[int, int]]:
-    """(bytes, bytes of a value) of consecutive ranges of the file, by which copies are compressed."""
-    found = [(header_bytes, 1)]
-    for entry in contents.entries.values():  # those of wide types first
-        width = entry.dtype.itemsize // (2 if entry.dtype.is_complex else 1)
-        if width == found[-1][1]:
-            found[-1] = (found[-1][0] + entry.num_bytes, width)
-        elif entry.num_bytes:
-            found.append((entry.num_bytes, width))
-    return found
 
 
 class StoredSave(LazySave):

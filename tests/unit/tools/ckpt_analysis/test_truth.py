@@ -25,7 +25,8 @@ pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole ru
 # test_terminal and test_figures have theirs. No synthetic trace has the label tier.
 _NOT_IN_TRUTH = {
     "cycles", "per_rank", "critical_path", "findings", "model", "budget", "targets", "storage",
-    "tier", "tiers", "replication", "reads", "store_traffic",  # tests/unit/tools/ckpt_analysis/metrics has them
+    # tests/unit/tools/ckpt_analysis/metrics has these:
+    "tier", "tiers", "replication", "compression", "reads", "store_traffic",
 }  # fmt: skip
 _SHAPES = {
     "sync": Shape(ranks=24, saves=4),

@@ -494,6 +494,26 @@ def test_host_memory_of_saves_in_memory(capsys: pytest.CaptureFixture[str]) -> N
     assert status == 2 and "--replicas 3: " in err
 
 
+def test_the_rate_up_to_which_compressed_files_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of two ranks with two threads each."""
+    layout = ("--model", "tiny", "--tp", "2", "--pp", "2", "--engine", "lazy", "--ranks-per-host", "2")
+    rates, flags = ("--compress-rate", "500", "--compressed-share", "0.8"), ("--", "--save", "x", "--io-threads", "2")
+    status, out, err = run(capsys, *layout, *rates, "--link-rate", "200", "--format", "json", *flags)
+    assert (status, err) == (0, "")
+    plan = json.loads(out)
+    sizes = [rank["bytes"] for rank in plan["per_rank"]]
+    host = max(sum(sizes[:2]), sum(sizes[2:]))
+    assert plan["compression"] == pytest.approx({
+        "sent_bytes": host, "compressed_bytes": int(0.8 * host), "threads": 4, "pays_below_MBps": 400.0,
+        "pays_never_above_MBps": 2000.0, "sent_s": host / 200e6, "compressed_at_least_s": 0.8 * host / 200e6,
+        "compressed_at_most_s": 0.8 * host / 200e6 + host / 2e9,
+    })  # fmt: skip
+    _, out, _ = run(capsys, *layout, *rates, *flags)
+    assert "by 4 threads: pays below 400 MB/s of its way to the storage, never above 2000 MB/s\n" in out
+    status, _, err = run(capsys, *layout[:-2], *flags, "--checkpoint-compression", "zstd")
+    assert status == 2 and "--checkpoint-compression zstd: what its files take depends on the values in them" in err
+
+
 def test_the_rate_up_to_which_compressing_copies_pays(capsys: pytest.CaptureFixture[str]) -> None:
     """Two hosts of four ranks; each sends half of its slots, the newest save, to the other."""
     layout = ("--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2", "--engine", "memory")
@@ -504,7 +524,8 @@ def test_the_rate_up_to_which_compressing_copies_pays(capsys: pytest.CaptureFixt
     memory = json.loads(out)
     found, sent = memory["compression"], max(memory["slots_bytes"], memory["copies_bytes"]) / 2
     assert found == pytest.approx({
-        "sent_bytes": sent, "threads": 4, "pays_below_MBps": 400.0, "pays_never_above_MBps": 2000.0,
+        "sent_bytes": sent, "compressed_bytes": int(0.8 * sent), "threads": 4, "pays_below_MBps": 400.0,
+        "pays_never_above_MBps": 2000.0,
         "sent_s": sent / 125e6, "compressed_at_least_s": 0.8 * sent / 125e6,
         "compressed_at_most_s": 0.8 * sent / 125e6 + sent / 2e9,
     })  # fmt: skip
@@ -622,7 +643,8 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--dp 2", f"--model is missing: give one of {', '.join(model_names())}"),
         (
             "--model 7b --ranks-per-host 4",
-            "--ranks-per-host 4: add --run or --host-memory or --step-time or --checkpoint-files-per-node, or drop it",
+            "--ranks-per-host 4: add --run or --host-memory or --step-time or --compress-rate or "
+            "--checkpoint-files-per-node, or drop it",
         ),
         ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
         (
@@ -644,7 +666,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--model 7b --run --blocked-target 0", "--blocked-target 0: must be more than 0"),
         (
             "--model 7b --compress-rate 500",
-            "--compress-rate 500: is about copies of saves in memory; add --host-memory",
+            "--compress-rate 500: is about copies of saves in memory, with --host-memory, or about the files of",
         ),
         (
             "--model tiny --engine memory --host-memory --compress-rate 500",

@@ -14,6 +14,7 @@ import torch
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import UnknownEngineError
 from megatron.config import ConfigError
+from megatron.fileio.compressed_blocks import BlockCodec
 from tests.unit.tools.ckpt_replay.replay_helpers import request
 from tools.ckpt_replay import shares, steps, tensors
 from tools.ckpt_replay.cli import COULD_NOT_RUN, main
@@ -240,6 +241,21 @@ def test_no_two_pages_are_alike_and_the_seed_determines_them() -> None:
     again, other = tensors.materialise(big, 1, CPU), tensors.materialise(big, 2, CPU)
     assert tensors.fingerprints({"f": first[0].state}) == tensors.fingerprints({"f": again[0].state})
     assert tensors.fingerprints({"f": first[0].state}) != tensors.fingerprints({"f": other[0].state})
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.67), (torch.float32, 0.83)], ids=str)
+def test_floats_like_a_trained_models_have_its_entropy(dtype: torch.dtype, share: float) -> None:
+    """That of the exponents; random bits are not compressed at all, and no two pages are alike either way."""
+    big = [FileState("shard", {"a": meta(MIB, dtype=dtype), "step": meta(1, dtype=torch.int64)})]
+    codec, width = BlockCodec(), dtype.itemsize
+    packed = []
+    for like_trained in (False, True):
+        (file,) = tensors.materialise(big, 1, CPU, like_trained=like_trained)
+        content = bytes(file.state["a"].view(torch.uint8).numpy())[:MIB]
+        assert len({content[i : i + 4096] for i in range(0, MIB, 4096)}) == MIB // 4096
+        packed.append(len(codec.pack(content, width)) / MIB)
+    assert packed == pytest.approx([1, share], abs=0.02)
+    assert file.state["a"].float().std() == pytest.approx(0.02, rel=0.15)
 
 
 def test_weights_are_views_of_one_buffer_and_other_tensors_own_theirs() -> None:
