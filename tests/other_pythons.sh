@@ -2,7 +2,7 @@
 # Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13,
 # and traces and analyses a job there with the installed distribution restart-trace. It needs no torch. Each has an
 # environment below runs/pythons, which is kept, and whose packages are installed again only if their versions have
-# changed. run_tests.sh calls this for the oldest and the newest if CI=true, .ci/nightly for the one between them.
+# changed. run_tests.sh calls this for the oldest if CI=true, .ci/nightly for the others.
 #
 # examples:
 #   bash tests/other_pythons.sh

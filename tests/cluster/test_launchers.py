@@ -68,6 +68,7 @@ def test_over_a_hostfile(killed: tuple[str, ...], resumes: str, nodes: int, clus
     assert_resumed_exactly(job)
 
 
+@pytest.mark.nightly(minutes=1)  # the suite has this exchange on one host, in tests/dist/test_parallel_load.py
 def test_replicas_on_different_nodes_read_a_part_each(cluster: Cluster, preset: Preset) -> None:
     """--ckpt-fully-parallel-load: the ranks of a node have one stage, and its replica is on the next node."""
     job = preset.job("parallel_load", cluster.compute_nodes, LAUNCHER="fork", ENGINE="torch")

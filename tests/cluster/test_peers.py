@@ -117,6 +117,7 @@ def test_lost_nodes_go_on_from_copies_and_at_last_from_storage(cluster: Cluster,
         wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
 
 
+@pytest.mark.nightly(minutes=1)  # of interleaved copies: tests/dist/test_replication_traffic.py; of a lost node: above
 def test_interleaved_copies_restore_a_lost_node(cluster: Cluster, preset: Preset) -> None:
     """Ranks wait before four whole steps could be profiled: the newest copies go all the same, and say why."""
     for node in list(cluster.lost.values()):

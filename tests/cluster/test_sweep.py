@@ -37,6 +37,7 @@ runs:
 """
 
 
+@pytest.mark.nightly(minutes=2)  # sweeps: test_restart_sweep.py; drills that lose a node: test_node_loss.py
 def test_a_node_is_lost_in_each_cell(cluster: Cluster, preset: Preset) -> None:
     kept, lost, spare = cluster.compute_nodes[:3]
     job = preset.job("sweep", (kept, lost))

@@ -154,7 +154,11 @@ def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) 
     assert not list(target.iterdir()), "something was left"
 
 
-@pytest.mark.parametrize(("flags", "files"), [([], 1), (["--checkpoint-files-per-node", "3"], 3)], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "files"),
+    [pytest.param([], 1, marks=pytest.mark.nightly(minutes=1)), (["--checkpoint-files-per-node", "3"], 3)],
+    ids=str,
+)
 def test_files_that_ranks_share_beside_files_of_each_rank(tmp_path: Path, flags: list[str], files: int) -> None:
     target = tmp_path / "target"
     argv = [*SMALL, "--ranks", "0-3", "--repeat", "1", "--no-storage", "--engine", "lazy,lazy-shared", "--keep", *flags]
@@ -186,7 +190,12 @@ LIBRARIES = {
 @pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
-    ("durability", "options"), [("fsync", ["--dp", "2", "--ranks", "0-1"]), ("none", ["--dp", "1", "--no-cold"])]
+    ("durability", "options"),
+    [
+        ("fsync", ["--dp", "2", "--ranks", "0-1"]),
+        # The suite asks the engines for saves without fsync, in tests/conformance.
+        pytest.param("none", ["--dp", "1", "--no-cold"], marks=pytest.mark.nightly(minutes=1)),
+    ],
 )
 def test_libraries_that_save_in_the_background(
     tmp_path: Path, durability: str, options: list[str], library: str

@@ -40,6 +40,8 @@ TWO = Layout(tp=1, pp=1, dp=2)
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE, "--bf16"]
 ITERATIONS = ["--train-iters", "60"]
 LAST = 6
+# Whose writers tests/faults/test_sweep.py kills at their system calls, and which have no agreement of their own.
+KILLED_IN_SWEEP = () if ENVIRONMENT in os.environ else ("fastpersist-decoupled", "torchsnapshot", "dcp-async")
 # What differs between engines on four ranks is which files there are and who writes them: two kinds of it. Kills over
 # two ranks are with every engine below.
 NIGHTLY = () if ENVIRONMENT in os.environ else tuple(name for name in ENGINES if name not in ("torch", "lazy"))
@@ -207,7 +209,14 @@ def files_in(directory: Path) -> list[Path]:
         return []
 
 
-@pytest.mark.parametrize("job", WITH_SHARED, indirect=True)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(name, marks=pytest.mark.nightly(minutes=1) if name in KILLED_IN_SWEEP else ())
+        for name in WITH_SHARED
+    ],
+    indirect=True,
+)
 def test_killed_in_every_part_of_a_save(job: Job, expected_losses: dict[int, float]) -> None:
     """While writing, between writing and commit, and twice within the commit: always the newest whole checkpoint.
 

@@ -150,7 +150,7 @@ def test_an_export_ends_with_its_training_and_the_next_start_makes_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelled", ["{save}", "{save}/../save"])
+@pytest.mark.parametrize("spelled", [pytest.param("{save}", marks=pytest.mark.nightly(minutes=1)), "{save}/../save"])
 def test_what_a_killed_training_owes_is_exported_by_the_next_start(
     zygote: Zygote, dataset: list[str], tmp_path: Path, held: Held, spelled: str
 ) -> None:
@@ -173,7 +173,9 @@ def test_what_a_killed_training_owes_is_exported_by_the_next_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["SIGTERM", "SIGINT", "taken over", "too long"])
+@pytest.mark.parametrize(
+    "what", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.nightly(minutes=1)), "taken over", "too long"]
+)
 def test_what_happens_while_a_training_waits_for_its_last_export_does_not_fail_it(
     zygote: Zygote, dataset: list[str], tmp_path: Path, held: Held, what: str
 ) -> None:

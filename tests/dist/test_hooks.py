@@ -71,8 +71,8 @@ def run_client(zygote: Zygote, name: str, directory: Path, trace_dir: Path | Non
     return zygote.run(words, RANKS, directory.parent / "logs", env=environment, script=str(SCRIPTS / "hooked.py"))
 
 
-# Accelerate's loop is in the suite under its own launcher, below.
-NIGHTLY = ("accelerate",)
+# Accelerate's loop is in the suite under its own launcher, below; the Trainer with ZeRO-3, which saves more.
+NIGHTLY = ("accelerate", "trainer")
 
 
 @pytest.fixture(

@@ -146,11 +146,12 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
 @pytest.mark.parametrize(
     ("lost", "engine"),
     [
-        (0, "torch"), (1, "lazy"), (0, "memory"), (1, "memory"), (0, "fastpersist-decoupled"), (1, "dcp-process"),
+        (0, "torch"), (1, "lazy"), (0, "memory"), (0, "fastpersist-decoupled"), (1, "dcp-process"),
         *(
             pytest.param(lost, engine, marks=pytest.mark.nightly(minutes=2))
             for lost, engine in [
-                (0, "lazy-shared"), (0, "fastpersist"), (1, "torchsnapshot"), (0, "dcp"), (1, "dcp-async")
+                (1, "memory"), (0, "lazy-shared"), (0, "fastpersist"), (1, "torchsnapshot"), (0, "dcp"),
+                (1, "dcp-async"),
             ]
         ),
     ],

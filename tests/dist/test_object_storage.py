@@ -117,7 +117,8 @@ def check_trace(trace: Path, engine: str) -> None:
     assert ends and all(r["values"]["store_requests"] >= 1 for r in ends)
 
 
-@pytest.mark.parametrize("engine", ["torch", "lazy"])
+# Engine torch uploads as lazy does, while training waits.
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.nightly(minutes=1)), "lazy"])
 def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(
     launcher: Launcher, server: Server, engine: str
 ) -> None:

@@ -30,7 +30,7 @@ FLAG = "--ckpt-fully-parallel-load"
 LAYOUT = Layout(tp=1, pp=2, dp=2)
 SAVED, LAST = 2, 3
 ENGINES = tuple(name for name in EXPECTED if name != "memory")  # which loads from memory
-NIGHTLY = ("dcp-async", "dcp-process", "fastpersist-decoupled")  # read as another that is here
+NIGHTLY = ("dcp-async", "dcp-process", "fastpersist", "fastpersist-decoupled")  # read as another that is here
 
 
 class Job:
@@ -84,7 +84,8 @@ def test_the_bits_are_those_that_were_saved(zygote: Zygote, dataset: list[str], 
     assert run.output.count(f"{FLAG}: each replica read a part of the weights and sent it to the others") == 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+# Of fp16 the optimizer is that of fp32.
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.nightly(minutes=1))])
 def test_a_tied_embedding(zygote: Zygote, dataset: list[str], tmp_path: Path, precision: str) -> None:
     """Whose copy on the last stage is in no layer's file."""
     each = job(zygote, dataset, tmp_path, "torch", *PRECISIONS[precision])
@@ -115,7 +116,11 @@ def test_what_arrives_otherwise_than_it_was_read_is_read_by_each_rank(lazy: Job)
     ]
 
 
-@pytest.mark.parametrize("flags", [[], ["--allow-start-over"]], ids=["as it is", "allow start over"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param([], marks=pytest.mark.nightly(minutes=1)), ["--allow-start-over"]],
+    ids=["as it is", "allow start over"],
+)
 def test_a_rank_that_cannot_apply_its_part_ends_all_with_one_error(lazy: Job, flags: list[str]) -> None:
     """The others have changed their models by then: nothing starts over from those."""
     env = {
@@ -130,7 +135,7 @@ def test_a_rank_that_cannot_apply_its_part_ends_all_with_one_error(lazy: Job, fl
 @pytest.mark.parametrize(
     ("rank", "function", "what"),
     [
-        (0, "exchange_layers", "exchange of weights"),
+        pytest.param(0, "exchange_layers", "exchange of weights", marks=pytest.mark.nightly(minutes=1)),
         (1, "exchange_layers", "exchange of weights"),
         (1, "restore_tied_weights", "sharing of tied weights"),
     ],

@@ -57,10 +57,14 @@ def test_a_walk_over_layouts_keeps_every_bit(model: Model) -> None:
     walk_over(model, WALKS[model.style])
 
 
+# The suite has fp16, this norm and these experts in test_universal_checkpoint.py, whose universal checkpoint is written
+# by DeepSpeed: each direct load there is compared with it. Below are the losses of the norm, and divided experts.
+@pytest.mark.nightly(minutes=1)
 def test_a_walk_in_fp16(half_precision: Model) -> None:
     walk_over(half_precision, [Layout(2, 1, 2), Layout(1, 4, 1), Layout(1, 1, 1)])
 
 
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("model", ["moe"], indirect=True)
 def test_a_walk_with_experts_in_every_second_layer(model: Model) -> None:
     walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
@@ -72,6 +76,7 @@ def test_a_walk_with_experts_divided_over_replicas(model: Model) -> None:
     walk_over(model, [Layout(2, 1, 2, ep=2), Layout(1, 1, 4), Layout(1, 2, 2, ep=2), Layout(1, 1, 4, ep=4)])
 
 
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
 def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None:
     walk_over(model, [Layout(2, 2, 1), Layout(1, 1, 2), Layout(4, 1, 1)])
@@ -80,10 +85,10 @@ def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None
 @pytest.mark.parametrize(
     ("model", "old", "new"),
     [
-        ("llama", Layout(1, 2, 2), Layout(4, 1, 1)),
+        pytest.param("llama", Layout(1, 2, 2), Layout(4, 1, 1), marks=pytest.mark.nightly(minutes=1)),
         ("classic", Layout(2, 2, 1), Layout(1, 1, 4)),
         ("moe", Layout(1, 1, 4, ep=2), Layout(2, 1, 1)),
-        ("moe", Layout(2, 1, 1), Layout(1, 1, 4, ep=2)),
+        pytest.param("moe", Layout(2, 1, 1), Layout(1, 1, 4, ep=2), marks=pytest.mark.nightly(minutes=1)),
     ],  # fmt: skip
     indirect=["model"],
     ids=lambda value: value if isinstance(value, str) else shown(value),
@@ -91,7 +96,7 @@ def test_a_walk_with_a_norm_that_the_first_stage_has_alone(model: Model) -> None
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
 
-    From TP2 PP2 DP2: test_universal_checkpoint.py.
+    From TP2 PP2 DP2 in the LLaMA style, and of experts that all hold: test_universal_checkpoint.py.
     """
     same = assembled(model.moved(old, old, "torch"))
     assert_same(assembled(model.moved(old, new, "torch")), same)
@@ -103,7 +108,11 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
 
 @pytest.mark.parametrize(
     ("engine", "old", "new"),
-    [("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)), ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1))],
+    [
+        ("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)),
+        # The same writer, in a process of its own.
+        pytest.param("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1), marks=pytest.mark.nightly(minutes=1)),
+    ],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

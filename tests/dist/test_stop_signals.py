@@ -42,7 +42,8 @@ def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
 @pytest.mark.parametrize(
     ("command", "ask", "exit_code"),
     [
-        (FORK, to_the_launcher, 0),
+        # That it passes the signal on: test_a_stop_during_the_start_ends_it_at_once.
+        pytest.param(FORK, to_the_launcher, 0, marks=pytest.mark.nightly(minutes=1)),
         (FORK, to_all, 0),
         (ALONE, to_all, 0),
         (TORCHRUN, to_the_launcher, None),
