@@ -90,8 +90,8 @@ def notes(plan: Plan) -> list[str]:
     found = []
     if plan.engine == UPSTREAM:
         found.append(
-            "files of layers are exact, shards to 200 bytes; mp_rank_* leaves out upstream's further settings in args, "
-            "about 7 kB"
+            "files of layers and experts are exact, shards to 200 bytes; mp_rank_* leaves out upstream's further "
+            "settings in args, about 7 kB"
         )
         engine = "torch"
     else:

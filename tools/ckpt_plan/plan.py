@@ -109,7 +109,7 @@ def make_plan(
         engine_plan(engine)
         check_engine_name(engine, in_object_storage=config.checkpoint.in_object_storage)
     else:
-        check_model(config.model)
+        check_model(config)
     if config.checkpoint.verify_restored_state:
         raise ConfigError(
             "--verify-restored-state: the files of hashes that it adds are not planned; leave it out, and add "
@@ -149,7 +149,7 @@ def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> 
     of_engine = engine_plan("torch" if engine == UPSTREAM else engine)
     placements = of_engine.placements
     states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
-    saved = upstream_sizes(states, config) if engine == UPSTREAM else of_engine.sizes(states, rank, config)
+    saved = upstream_sizes(states, config, layout, at) if engine == UPSTREAM else of_engine.sizes(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at if placements else at._replace(tp=0))
     parameters = sum(parameter.numel() for parameter in stage.parameters())

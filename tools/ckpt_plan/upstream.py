@@ -9,6 +9,8 @@ Names, layout and tensors equal ours. Differences, seen in checkpoints of upstre
 - `args` has some 300 more settings: about 7 kB in each mp_rank_* file, which depend on upstream's version and are not
   planned. So the sizes of these files are exact except for that, of shards to 200 bytes, of layers to the byte.
 - Random states are in mp_rank_* only, not in the shards.
+- With experts, and with --no-pipeline-parallel, there are no files of layers (upstream_modules.py). If a rank's experts
+  have more than 178,956,971 elements, its shard has several groups of them, and is some kB larger than planned.
 """
 
 from __future__ import annotations
@@ -20,24 +22,29 @@ import torch
 
 from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.config import Config, ConfigError, ModelConfig
+from megatron.parallel.topology import Coordinates, Layout
 
 from .engines import torch_named_file_size, without_data
+from .upstream_modules import check_experts, holds_modules, upstreams_files
 
 _SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(config: Config) -> None:
     """Raises ConfigError naming a flag of a model that upstream does not have."""
+    model = config.model
     if model.has_experts:
-        raise ConfigError("--num-experts: upstream writes experts into files of their own; drop it or --upstream")
+        check_experts(config)
     flags = {"--position-embedding-type alibi": model.uses_alibi, "--embed-layernorm": model.embed_layernorm}
     for flag, given in flags.items():
         if given:
             raise ConfigError(f"{flag}: upstream Megatron-DeepSpeed has no such model; drop it or --upstream")
 
 
-def upstream_sizes(files: Sequence[FileState], config: Config) -> list[SavedFile]:
-    """What upstream writes for the states `files` of a rank; it has no checksums."""
+def upstream_sizes(files: Sequence[FileState], config: Config, layout: Layout, at: Coordinates) -> list[SavedFile]:
+    """What upstream writes for the states `files` of the rank at `at`; it has no checksums."""
+    if holds_modules(config):
+        files = upstreams_files(files, config, layout, at)
     tensors = {name: without_data(tensor) for name, tensor in args_tensors(config.model).items()}
     found = []
     for file in files:

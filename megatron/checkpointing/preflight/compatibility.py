@@ -296,7 +296,9 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
 
 
 def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
-    reader = create_engine(foreign_engine(config), EngineOptions())
-    with reading(candidate.directory / FIRST_FILE):  # it may hold anything
-        states = reader.load([FIRST_FILE], SavedCheckpoint(candidate.directory), untraced_operation())
-        return describe(candidate.directory, states[FIRST_FILE])
+    engine, place, op = foreign_engine(config), SavedCheckpoint(candidate.directory), untraced_operation()
+    reader = create_engine(engine, EngineOptions())
+    with reading(candidate.directory / FIRST_FILE):  # it may hold anything, all weights of a rank too
+        if is_redistributable(engine):
+            return describe(candidate.directory, reader.load_values(FIRST_FILE, place, op))
+        return describe(candidate.directory, reader.load([FIRST_FILE], place, op)[FIRST_FILE])

@@ -214,7 +214,8 @@ class DirectLoad:
             return []
         wanted = [names.model_states_file(old, first), *([optimizer_file] if self._with_optimizer else [])]
         with reading(self._directory):
-            return [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
+            common, *shard = [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
+            return [common | {"module": None}, *shard]  # upstream's may have weights there
 
     def _survey(self) -> Survey:
         """What the old files hold. Each file, or part of a shared one, is surveyed by one rank."""
@@ -322,9 +323,8 @@ class DirectLoad:
 
     def _torch_shards(self) -> TorchShards:
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
-        interleaved = self._foreign is not None and self._foreign.heads_interleaved
         return TorchShards(
-            self._reader, self._directory, self._manifest, parts, self._ctx.vocab_size, interleaved, self._op
+            self._reader, self._directory, self._manifest, parts, self._ctx.vocab_size, self._foreign, self._op
         )
 
     def _placed_tensors(self, surveyed: list[Any]) -> list[PlacedTensor]:

@@ -7,10 +7,11 @@ parameter follows from the live parameter, which is split along the same dimensi
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import torch
 from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch_files import position_in_file, record_in_file, tensor_records
+from megatron.checkpointing.reshard.upstream_modules import expert_files, expert_of, name_in_shard, weights_of
 from megatron.checkpointing.state.shard_metadata import shard_placement, weight_placement
 from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
+from megatron.checkpointing.store.upstream import ForeignCheckpoint
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.zip_records import Record
 from megatron.parallel.parameter_slice import ParameterSlice
@@ -47,8 +50,8 @@ class FlatGroup:
 class TorchShards:
     """The tensors of a checkpoint that hold parts of some parameters.
 
-    `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `heads_interleaved`: the
-    rows of fused QKV lie head by head (megatron.checkpointing.store.upstream).
+    `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `foreign`: what upstream
+    says of the checkpoint, if it saved it.
     """
 
     reader: CheckpointEngine
@@ -56,7 +59,7 @@ class TorchShards:
     manifest: Manifest
     parts: Mapping[str, ParameterSlice]
     vocab_size: int
-    heads_interleaved: bool
+    foreign: ForeignCheckpoint | None
     op: Operation
 
     def __post_init__(self) -> None:
@@ -111,12 +114,14 @@ class TorchShards:
         """Placement of the part of a parameter that a TP rank of the old layout held."""
         part = self._old_part(name, tp_rank)
         placement = weight_placement(name, part, self.vocab_size)
-        if self.heads_interleaved and ".query_key_value." in name:
+        if self.foreign is not None and self.foreign.heads_interleaved and ".query_key_value." in name:
             placement["ranges"] = interleaved_ranges(part, self.manifest.model["num_key_value_heads"])
         return placement
 
     def weights(self, layers: Mapping[int, Mapping[str, str]]) -> list[PlacedTensor]:
         """Weights of pipeline layers: number -> key in the layer's state -> name of the parameter."""
+        if self.foreign is not None and self.foreign.in_modules:
+            return self._weights_of_modules({name for keys in layers.values() for name in keys.values()}, self.foreign)
         found = []
         for number, keys in layers.items():
             for tp_rank in range(self._layout.tp):
@@ -124,7 +129,27 @@ class TorchShards:
                 for key, name in keys.items():
                     by_file[self._file_with(number, key, tp_rank)][key] = name
                 for file, held in by_file.items():
-                    found += self._weights_in(self._checkpoint.path(file), held, tp_rank)
+                    path = self._checkpoint.path(file)
+                    found += self._weights_in(path, self._load(path), held, tp_rank)
+        return found
+
+    def _weights_of_modules(self, wanted: Collection[str], foreign: ForeignCheckpoint) -> list[PlacedTensor]:
+        """As `weights`, of the parameters called `wanted`: of upstream's files of stages, and of experts."""
+        found: list[PlacedTensor] = []
+        experts = {expert_of(name) for name in wanted}
+
+        def add(file: str, tp_rank: int) -> Iterable[str]:
+            path = self._checkpoint.path(file)
+            weights = weights_of(self._load(path), foreign)
+            found.extend(self._weights_in(path, weights, {name: name for name in weights if name in wanted}, tp_rank))
+            return weights
+
+        for pp, tp_rank in itertools.product(range(self._layout.pp), range(self._layout.tp)):
+            at = Coordinates(tp_rank, pp, 0)
+            weights = add(names.model_states_file(self._layout, at), tp_rank)
+            for expert, file in expert_files(weights, names.model_parallel_rank(self._layout, at), foreign).items():
+                if expert in experts:
+                    add(file, tp_rank)
         return found
 
     def _file_with(self, number: int, key: str, tp_rank: int) -> str:
@@ -133,8 +158,10 @@ class TorchShards:
         own = names.expert_file(number, int(expert[1]), tp_rank) if expert else None
         return own if own in self.manifest.files else names.layer_file(number, tp_rank)
 
-    def _weights_in(self, path: Path, keys: Mapping[str, str], tp_rank: int) -> Iterator[PlacedTensor]:
-        state, records = self._load(path), self._records(path)
+    def _weights_in(
+        self, path: Path, state: Mapping[str, Any], keys: Mapping[str, str], tp_rank: int
+    ) -> Iterator[PlacedTensor]:
+        records = self._records(path)
         for key, name in keys.items():
             _check_weight(path, key, state, self._old_part(name, tp_rank))
             yield placed_tensor(path, key, state[key], self._placement(name, tp_rank), records)
@@ -151,7 +178,9 @@ class TorchShards:
         records = self._records(path)
         masters = shard["single_partition_of_fp32_groups"]
         for group, (master, mapping) in enumerate(zip(masters, shard["param_slice_mappings"], strict=True)):
-            fragments = [(name, address.start, address.numel) for name, address in mapping.items()]
+            fragments = [
+                (self._name_in_shard(name, at), address.start, address.numel) for name, address in mapping.items()
+            ]
             _check_fragments(path, fragments, master.numel())
             tensors = [
                 placed_tensor(path, kind, tensor, {"numel": tensor.numel()}, records)
@@ -161,6 +190,11 @@ class TorchShards:
             if any(tensor.placement["numel"] < master.numel() for tensor in tensors):
                 raise CheckpointDamagedError(f"{path}: the moments of group {group} are shorter than its masters")
             yield FlatGroup(path, at, group, fragments, tensors)
+
+    def _name_in_shard(self, name: str, at: Coordinates) -> str:
+        if self.foreign is None or not self.foreign.in_modules:
+            return name
+        return name_in_shard(name, at.dp, self.foreign)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
         """The part of a parameter that a TP rank of the old layout held."""

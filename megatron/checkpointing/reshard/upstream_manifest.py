@@ -18,12 +18,15 @@ from pathlib import Path
 
 from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError, reading
+from megatron.checkpointing.reshard.upstream_modules import expert_files, weights_of
+from megatron.checkpointing.store import naming as names
 from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.search import Candidate
 from megatron.checkpointing.store.upstream import FIRST_FILE, ForeignCheckpoint, check_vocabulary, describe
 from megatron.fileio.zip_records import directory_checksum
 from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.topology import Coordinates
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,9 @@ def with_manifest(
         with op.span("discover"):
             found = describe(directory, reader.load_values(FIRST_FILE, SavedCheckpoint(directory), op))
             check_vocabulary(directory, found, vocab_size)
-            return found, files_to_read(directory, found, with_optimizer)
+            with reading(directory):
+                experts = _expert_files(directory, found, reader, op)
+            return found, files_to_read(directory, found, with_optimizer, experts)
 
     def inspect() -> dict[str, SavedFile]:
         with op.span("discover"):
@@ -70,6 +75,11 @@ def with_manifest(
 
 def tell(tag: str, found: ForeignCheckpoint) -> None:
     """What of a resume from it is not as it would have been with upstream, in one line of the log."""
+    if found.has_experts and found.model["add_bias_linear"]:
+        logger.info(
+            "%s: upstream leaves the output biases of experts out of the function, and so they are 0; here they are "
+            "trained from now on", tag,
+        )  # fmt: skip
     rearranged = ", its fused QKV rearranged from heads to blocks," if found.heads_interleaved else ""
     logger.info(
         "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. What is loaded%s is as "
@@ -87,14 +97,37 @@ def tell(tag: str, found: ForeignCheckpoint) -> None:
         )  # fmt: skip
 
 
-def files_to_read(directory: Path, found: ForeignCheckpoint, with_optimizer: bool) -> list[str]:
+def _expert_files(directory: Path, found: ForeignCheckpoint, reader: CheckpointEngine, op: Operation) -> list[str]:
+    """The names of the files that each have an expert; which layers a stage has, its first mp_rank file says."""
+    if not found.has_experts:
+        return []
+    layout, files = found.layout, []
+    for pp in range(layout.pp):
+        first = names.model_states_file(layout, Coordinates(0, pp, 0))
+        weights = weights_of(reader.load_values(first, SavedCheckpoint(directory), op), found)
+        for tp in range(layout.tp):
+            files += expert_files(weights, names.model_parallel_rank(layout, Coordinates(tp, pp, 0)), found).values()
+    return files
+
+
+def files_to_read(
+    directory: Path, found: ForeignCheckpoint, with_optimizer: bool, experts: Sequence[str] = ()
+) -> list[str]:
     """Names of the files that the checkpoint in `directory` must have; they are there, and no other rank's.
 
-    The optimizer's are left out where there are none at all. Raises as `with_manifest`.
+    `experts`: the files of experts. The optimizer's are left out where there are none at all. Raises as
+    `with_manifest`.
     """
     with os.scandir(directory) as entries:
         there = {entry.name for entry in entries if entry.is_file() and _OF_A_RANK.fullmatch(entry.name)}
     shards_there = {name for name in there if "zero_pp_rank_" in name}
+    unsharded = {name for name in there if name.startswith("expp_rank_")} if found.has_experts else set()
+    if with_optimizer and unsharded and not shards_there:
+        raise CheckpointMismatchError(
+            f"{directory}: was saved with ZeRO stage 0, whose {min(unsharded)} does not say where in it each parameter "
+            "lies; --no-load-optim loads the weights alone"
+        )
+    there -= unsharded  # beside shards they hold nothing
     with_optimizer = with_optimizer and bool(shards_there)
     there -= set() if with_optimizer else shards_there
     layout = found.layout
@@ -104,12 +137,8 @@ def files_to_read(directory: Path, found: ForeignCheckpoint, with_optimizer: boo
             f"{directory}: has {len(there)} files, fewer than the ranks of {layout}, of which {FIRST_FILE} says that "
             "it is"
         )
-    models, shards = found.model_files(), found.optimizer_files() if with_optimizer else []
+    models, shards = [*found.model_files(), *experts], found.optimizer_files() if with_optimizer else []
     other = sorted(there.difference(models, shards))
-    if any("expert" in name or name.startswith("expp_") for name in other):
-        raise CheckpointMismatchError(
-            f"{directory}: {other[0]} is of a mixture of experts, which is not supported; load a dense model"
-        )
     if other:
         raise CheckpointMismatchError(
             f"{directory}: {FIRST_FILE} says that it was saved on {layout} in {found.model['params_dtype']}, and "

@@ -112,10 +112,13 @@ def layer_file(layer_number: int, tp_rank: int) -> str:
 
 
 def expert_file(layer_number: int, expert: int, tp_rank: int) -> str:
-    """Of an expert that only some data-parallel ranks hold. DeepSpeed, which has no pipeline layers there, counts the
-    layers with experts.
-    """
+    """Of an expert that only some data-parallel ranks hold."""
     return f"layer_{layer_number:02d}_expert_{expert}_mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def deepspeed_expert_file(layer: int, expert: int, mp_rank: int) -> str:
+    """DeepSpeed's own of an expert; `layer`: counts those with experts of the stage, from 0."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def layer_of(file: str) -> tuple[int, ...] | None:

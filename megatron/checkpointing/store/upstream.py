@@ -53,6 +53,8 @@ class ForeignCheckpoint:
 
     `vocab_size`: the tokenizer's; None where an older upstream did not note it. `heads_interleaved`: the rows of fused
     QKV lie head by head. `spare_positions`: the last stage has masters of a position embedding that it does not use.
+    `experts`: of the MLP of each block, 1 without a gate. `in_modules`: mp_rank_* holds the weights of a whole stage,
+    and each expert has a file of its own: there are none of pipeline layers (reshard/upstream_modules.py).
     """
 
     model: dict[str, Any]
@@ -61,11 +63,17 @@ class ForeignCheckpoint:
     vocab_size: int | None
     heads_interleaved: bool
     spare_positions: bool
+    experts: tuple[int, ...] = ()
+    in_modules: bool = False
 
     @property
     def needs_rearranging(self) -> bool:
-        """Whether its shards are not what a rank of this program holds on the same layout."""
-        return self.heads_interleaved or self.spare_positions
+        """Whether its files are not what a rank of this program holds on the same layout."""
+        return self.heads_interleaved or self.spare_positions or self.in_modules
+
+    @property
+    def has_experts(self) -> bool:
+        return any(experts > 1 for experts in self.experts)
 
     @property
     def layers(self) -> list[int]:
@@ -74,9 +82,11 @@ class ForeignCheckpoint:
         return [*range(1, last + 1), *([last + 1] if self.model["untie_embeddings_and_output_weights"] else [])]
 
     def model_files(self) -> list[str]:
-        """The files that must be there beside those of the optimizer."""
+        """The files that must be there beside those of the optimizer and of experts."""
         first = Layout(self.layout.tp, self.layout.pp, 1)  # the first replica writes them
         models = [names.model_states_file(first, first.coordinates(rank)) for rank in range(first.world_size)]
+        if self.in_modules:
+            return models
         return [*models, *(names.layer_file(number, tp) for number in self.layers for tp in range(first.tp))]
 
     def optimizer_files(self) -> list[str]:
@@ -114,15 +124,21 @@ def describe(directory: Path, state: Any, *, universal: bool = False) -> Foreign
     for name, size in {**known, **state}.items():
         if name in _SIZES and not (type(size) is int and size > 0):
             raise CheckpointDamagedError(f"{path}: {name} is {size!r}, and must be a number from 1 on")
+    experts = _experts_in(known)
     if not own:
         _refuse_bigscience(path, known)
-        _refuse_experts(path, known)
-    _refuse_what_is_not_here(path, state, known)
+        _check_experts(path, state, known, experts, universal)
+    _refuse_what_is_not_here(path, state, known, universal)
     model = _BEFORE | {"num_key_value_heads": known["num_attention_heads"]}
     model |= {name: value for name, value in known.items() if isinstance(value, (int, float, str)) or value is None}
     model["params_dtype"] = "bf16" if known["bf16"] else "fp16" if known["fp16"] else "fp32"
-    model["num_experts"] = " ".join(map(str, _experts_in(known)))
-    layout = Layout(known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"], state["dp_world_size"])
+    model["num_experts"] = " ".join(map(str, experts))
+    layout = Layout(
+        known["tensor_model_parallel_size"],
+        known["pipeline_model_parallel_size"],
+        state["dp_world_size"],
+        1 if own or experts == [1] else known.get("moe_expert_parallel_size", 1),
+    )
     info = state.get("universal_checkpoint_info") or {}
     return ForeignCheckpoint(
         model,
@@ -134,6 +150,8 @@ def describe(directory: Path, state: Any, *, universal: bool = False) -> Foreign
         and layout.pp > 1
         and model["add_position_embedding"]
         and not model["untie_embeddings_and_output_weights"],
+        experts=() if own else _experts_per_layer(known, experts),
+        in_modules=state.get("module") is not None,
     )
 
 
@@ -156,25 +174,60 @@ def _refuse_bigscience(path: Path, args: Mapping[str, Any]) -> None:
 
 
 def _experts_in(args: Mapping[str, Any]) -> list[Any]:
-    experts = args.get("num_experts") or [1]
-    return list(experts) if isinstance(experts, (list, tuple)) else [experts]
+    """One number, or one for each layer with experts if they differ."""
+    given = args.get("num_experts") or [1]
+    experts = list(given) if isinstance(given, (list, tuple)) else [given]
+    return experts[:1] if all(count == experts[0] for count in experts) else experts
 
 
-def _refuse_experts(path: Path, args: Mapping[str, Any]) -> None:
-    """Upstream writes experts into files of their own."""
-    experts = _experts_in(args)
-    if any(count != 1 for count in experts):
+def _experts_per_layer(args: Mapping[str, Any], experts: list[int]) -> tuple[int, ...]:
+    interval = args.get("expert_interval", 2)
+    found = [1] * args["num_layers"]
+    with_experts = args["num_layers"] // interval
+    found[interval - 1 :: interval] = experts * with_experts if len(experts) == 1 else experts
+    return tuple(found)
+
+
+def _check_experts(
+    path: Path, state: Mapping[str, Any], args: Mapping[str, Any], experts: list[Any], universal: bool
+) -> None:
+    """Raises as `describe` of what this program cannot read of upstream's experts, or is no number of them."""
+    if experts == [1]:
+        return
+    shown = f"{path}: upstream's mixture of experts (--num-experts {' '.join(map(str, experts))})"
+    sizes = {name: args.get(name, least) for name, least in (("expert_interval", 2), ("moe_expert_parallel_size", 1))}
+    numbers = [*experts, *sizes.values()]
+    ranks, replicas = sizes["moe_expert_parallel_size"], state["dp_world_size"]
+    if not all(type(number) is int and number > 0 for number in numbers) or replicas % ranks:
+        raise CheckpointDamagedError(f"{shown}: {sizes} on {replicas} data-parallel ranks cannot be")
+    layers = args["num_layers"] // sizes["expert_interval"]
+    if len(experts) not in (1, layers) or any(max(count, ranks) % min(count, ranks) for count in experts):
+        raise CheckpointDamagedError(f"{shown}: not for {layers} layers with experts, divided over {ranks} ranks")
+    if universal:
+        raise CheckpointMismatchError(f"{shown}, which --universal-checkpoint does not load; load what was converted")
+    if args["tensor_model_parallel_size"] > 1 and not args.get("enable_expert_tensor_parallelism", False):
         raise CheckpointMismatchError(
-            f"{path}: upstream's mixture of experts (--num-experts {' '.join(map(str, experts))}), which cannot be "
-            "loaded; load a dense model"
+            f"{shown} was saved on several TP ranks without --enable-expert-tensor-parallelism, and then DeepSpeed "
+            "saves the experts of one of them alone; give another --load"
+        )
+    config = state.get("ds_config")
+    if isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism", False):
+        raise CheckpointMismatchError(
+            f"{shown} was saved with use_data_before_expert_parallelism, which divides experts over other ranks than "
+            "here; give another --load"
+        )
+    if not isinstance(state.get("num_experts"), list) or state.get("module") is None:
+        raise CheckpointMismatchError(
+            f"{shown} was saved by an old DeepSpeed, whose files of experts do not tell the layer; load it there "
+            "with a later one, and save it"
         )
 
 
-def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any]) -> None:
-    if state.get("module") is not None:
+def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any], universal: bool) -> None:
+    if universal and state.get("module") is not None:
         raise CheckpointMismatchError(
-            f"{path}: it holds the weights of the whole model, as upstream saves them with --no-pipeline-parallel, and "
-            "only files per pipeline layer (layer_*) can be loaded; train it without that flag, on one stage if need be"
+            f"{path}: it was converted from a checkpoint with the weights of the whole model, as upstream saves them "
+            "with --no-pipeline-parallel, whose names are others; load the checkpoint that was converted"
         )
     other = [f"{name} {args[name]}" for name, here in _WITHOUT.items() if args.get(name, here) != here]
     if other:

@@ -293,10 +293,45 @@ def test_upstream_has_no_model_of_blooms(flags: list[str]) -> None:
         make_plan(planned, "upstream")
 
 
-def test_upstreams_files_of_experts_are_not_planned() -> None:
-    planned = config_from_flags([*FLAGS, "--num-experts", "4"], 1, None)
-    make_plan(planned, "torch")
-    with pytest.raises(ConfigError, match="^--num-experts: upstream writes experts into files of their own; drop"):
+MOE = ("--num-experts", "4", "--expert-interval", "1", "--moe-expert-parallel-size", "2")
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-pipeline-parallel",)], ids=["stages", "whole"])
+def test_upstreams_files_of_experts(flags: tuple[str, ...]) -> None:
+    """Each rank of two writes two experts of each layer, and no file of a layer is there."""
+    plan = make_plan(config_from_flags([*FLAGS, *MOE, *flags], 2, None), "upstream")
+    blocks = plan.config.model.num_layers
+    for rank in (0, 1):
+        experts = [file for file in plan.files if file.rank == rank and "_expert_" in file.name]
+        assert {file.name for file in experts} == {
+            f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            for layer in range(blocks)
+            for expert in (2 * rank, 2 * rank + 1)
+        }
+        assert len({file.num_bytes for file in experts}) <= 2  # records contain names, which are padded
+    assert not any("-model_" in file.name for file in plan.files)
+    own = make_plan(config_from_flags([*FLAGS, *MOE], 2, None), "torch")
+    assert {kind: num for kind, num in plan.by_kind.items() if kind != "metadata"} == {
+        kind: num for kind, num in own.by_kind.items() if kind != "metadata"
+    }
+
+
+def test_upstreams_files_without_stages_hold_the_whole_model() -> None:
+    plan = make_plan(config_from_flags([*FLAGS, "--no-pipeline-parallel"], 1, None), "upstream")
+    (shard, model) = sorted(file.name for file in plan.files)
+    assert model == "mp_rank_00_model_states.pt" and shard.endswith("zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--num-experts", "2", "--moe-expert-parallel-size", "4"), "--moe-expert-parallel-size 4: upstream divides"),
+        (("--num-experts", "4", "--pipeline-model-parallel-size", "2"), "tied embeddings on several stages"),
+    ],
+)
+def test_experts_that_upstream_has_not(flags: tuple[str, ...], told: str) -> None:
+    planned = config_from_flags([*FLAGS, *flags], 4, None)
+    with pytest.raises(ConfigError, match=told):
         make_plan(planned, "upstream")
 
 

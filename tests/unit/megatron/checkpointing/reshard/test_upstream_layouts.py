@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpointing.agreement import CheckpointRejectedError
 from megatron.checkpointing.engines.base import EngineOptions
-from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch.engine import TorchEngine
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
@@ -85,7 +85,7 @@ def loaded(directory: Path, here: UpstreamModel, layout: Layout) -> Reader:
     sizes = {directory / name: file.num_bytes for name, file in manifest.files.items()}
 
     def shards_for(parts: dict[str, ParameterSlice]) -> TorchShards:
-        return TorchShards(engine, directory, manifest, parts, here.vocab, foreign.heads_interleaved, OP)
+        return TorchShards(engine, directory, manifest, parts, here.vocab, foreign, OP)
 
     groups = shards_for({}).flat_groups(range(foreign.layout.world_size), foreign.model["params_dtype"])
     for tp, pp in itertools.product(range(layout.tp), range(layout.pp)):
@@ -171,7 +171,7 @@ def test_weights_alone(tmp_path: Path, by_heads: bool) -> None:
     reader, layout = Reader(), Layout(1, 1, 1)
     parts = parts_here(GROUPED, layout, 0, 0)
     engine = TorchEngine(EngineOptions())
-    shards = TorchShards(engine, directory, manifest, parts, GROUPED.vocab, by_heads, OP)
+    shards = TorchShards(engine, directory, manifest, parts, GROUPED.vocab, foreign, OP)
     layers: dict[int, dict[str, str]] = {}
     for name in parts:
         number, _, key = name.replace("tied_modules.embed", "1").partition(".")
@@ -229,7 +229,7 @@ def test_a_missing_or_truncated_file_is_named(checkpoint: Path, name: str) -> No
         ("bf16_zero_pp_rank_1_mp_rank_03_optim_states.pt", "bf16_zero_pp_rank_2_mp_rank_03_optim_states.pt", "of that"),
         ("mp_rank_03_model_states.pt", "mp_rank_04_model_states.pt", "another save lies in the same directory"),
         ("layer_02-model_00-model_states.pt", "layer_02-model_02-model_states.pt", "was saved on TP2 PP2 DP2 in bf16"),
-        ("layer_02-model_00-model_states.pt", "layer_2_expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("layer_02-model_00-model_states.pt", "layer_2_expert_0_mp_rank_00_model_states.pt", "not of that"),
     ],
 )  # fmt: skip
 def test_files_of_another_layout_are_named(checkpoint: Path, name: str, as_name: str, told: str) -> None:
@@ -271,7 +271,6 @@ def test_files_of_two_saves(checkpoint: Path) -> None:
         ({"args": None}, "no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"),
         ({"args": {"num_layers": 4}}, "it lacks args.num_layers, "),
         ({"dp_world_size": None, "skipped_steps": None}, "it lacks dp_world_size, skipped_steps, which Megatron"),
-        ({"module": {"some": torch.zeros(2)}}, "as upstream saves them with --no-pipeline-parallel"),
     ],
 )
 def test_of_another_script(checkpoint: Path, content: dict[str, Any], told: str) -> None:
@@ -286,7 +285,8 @@ def test_of_another_script(checkpoint: Path, content: dict[str, Any], told: str)
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ({"num_experts": [4]}, r"upstream's mixture of experts \(--num-experts 4\), which cannot be loaded"),
+        ({"num_experts": [4]}, r"experts \(--num-experts 4\) was saved on several TP ranks without --enable-expert"),
+        ({"num_experts": [4], "enable_expert_tensor_parallelism": True}, "was saved by an old DeepSpeed"),
         ({"squared_relu": True, "apply_layernorm_1p": True}, "saved with apply_layernorm_1p True, squared_relu True"),
     ],
 )  # fmt: skip
@@ -295,6 +295,29 @@ def test_options_that_are_not_here(checkpoint: Path, args: dict[str, Any], told:
     vars(state["args"]).update(args)
     with pytest.raises(CheckpointMismatchError, match=told):
         describe(checkpoint, state)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"num_experts": [4, 2, 4]}, "not for 2 layers with experts"),
+        ({"num_experts": [4], "moe_expert_parallel_size": 3}, "on 2 data-parallel ranks cannot be"),
+        ({"num_experts": [3], "moe_expert_parallel_size": 2}, "divided over 2 ranks"),
+        ({"num_experts": ["4"]}, "on 2 data-parallel ranks cannot be"),
+    ],
+)
+def test_numbers_of_experts_that_cannot_be(checkpoint: Path, args: dict[str, Any], told: str) -> None:
+    state = load_known(checkpoint / "mp_rank_00_model_states.pt")
+    vars(state["args"]).update(args)
+    with pytest.raises(CheckpointDamagedError, match=told):
+        describe(checkpoint, state)
+
+
+def test_experts_that_lie_on_other_ranks(checkpoint: Path) -> None:
+    state = load_known(checkpoint / "mp_rank_00_model_states.pt")
+    vars(state["args"]).update(num_experts=[4], enable_expert_tensor_parallelism=True)
+    with pytest.raises(CheckpointMismatchError, match="use_data_before_expert_parallelism, which divides experts over"):
+        describe(checkpoint, state | {"ds_config": {"use_data_before_expert_parallelism": True}})
 
 
 def test_another_tokenizer(checkpoint: Path) -> None:
