@@ -29,7 +29,7 @@ from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.membership import LaunchEndedError, Leadership, OtherLaunchError, command_digest
 from megatron.launch.messages import SUSPECTED, LaunchConnection
 from megatron.launch.ranks import Refusals
-from megatron.launch.shrink import Shrunk, shrunk
+from megatron.launch.shrink import NoLayoutError, Shrunk, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals, why_not_again
 from megatron.net.acceptor import Acceptor
 from megatron.net.handshake import COORDINATOR
@@ -109,6 +109,7 @@ class Coordinator:
         self._generation = -1
         self._members: list[Agent] = []
         self._shrunk: Shrunk | None = None  # this generation, if it is not on all nodes
+        self._why_no_layout = ""  # that fits the nodes that are left
         self._port: int | None = None  # of the rendezvous of this generation
         self._state = "gathering"
         self._since = self._began  # of the state
@@ -419,14 +420,20 @@ class Coordinator:
     def _what_helps(self) -> str:
         if not self._launch.allow_shrink or self._generation < 0:
             return "start the job again on nodes that live, give more hosts than it needs, or --allow-shrink"
-        return "no layout of model and batch fits what is left (--allow-shrink); start the job again on more nodes"
+        return f"--allow-shrink: {self._why_no_layout}; start the job again on more nodes"
 
     def _shrink(self) -> tuple[list[Agent], Shrunk | None]:
         """The members of a generation on the nodes that are left, and its layout; None if none fits."""
         launch = self._launch
         known = sorted((agent for agent in self._agents if agent.number >= 0), key=_by_place)
-        job = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known)) if known else None
-        return ([], None) if job is None else (known[: job.nodes], job)
+        try:
+            if not known:
+                raise NoLayoutError("no node is left")
+            job = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known))
+        except NoLayoutError as exc:
+            self._why_no_layout = str(exc)
+            return [], None
+        return known[: job.nodes], job
 
     def _awaits_first(self) -> bool:
         """Whether nodes that were to be there have never been."""

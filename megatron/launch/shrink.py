@@ -18,19 +18,22 @@ class Shrunk:
     arguments: tuple[str, ...]
 
 
-def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Shrunk | None:
-    """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch, or with --zero-stage 3,
-    whose checkpoints only as many ranks load.
+class NoLayoutError(ValueError):
+    """The job cannot go on with fewer nodes; the message says why."""
+
+
+def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Shrunk:
+    """The largest layout for `left` of `nodes` nodes.
 
     As many replicas as fit at the same TP, PP and EP; where not even one does, the most nodes at a smaller EP, then PP,
     and at last at a smaller TP. The global batch stays what it was, so the training stays the same but for the order of
     sums.
-    Raises ConfigError if the training would refuse its flags even with all nodes.
+    Raises NoLayoutError if there is none, and ConfigError if the training would refuse its flags even with all nodes.
     """
     whole = _config(arguments, nodes * ranks_per_node)
     sizes = whole.parallel.layout
     if whole.parallel.zero_stage == 3:
-        return None
+        raise NoLayoutError("what --zero-stage 3 has saved, only as many ranks load")
     batch = whole.training.global_batch_size or whole.training.micro_batch_size * whole.parallel.data_parallel_size
     for tp, pp, ep, remaining in _candidates(sizes["tp"], sizes["pp"], sizes["ep"], left):
         ranks = remaining * ranks_per_node
@@ -45,7 +48,7 @@ def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int)
             continue
         layout = f"TP{tp} PP{pp} DP{ranks // (tp * pp)}" + (f" EP{ep}" if ep > 1 else "")
         return Shrunk(remaining, layout, flags)
-    return None
+    raise NoLayoutError(f"no layout of model and batch fits {left} of {nodes} nodes")
 
 
 def _candidates(tp: int, pp: int, ep: int, left: int) -> Iterator[tuple[int, int, int, int]]:

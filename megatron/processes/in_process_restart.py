@@ -288,7 +288,13 @@ def _connections() -> Iterator[socket.socket]:
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
+            copied = os.dup(int(name))
+            try:
+                one = socket.socket(fileno=copied)
+            except OSError:  # another thread has closed it meanwhile, and opened something else
+                os.close(copied)
+                continue
+            with one:
                 of_network = one.family in (socket.AF_INET, socket.AF_INET6)
                 listens = of_network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if of_network and not listens and not _is_spared(one):

@@ -18,6 +18,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments
 from megatron.launch.ranks import Ranks
+from megatron.processes import in_process_restart
 from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
 
 # A rank of the starts before the last waits for another one, over a connection of its process.
@@ -366,3 +367,15 @@ def test_connections_are_shut_when_nothing_is_under_way() -> None:
     """Else gloo would wait without end for the rest of a message. In a process of its own: all its sockets count."""
     done = subprocess.run([sys.executable, "-c", TRANSFERS], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_descriptor_that_is_no_socket_any_more_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may close a socket after it was listed, and open a file in its place."""
+    with (tmp_path / "file").open("wb") as file:
+        before = psutil.Process().num_fds()
+        with monkeypatch.context() as patched:
+            patched.setattr(in_process_restart.os, "readlink", lambda _: "socket:[1]")
+            patched.setattr(in_process_restart.os, "listdir", lambda _: [str(file.fileno())])
+            in_process_restart.shut_connections()
+        assert psutil.Process().num_fds() == before
+        file.write(b"still open")

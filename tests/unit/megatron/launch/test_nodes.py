@@ -31,6 +31,7 @@ from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import end_all
 from tests.unit.megatron.launch import test_nodes
 from tests.unit.megatron.launch.test_launch import HEAD, marked, pending, until
+from tests.unit.megatron.launch.test_shrink import FLAGS
 from tests.unit.trace_helpers import ROOT, SECRET
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
@@ -351,6 +352,18 @@ def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) 
     assert agents[0].wait(300) == 1
     nodes.until_gone()
     assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 6 s" in nodes.said()
+
+
+def test_why_a_job_cannot_go_on_with_fewer_nodes(nodes: Nodes) -> None:
+    nodes.arguments = [*FLAGS.split(), "--zero-stage", "3"]
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6", "--allow-shrink")
+    agents = [nodes.agent(number) for number in range(2)]
+    nodes.ranks(0)
+    agents[1].kill()
+    assert coordinator.wait(300) == 1
+    assert agents[0].wait(300) == 1
+    nodes.until_gone()
+    assert "--allow-shrink: what --zero-stage 3 has saved, only as many ranks load; start the job" in nodes.said()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.launch.shrink import Shrunk, shrunk
+from megatron.launch.shrink import NoLayoutError, shrunk
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 10 "
@@ -28,13 +28,18 @@ def test_the_largest_layout_that_fits(
     flags: str, ranks_per_node: int, nodes: int, left: int, goes_on: tuple[int, str]
 ) -> None:
     found = shrunk(f"{FLAGS} {flags}".split(), ranks_per_node, nodes, left)
-    assert found is not None and (found.nodes, found.layout) == goes_on
+    assert (found.nodes, found.layout) == goes_on
     assert found.arguments[-2:] == ("--global-batch-size", "8")
 
 
 def test_no_layout_fits() -> None:
     """The ranks that share a sequence are too few."""
     four = f"{FLAGS} --ds-sequence-parallel-size 4".split()
-    assert shrunk(four, 1, 4, 3) is None
-    assert isinstance(shrunk(four, 1, 8, 4), Shrunk)
-    assert shrunk(f"{FLAGS} --zero-stage 3".split(), 1, 4, 2) is None  # which loads what as many ranks have saved
+    with pytest.raises(NoLayoutError, match="^no layout of model and batch fits 3 of 4 nodes$"):
+        shrunk(four, 1, 4, 3)
+    assert shrunk(four, 1, 8, 4).nodes == 4
+
+
+def test_checkpoints_of_zero_stage_3_are_the_reason() -> None:
+    with pytest.raises(NoLayoutError, match="^what --zero-stage 3 has saved, only as many ranks load$"):
+        shrunk(f"{FLAGS} --zero-stage 3".split(), 1, 4, 2)
