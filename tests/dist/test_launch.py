@@ -131,8 +131,13 @@ def trained_and_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)  # the suite has those that load ahead, too (below)
 def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, dataset: list[str]) -> None:
-    trace = trained_and_killed(tmp_path, dataset, "--standby", standby=2)
+    assert_taken_over(trained_and_killed(tmp_path, dataset, "--standby", standby=2), tmp_path)
+
+
+def assert_taken_over(trace: Path, tmp_path: Path) -> None:
+    """The second start is that of ranks that were there before the others were killed, and had done what they could."""
     begin, forked = start_of(trace, 1)
     killed = int((tmp_path / KILLED_NS).read_text())
     assert forked < killed < begin, "the start begins with the release of ranks that were there before the failure"
@@ -318,6 +323,7 @@ def test_standby_ranks_go_on_from_what_they_have_loaded_ahead(tmp_path: Path, da
     """First from iteration 10, which they loaded after that of 5, with replicas that read a part each."""
     flags, divided = ("--standby", "--standby-load"), "--ckpt-fully-parallel-load"
     trace = trained_and_killed(tmp_path, [*dataset, *DROPOUT, divided], *flags, standby=2, held_at=13)
+    assert_taken_over(trace, tmp_path)
     (event,) = [r for r in records(trace, 1, 1) if r["type"] == "event" and r["phase"] == "loaded_ahead"]
     assert event["detail"] == "global_step10"
     (told,) = [line for line in (tmp_path / "log").read_text().splitlines() if f"{divided}: " in line]

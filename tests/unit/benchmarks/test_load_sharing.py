@@ -11,6 +11,7 @@ from benchmarks.load_sharing.__main__ import Load, main, table
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=1)  # of the trainer: tests/dist/test_load_reads.py
 def test_replicas_that_share_ask_for_each_byte_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--layout", "1,1,2", "--engine", "lazy", "--hidden-size", "64", "--repeat", "1", "--format", "json"]
     assert main([*argv, "--dir", str(tmp_path)]) == 0

@@ -129,7 +129,7 @@ def all_with_each_fault(place: Path, every: int | None) -> None:
 @pytest.mark.parametrize(
     "every",
     [
-        pytest.param(2, id="kill at each other call"),
+        pytest.param(3, id="kill at every third call"),
         pytest.param(1, id="kill at each call", marks=pytest.mark.nightly(minutes=2)),
         pytest.param(None, id="all other faults", marks=pytest.mark.nightly(minutes=5)),
     ],

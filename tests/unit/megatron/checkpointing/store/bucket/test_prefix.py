@@ -305,11 +305,14 @@ def start_of(host: int, uri: str, tmp_path: Path, deadline_s: float) -> Config:
 
 
 def test_of_512_hosts_one_lists(tmp_path: Path, server: Server) -> None:
-    """Each other host asks for one small object, which shows whether the store answers it, and claims nothing."""
+    """Each other host, of which three are looked at, asks for one small object, and claims nothing.
+
+    That object shows whether the store answers it.
+    """
     put_checkpoint("prefix/many_hosts", {"lr_decay_steps": 9 * MANY.dp}, layout=MANY)
     requests = []
     with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
-        for host in range(HOSTS):
+        for host in (0, 1, HOSTS // 2, HOSTS - 1):
             before = len(proxy.seen)
             start = start_of(host, f"s3://{BUCKET}/prefix/many_hosts", tmp_path, 119)
             check_before_imports(start)
