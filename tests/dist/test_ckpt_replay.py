@@ -64,6 +64,23 @@ class TornSave(PendingSave):
             found.append(SavedFile(file.name, (self.directory / file.name).stat().st_size, "none"))
         return found
 
+class Flaky(CheckpointEngine):
+    """Saves only what readers load, and the last of two readers cannot."""
+    name = "flaky"
+
+    def _save_file(self, file, directory, op):
+        if "_earlier" not in str(directory):
+            raise OSError(28, "No space left on device", str(directory))
+        torch.save(file.state, directory / file.name)
+        return SavedFile(file.name, (directory / file.name).stat().st_size, "none")
+
+    def _load_file(self, path, expected, op):
+        mine = path.with_name("loaded_before")
+        if mine.exists():
+            raise OSError(5, "Input/output error", str(path))
+        mine.touch()
+        return torch.load(path, weights_only=False)
+
 class Torn(CheckpointEngine):
     """Writes what the next step left."""
     name = "torn"
@@ -99,6 +116,7 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
     (site / "plugins-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
     (site / "plugins-1.dist-info" / "entry_points.txt").write_text(
         "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
+        "flaky = plugin_engines:Flaky\n"
     )
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
 
@@ -342,6 +360,46 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     assert not engines["faulty"]["verified"] and not engines["torn"]["verified"]
     assert [len(engines["torch"][measure]["samples"]) for measure in MEASURES] == [2] * len(MEASURES)
     assert not list((tmp_path / "target").iterdir())
+
+
+@pytest.mark.parametrize("operations", ["save", "saves_then_loads"])
+def test_readers_load_an_earlier_checkpoint_beside_saves(tmp_path: Path, operations: str) -> None:
+    argv = [*SMALL, "--engine", "lazy,dcp-collective", "--ranks", "0-1", "--repeat", "2", "--readers", "2"]
+    argv += ["--no-storage", "--operations", operations, "--warmup-saves", "0"]
+    found = figures(argv, tmp_path / "target")
+    assert found["readers"] == 2
+    for name, engine in found["engines"].items():
+        assert engine["failed"] is None, name
+        assert engine["attempts"]["save"] == {"done": 2, "failed": 0}
+        assert engine["attempts"]["load_beside"] == {"done": 4, "failed": 0}  # of two readers beside two saves
+        beside = engine["operations"]["load_beside"]
+        assert len(beside["duration_s"]["samples"]) >= 4 and beside["throughput_MiBps"]["median"] > 0
+        assert beside["requests"] is None and beside["coordination_s"]["min"] >= 0
+        assert len(engine["durable_s"]["samples"]) == 2
+    assert not list((tmp_path / "target").iterdir())
+
+
+def test_failed_saves_and_readers_are_counted(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+    argv = [*SMALL, "--engine", "flaky,torch", "--repeat", "2", "--readers", "2", "--no-storage", "--warmup-saves", "0"]
+    done = replay([*argv, "--output", str(tmp_path / "out.json")], tmp_path / "target", **with_plugins)
+    assert done.returncode == 1
+    assert "FAILED: flaky" in done.stdout and "flaky: of 2 saves 2 failed" in done.stdout
+    engines = json.loads((tmp_path / "out.json").read_text())["engines"]
+    assert engines["flaky"]["attempts"]["save"] == {"done": 0, "failed": 2}
+    readers = engines["flaky"]["attempts"]["load_beside"]
+    assert readers["done"] + readers["failed"] == 4 and readers["failed"] >= 2  # the second time
+    assert engines["torch"]["attempts"]["load_beside"] == {"done": 4, "failed": 0}
+    assert engines["torch"]["verified"] and not engines["flaky"]["verified"]
+
+
+def test_readers_in_object_storage(tmp_path: Path) -> None:
+    argv = [
+        *SMALL, "--engine", "lazy", "--ranks", "0-1", "--repeat", "1", "--readers", "1", "--steps-between", "0",
+        "--operations", "save", "--storage-cache", str(tmp_path / "node"), "--format", "json",
+        "--dir", f"s3://{BUCKET}/beside",
+    ]  # fmt: skip
+    beside = replay_stored(argv)["engines"]["lazy"]["operations"]["load_beside"]
+    assert beside["requests"] >= 2 and beside["requests_per_s"] > 0 and beside["success_ratio"] == 1
 
 
 @pytest.mark.nightly(minutes=1)

@@ -150,6 +150,7 @@ def _check_room(request: Request, largest: int) -> None:
         return
     checkpoint = int(largest * ranks * _ROOM) + _ROOM_BYTES
     kept = checkpoint * request.checkpoints * (len(request.engines) if request.keep else 1)
+    kept += checkpoint * len(request.engines) * (request.readers > 0)  # what readers load
     needed = max(kept, request.storage_bytes * ranks if request.measure_storage else 0)
     free = shutil.disk_usage(directory).free
     if free < needed:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..common.page_cache import COLD, WARM
 from ..common.samples import interquartile_range
-from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVE_AND_LOAD, STORAGE_KINDS, Request
+from .plan import IN_MEMORY, LOAD, LOAD_BESIDE, LOAD_COLD, LOAD_WARM, SAVE, SAVE_AND_LOAD, STORAGE_KINDS, Request
 from .replay import Samples
 
 Ranks = list[dict[str, Any]]
@@ -51,6 +51,7 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
         "options": request.options,
         "machine": machine,
         "operations": request.operations,
+        "readers": request.readers,
         "striping": None if request.striping is None else request.striping.text,
         "engines": {name: engine_figures(samples, name, totals, request.operations) for name in request.engines},
         "left_out": left_out,
@@ -97,7 +98,7 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
 
     cold = _loads(kinds.get(LOAD_COLD, []), COLD, again=False)
     warm = _loads(kinds.get(LOAD_WARM, []), WARM, again=False)
-    in_memory = name in IN_MEMORY
+    in_memory, failures = name in IN_MEMORY, samples.failures.get(name, {})
     counted, durable = of_saves("durable_s"), None if in_memory else of_saves("durable_s")
     moving = of_saves("moving_s")
     first = saves[0][0] if saves else {}
@@ -123,10 +124,12 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
         "num_files": first["saves"][-1]["num_files"] if first else None,
         "engine_used": first.get("engine_used"),
         "asynchronous": first.get("asynchronous"),
-        "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and name not in samples.failed,
-        "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)}),
+        "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and not (name in samples.failed or failures),
+        "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)})
+        | _loads_beside(kinds.get(LOAD_BESIDE, []), totals, len(saves)),
+        "attempts": _attempts(samples, name),
         "not_measured": _not_measured(kinds),
-        "failed": samples.failed.get(name),
+        "failed": samples.failed.get(name, next((errors[0] for errors in failures.values()), None)),
     }
 
 
@@ -166,6 +169,40 @@ def _operations(
             "success_ratio": 1 - failed / sent if sent else None,
         }
     return found
+
+
+def _loads_beside(readers: list[Ranks], totals: Totals, saves: int) -> dict[str, Any]:
+    """As `_operations`, of the loads that readers did beside `saves` saves; a rate is that of all readers at once."""
+    # [reader and save][load][rank]
+    loads = [each for ranks in readers for each in zip(*(rank["loads"] for rank in ranks), strict=True)]
+    if not loads:
+        return {}
+    seconds = [max(load["load_s"] for load in each) for each in loads]
+    counted = [load for each in loads for load in each if load["requests"] is not None]
+    sent = sum(load["requests"] for load in counted)
+    known = len(counted) == sum(map(len, loads))
+    own = [max(load["moving_s"] for load in each) for each in loads]
+    at_once = len(readers) / max(1, saves)
+    return {
+        LOAD_BESIDE: {
+            "throughput_MiBps": summary([totals.loaded / 2**20 / took for took in seconds]),
+            "duration_s": summary(seconds),
+            "processing_s": None,
+            "coordination_s": summary([took - moving for took, moving in zip(seconds, own, strict=True)]),
+            "requests": sent / len(loads) if known else None,
+            "requests_per_s": at_once * sent / sum(seconds) if known else None,
+            "success_ratio": 1 - sum(load["retries"] for load in counted) / sent if known and sent else None,
+        }
+    }
+
+
+def _attempts(samples: Samples, name: str) -> dict[str, dict[str, int]]:
+    """Of each kind of task of an engine: how many were done, and how many failed."""
+    kinds, failures = samples.engines[name], samples.failures.get(name, {})
+    return {
+        kind: {"done": len(kinds.get(kind, [])), "failed": len(failures.get(kind, []))}
+        for kind in dict.fromkeys([*kinds, *failures])
+    }
 
 
 def _requests(repeats: list[Ranks], kind: str) -> list[tuple[int, int]]:

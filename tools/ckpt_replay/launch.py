@@ -8,14 +8,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.net.free_port import free_port
 
-from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, result_file
+from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, ended_file, ready_file, result_file
 from .worker import PREPARE, TASK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,9 @@ class WorkerGroup:
 
         Raises ReplayError with its error, TaskError if its process failed.
         """
-        self._have_done(PREPARE, Preparation(request, self.notes, self.processes), self.processes[:1])
+        (error,) = self._have_done(PREPARE, [Preparation(request, self.notes, self.processes)], self.processes[:1])
+        if error is not None:
+            raise error
         answer = json.loads((self.notes / "answer.json").read_text())
         if "error" in answer:
             raise ReplayError(answer["error"])
@@ -63,34 +65,59 @@ class WorkerGroup:
 
         Raises TaskError if a rank fails, after all processes of the task have ended.
         """
-        self._have_done(TASK, task, self.processes)
-        return json.loads(result_file(self.notes, task.index).read_text()) if self.leads else None
+        (found,) = self.run_beside([task])
+        if isinstance(found, TaskError):
+            raise found
+        return found
 
-    def _have_done(self, what: str, asked: Preparation | Task, processes: tuple[int, ...]) -> None:
-        path = self.notes / f"{what}.pickle"
-        path.write_bytes(pickle.dumps(asked))
-        port = None if self.launched else free_port()
-        ranks = {
-            number: {"environment": self._environment(number, port), "log": str(self._log(number))}
-            for number in processes
-        }
+    def run_beside(self, tasks: Sequence[Task]) -> list[list[dict[str, Any]] | TaskError | None]:
+        """As `run`, of tasks at once; of one that fails its error, while the others go on."""
+        errors = self._have_done(TASK, tasks, self.processes)
+        return [
+            error or (json.loads(result_file(self.notes, task.index).read_text()) if self.leads else None)
+            for task, error in zip(tasks, errors, strict=True)
+        ]
+
+    def _have_done(
+        self, what: str, asked: Sequence[Preparation | Task], processes: tuple[int, ...]
+    ) -> list[TaskError | None]:
+        """What is wrong with each of those `asked`, after all processes have ended."""
         assert self.server.stdin is not None and self.server.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            in_memory = isinstance(asked, Task) and asked.engine in IN_MEMORY
-            message = {"what": what, "path": str(path), "ranks": ranks, "in_memory": in_memory}
-            message["imports"] = [_DCP] if isinstance(asked, Preparation) and asked.request.uses_dcp else []
+            first = asked[0]
+            message = {
+                "what": what,
+                "jobs": [self._job(what, job, each, processes) for job, each in enumerate(asked)],
+                "in_memory": isinstance(first, Task) and first.engine in IN_MEMORY,
+                "imports": [_DCP] if isinstance(first, Preparation) and first.request.uses_dcp else [],
+            }
             self.server.stdin.write(json.dumps(message) + "\n")
             self.server.stdin.flush()
             line = self.server.stdout.readline()
         if not line:
             raise TaskError(f"the process that starts the ranks ended:\n{_end_of(self.notes / 'server.log')}")
-        answer = json.loads(line)
-        if answer["failed"] is not None:
-            number = answer["failed"]
-            raise TaskError(
-                f"the process of rank {number} ended with exit code {answer['code']}:\n{_end_of(self._log(number))}"
+        return [
+            failed
+            and TaskError(
+                f"the process of rank {failed['process']} ended with exit code {failed['code']}:\n"
+                f"{_end_of(self._log(job, failed['process']))}"
             )
+            for job, failed in enumerate(json.loads(line)["failed"])
+        ]
+
+    def _job(self, what: str, job: int, asked: Preparation | Task, processes: tuple[int, ...]) -> dict[str, Any]:
+        """What the worker needs of number `job` of those that run at once."""
+        path = self.notes / f"{what}_{job}.pickle"
+        path.write_bytes(pickle.dumps(asked))
+        port = None if self.launched else free_port()
+        ranks = {}
+        for number in processes:
+            ranks[number] = {"environment": self._environment(number, port), "log": str(self._log(job, number))}
+            if isinstance(asked, Task) and asked.beside is not None:
+                ranks[number]["ends"] = str(ready_file(self.notes, asked.index, number))
+        ends = str(ended_file(self.notes, asked.index)) if isinstance(asked, Task) else None
+        return {"path": str(path), "ranks": ranks, "ends": ends}
 
     def _environment(self, process: int, port: int | None) -> dict[str, str]:
         environment = dict(os.environ)
@@ -104,8 +131,8 @@ class WorkerGroup:
         environment.setdefault("LOCAL_SIZE", environment.get("LOCAL_WORLD_SIZE", "1"))
         return environment
 
-    def _log(self, process: int) -> Path:
-        return self.notes / f"process_{process:05d}.log"
+    def _log(self, job: int, process: int) -> Path:
+        return self.notes / f"process_{job}_{process:05d}.log"
 
 
 @contextlib.contextmanager

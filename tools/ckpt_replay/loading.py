@@ -35,7 +35,7 @@ from . import memory
 from .context import RankContext
 from .host_memory import holder
 from .library import Library
-from .plan import LIBRARIES, LOAD_COLD, MEMORY_PEER, ReplayError, fingerprint_file
+from .plan import LIBRARIES, LOAD_COLD, MEMORY_PEER, ReplayError, begun_file, ended_file, fingerprint_file, ready_file
 from .shares import tensor_bytes
 from .steps import wait_for_queued
 from .tensors import alter, check_restored, live_before_load
@@ -76,8 +76,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
         return _run_memory_loads(ctx, planned)
     if isinstance(ctx.location, ObjectUri):
         return _run_stored_loads(ctx, ctx.location, planned)
-    tag = names.tag_of(ctx.last_step) if ctx.engine_name in LIBRARIES else read_latest(ctx.location)
-    directory = ctx.location / (tag or "")
+    directory = _newest(ctx)
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
         return {"loads": [], "skipped": reason}
@@ -123,6 +122,49 @@ def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]
     source.close()
     engine.close()
     return {"loads": [asdict(sample) for sample in samples], "skipped": None}
+
+
+def run_loads_beside(ctx: RankContext) -> dict[str, Any]:
+    """Load the checkpoint again and again until the save of another task has ended; those that overlap it count.
+
+    In a directory each load finds the page cache dropped, as far as other readers let it be.
+    """
+    planned, notes = ctx.planned().files, ctx.task.notes
+    assert ctx.task.beside is not None
+    engine = ctx.create_engine()
+    paths: list[Path] = []
+    if isinstance(engine, CheckpointEngine) and isinstance(ctx.location, ObjectUri):
+        source: _Stored | _Files | _ByLibrary = _Stored(ctx, ctx.location, engine)
+    elif isinstance(engine, CheckpointEngine):
+        source = _Files(_newest(ctx), engine)
+    else:
+        source = _ByLibrary(ctx, engine, planned)
+    if not isinstance(ctx.location, ObjectUri):
+        paths = page_cache.files_below(_newest(ctx))
+    ctx.pin_memory(engine, 0)
+    loader = _Loader(ctx, engine, source, planned)
+    samples: list[LoadSample] = []
+    begun = ended = again = False
+    while not ended:
+        share = page_cache.drop(paths) if paths else 0.0
+        ctx.wait_for_all()
+        sample = loader.load(again, share)
+        again = True
+        ready_file(notes, ctx.task.index, ctx.process).touch()
+        # As the first process sees it, so that all do the same.
+        seen = begun_file(notes, ctx.task.beside).exists(), ended_file(notes, ctx.task.beside).exists()
+        begun, ended = ctx.control.broadcast(seen)
+        samples += [sample] if begun else []
+    source.close()
+    engine.close()
+    return {"loads": [asdict(sample) for sample in samples], "skipped": None}
+
+
+def _newest(ctx: RankContext) -> Path:
+    """The checkpoint in the directory of the task that its saves have left."""
+    assert isinstance(ctx.location, Path)
+    tag = names.tag_of(ctx.last_step) if ctx.engine_name in LIBRARIES else read_latest(ctx.location)
+    return ctx.location / (tag or "")
 
 
 def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -> str | None:

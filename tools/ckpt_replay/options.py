@@ -27,6 +27,7 @@ from .plan import (
     LAZY_SHARED,
     LAZY_ZSTD,
     LIBRARIES,
+    LOAD,
     OPERATIONS,
     RAW,
     SAVE_AND_LOAD,
@@ -167,6 +168,11 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         "what to measure; load: each engine saves one checkpoint first; saves_then_loads: each engine does all its "
         "saves, which are kept, and then its loads (default: save_and_load)"
     )
+    help2 = (
+        "while a save is measured, N readers (each as many processes as ranks) load an earlier checkpoint again and "
+        "again; a save or reader that fails is counted, and the replay goes on (default: 0)"
+    )
+    how.add_argument("--readers", type=int, default=0, metavar="N", help=help2)
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
     help_ = "stripe each file over N targets, in stripes of SIZE, on a file system that supports it: 8 or 8x4MiB"
     how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
@@ -224,7 +230,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give --model NAME, or --small-tensors N, and not both")
     require_at_least(parser, arguments, 1, "tp", "pp", "dp", "copies", "repeat", "small_tensors", "small_tensor_bytes")
     require_at_least(parser, arguments, 1, *([] if arguments.limit_bytes == FIT else ["limit_bytes"]), "storage_bytes")
-    require_at_least(parser, arguments, 0, "warmup_saves")
+    require_at_least(parser, arguments, 0, "warmup_saves", "readers")
+    if arguments.readers and arguments.operations == LOAD:
+        parser.error(f"--readers {arguments.readers}: they load beside saves, and --operations load measures none")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
     if is_uri(arguments.dir):
@@ -274,12 +282,15 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     return Layout(1 if tp is None else tp, 1 if pp is None else pp, arguments.dp)
 
 
-def _limit_of(arguments: argparse.Namespace, ranks: int) -> int | None:
-    """Bytes of a rank that --limit-bytes allows; None: all. Raises OSError and ReplayError as fitting_bytes."""
+def _limit_of(arguments: argparse.Namespace, ranks: int, engines: int) -> int | None:
+    """Bytes of a rank that --limit-bytes allows, for so many processes; None: all.
+
+    Readers load a checkpoint of each of the `engines`. Raises OSError and ReplayError as fitting_bytes.
+    """
     if arguments.limit_bytes != FIT:
         return arguments.limit_bytes
     checkpoints = arguments.repeat if arguments.operations == SAVES_THEN_LOADS else 1
-    return fitting_bytes(Path(arguments.dir), ranks, checkpoints)
+    return fitting_bytes(Path(arguments.dir), ranks, checkpoints + engines * (arguments.readers > 0))
 
 
 def _check_shared_files(files_per_node: int | None, engines: Sequence[str]) -> None:
@@ -288,6 +299,36 @@ def _check_shared_files(files_per_node: int | None, engines: Sequence[str]) -> N
             f"--checkpoint-files-per-node {files_per_node}: only {LAZY_SHARED} heeds it; add that to --engine, or drop "
             "the flag"
         )
+
+
+def _check_in_memory(engines: Sequence[str], operations: str, *, launched: bool) -> None:
+    """Raises ReplayError if saves in host memory cannot be measured so."""
+    in_memory = [name for name in engines if name in IN_MEMORY]
+    if in_memory and launched:
+        raise ReplayError(
+            f"--engine {in_memory[0]}: the slots of all ranks are held by one process, and a launcher starts several; "
+            "run ckpt-replay without one, with --ranks"
+        )
+    if in_memory and operations == SAVES_THEN_LOADS:
+        raise ReplayError(
+            f"--operations {SAVES_THEN_LOADS}: the slots of --engine {in_memory[0]} hold the newest save alone; "
+            "leave out one of the two"
+        )
+
+
+def _check_readers(readers: int, engines: Sequence[str], read_each_time: Sequence[str]) -> None:
+    """Raises ReplayError for engines whose loads would not be what readers are to measure.
+
+    `read_each_time`: those that read all of it from --dir in each load.
+    """
+    for name in engines:
+        why = None
+        if name in IN_MEMORY:
+            why = "whose slots are read by the rank that saves there alone"
+        elif name not in read_each_time:
+            why = "which reads from object storage once, and then what it has kept on the node's disk"
+        if why is not None:
+            raise ReplayError(f"--readers {readers}: --engine {name}, {why}; leave out one of the two")
 
 
 def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:
@@ -307,29 +348,23 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
     stored = is_uri(arguments.dir)
     checkpoint_flags(arguments.dir, options)  # checks the values
+    engines = chosen_engines(arguments.engine, stored)
+    processes = len(ranks) * arguments.copies * (1 + arguments.readers)
     share = Share(
         model=arguments.model,
         layout=(layout.tp, layout.pp, layout.dp),
         ranks=ranks * arguments.copies,
-        limit_bytes=_limit_of(arguments, len(ranks) * arguments.copies),
+        limit_bytes=_limit_of(arguments, processes, len(engines)),
         small_tensors=arguments.small_tensors,
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,
         fully_sharded=arguments.sharding == "full",
     )
-    engines = chosen_engines(arguments.engine, stored)
     _check_shared_files(options[_SHARED_FILES], engines)
-    in_memory = [name for name in engines if name in IN_MEMORY]
-    if in_memory and world_size is not None:
-        raise ReplayError(
-            f"--engine {in_memory[0]}: the slots of all ranks are held by one process, and a launcher starts several; "
-            "run ckpt-replay without one, with --ranks"
-        )
-    if in_memory and arguments.operations == SAVES_THEN_LOADS:
-        raise ReplayError(
-            f"--operations {SAVES_THEN_LOADS}: the slots of --engine {in_memory[0]} hold the newest save alone; "
-            "leave out one of the two"
-        )
+    _check_in_memory(engines, arguments.operations, launched=world_size is not None)
+    if arguments.readers:
+        ranged = ("lazy", CONNECTOR) if arguments.checksum != "none" else (CONNECTOR,)
+        _check_readers(arguments.readers, engines, ranged if stored else engines)
     striping = arguments.striping
     if striping is not None:
         striping = dataclasses.replace(striping, command=arguments.stripe_command)
@@ -349,4 +384,5 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         trace_dir=str(trace_dir) if trace_dir else None,
         operations=arguments.operations,
         striping=striping,
+        readers=arguments.readers,
     )

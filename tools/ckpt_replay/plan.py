@@ -12,6 +12,7 @@ from megatron.config import CheckpointConfig, uris
 from megatron.config.uris import Location, is_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
+LOAD_BESIDE = "load_beside"  # loads of an earlier checkpoint, again and again while a save runs (--readers)
 
 # The operations to measure: with LOAD each engine saves once, not measured, and every repeat loads that checkpoint.
 # With SAVES_THEN_LOADS an engine does the saves of all repeats, each is kept, and then their loads.
@@ -137,6 +138,7 @@ class Request:
     trace_dir: str | None
     operations: str = SAVE_AND_LOAD
     striping: Striping | None = None
+    readers: int = 0  # how many load an earlier checkpoint while a save is measured
 
     @property
     def in_object_storage(self) -> bool:
@@ -157,7 +159,7 @@ class Request:
 class Task:
     """A task that all replayed ranks carry out at once, each in a process started for it."""
 
-    kind: str  # SAVE, LOAD_COLD, LOAD_WARM or STORAGE
+    kind: str  # SAVE, LOAD_COLD, LOAD_WARM, LOAD_BESIDE or STORAGE
     index: int  # unique among the tasks of a replay
     repeat: int  # from 0
     engine: str | None
@@ -167,6 +169,8 @@ class Task:
     notes: Path  # directory of this host for files that the processes of a rank exchange
     request: Request
     measured: bool = True  # False: no trace of it is written
+    readers: tuple[int, ...] = ()  # of a save: the tasks of kind LOAD_BESIDE that run meanwhile
+    beside: int | None = None  # of a LOAD_BESIDE: the task of that save
 
     @property
     def location(self) -> Location:
@@ -205,6 +209,21 @@ def state_file(notes: Path, process: int) -> Path:
 def fingerprint_file(notes: Path, process: int) -> Path:
     """File of the checksums of what a process saved last."""
     return notes / f"fingerprints_{process:05d}.json"
+
+
+def ready_file(notes: Path, task: int, process: int) -> Path:
+    """Is there once this process of a reader has loaded, or has ended."""
+    return notes / f"ready_{task:05d}_{process:05d}"
+
+
+def begun_file(notes: Path, task: int) -> Path:
+    """Is there once the save that is measured has begun on the first process of a save's task."""
+    return notes / f"begun_{task:05d}"
+
+
+def ended_file(notes: Path, task: int) -> Path:
+    """Is there once that save has ended, or this host's processes of the task have."""
+    return notes / f"ended_{task:05d}"
 
 
 def result_file(notes: Path, task: int) -> Path:

@@ -6,7 +6,7 @@ With SAVES_THEN_LOADS the storage is measured first, then each engine does all i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.uris import Location, below
@@ -14,19 +14,21 @@ from restart_trace.clock import now_ns
 
 from .launch import TaskError, WorkerGroup
 from .locations import remove
-from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVES_THEN_LOADS, STORAGE, Request, Task
+from .plan import IN_MEMORY, LOAD, LOAD_BESIDE, LOAD_COLD, LOAD_WARM, SAVE, SAVES_THEN_LOADS, STORAGE, Request, Task
 
 
 @dataclass
 class Samples:
     """The raw records of all measurements: engines[name][kind][repeat][process], storage[repeat][process].
 
-    `failed`: engine -> its error; it is left out of later repeats.
+    Of LOAD_BESIDE engines[name][kind] has an item for each reader and repeat. `failed`: engine -> its error; it is left
+    out of later repeats. `failures`: with readers, engine -> kind -> the error of each save or reader that failed.
     """
 
     engines: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
     storage: list[list[dict[str, Any]]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     # engines[name][kind][repeat]: seconds of a task, including the set-up of its processes.
     tasks_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -42,6 +44,7 @@ class Replay:
     progress: Callable[[str], None]
     samples: Samples = field(default_factory=Samples)
     _tasks: int = 0
+    _earlier: set[str] = field(default_factory=set)  # engines with a checkpoint for readers
 
     def run(self) -> Samples:
         """Raises TaskError if measuring the storage fails; an engine that fails is recorded and left out afterwards."""
@@ -96,14 +99,45 @@ class Replay:
         try:
             for kind in kinds:
                 begun = now_ns()
-                found = self.workers.run(self._task(kind, repeat, name, directory))
-                if found is not None:
+                if kind == SAVE and self.request.readers:
+                    if not self._save_beside_readers(name, repeat, directory):
+                        return  # nothing is there that could be loaded
+                else:
+                    found = self.workers.run(self._task(kind, repeat, name, directory))
+                    self._keep(name, kind, found)
+                if self.workers.leads:
                     took = (now_ns() - begun) / 1e9
                     self.samples.tasks_s.setdefault(name, {}).setdefault(kind, []).append(took)
-                    self.samples.engines[name].setdefault(kind, []).append(found)
         except TaskError as exc:
             self.samples.failed[name] = str(exc)
             self.progress(f"{name} failed: {exc}")
+
+    def _keep(self, name: str, kind: str, found: list[dict[str, Any]] | None) -> None:
+        if found is not None:
+            self.samples.engines[name].setdefault(kind, []).append(found)
+
+    def _save_beside_readers(self, name: str, repeat: int, directory: Location) -> bool:
+        """Save while readers load a checkpoint that was saved before; whether the save succeeded.
+
+        What fails is recorded, and the replay goes on. Raises TaskError if that earlier checkpoint cannot be saved.
+        """
+        earlier = below(self.location, f"{name}_earlier")
+        if name not in self._earlier:
+            self.workers.run(replace(self._task(SAVE, 0, name, earlier), measured=False))
+            self._earlier.add(name)
+        save = self._task(SAVE, repeat, name, directory)
+        readers = [
+            replace(self._task(LOAD_BESIDE, 0, name, earlier), beside=save.index) for _ in range(self.request.readers)
+        ]
+        save = replace(save, readers=tuple(reader.index for reader in readers))
+        found = self.workers.run_beside([save, *readers])
+        for kind, result in zip([SAVE, *[LOAD_BESIDE] * len(readers)], found, strict=True):
+            if isinstance(result, TaskError):
+                self.progress(f"{name} failed: {result}")
+                self.samples.failures.setdefault(name, {}).setdefault(kind, []).append(str(result))
+            else:
+                self._keep(name, kind, result)
+        return not isinstance(found[0], TaskError)
 
     def _loads(self, engine: str) -> list[str]:
         if self.request.in_object_storage:  # no part of it is on the nodes

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,10 +25,12 @@ from . import memory
 from .context import RankContext
 from .library import Library
 from .locations import remove
-from .plan import LAZY_ZSTD, fingerprint_file
+from .plan import LAZY_ZSTD, begun_file, ended_file, fingerprint_file, ready_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
+
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,17 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         counts = number == count - 1
         alone = steps.step() if counts and asynchronous and steps.measures_interference else []
         _settle(ctx)
+        if counts:
+            _await_readers(ctx)
         sample = _timed_save(saver, step, state, steps, alone, before)
+        if counts:
+            ended_file(ctx.task.notes, ctx.task.index).touch()
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
             remove(below(ctx.location, names.tag_of(step)))
-    fingerprint_file(ctx.task.notes, ctx.process).write_text(json.dumps(saved))
+    new = fingerprint_file(ctx.task.notes, ctx.process).with_suffix(".new")
+    new.write_text(json.dumps(saved))
+    new.replace(fingerprint_file(ctx.task.notes, ctx.process))  # at once: a reader may be reading the one before
     saver.close()
     return {
         "saves": [asdict(sample) for sample in samples],
@@ -108,6 +117,16 @@ def _settle(ctx: RankContext) -> None:
     ctx.wait_for_all()
     os.sync()
     ctx.wait_for_all()
+
+
+def _await_readers(ctx: RankContext) -> None:
+    """Return when each reader of the task loads the earlier checkpoint, or has ended: it is to load beside the save."""
+    for reader in ctx.task.readers:
+        while not ready_file(ctx.task.notes, reader, ctx.process).exists():
+            time.sleep(_POLL_S)
+    ctx.wait_for_all()
+    if ctx.process == 0:
+        begun_file(ctx.task.notes, ctx.task.index).touch()
 
 
 class _Saver:

@@ -32,7 +32,7 @@ def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
         columns = [column for column in columns if column.title != "warm load s"]
     lines = [*_wrapped([sentence(figures)]), "", *_wrapped(head(figures)), ""]
     lines += fitted_table(columns, engines, optional=_OPTIONAL)
-    if figures.get("in_object_storage"):
+    if figures.get("in_object_storage") or figures["readers"]:
         lines += ["", *_operations(engines)]
     if show_all:
         lines += ["", *_throughputs(figures), *_ratios(figures)]
@@ -65,6 +65,8 @@ def head(figures: dict[str, Any]) -> list[str]:
         lines.append(
             f"LIMITED by --limit-bytes to {size / full:.1%} of the {full / 1e9:.2f} GB that such a rank really holds"
         )
+    if figures["readers"]:
+        lines.append(f"while a save is measured, {figures['readers']} readers load an earlier checkpoint (--readers)")
     if figures["operations"] in (SAVE, LOAD):
         lines.append(f"only {figures['operations']}s are measured (--operations {figures['operations']})")
     if figures["striping"] is not None:
@@ -196,6 +198,11 @@ def _notes(figures: dict[str, Any]) -> list[str]:
         if found["failed"]:
             error = found["failed"].splitlines()
             lines.append(f"FAILED: {name}: {' ... '.join(dict.fromkeys((error[0], error[-1])))}")
+        lines += [
+            f"{name}: of {of['done'] + of['failed']} {kind}s {of['failed']} failed"
+            for kind, of in found["attempts"].items()
+            if of["failed"]
+        ]
         if found["in_memory_s"]:
             lines.append(
                 f"{name}: {IN_MEMORY[name]}; all ranks have agreed on a save {_seconds(found['in_memory_s'])} s "

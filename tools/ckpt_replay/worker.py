@@ -1,10 +1,11 @@
 """The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all heavy modules once and forks them.
 
-Reads one JSON object per line from its standard input: `what` ("prepare" or "task"), `path` of its pickle,
-`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves only to host memory,
-`imports`: modules that the forked processes of this task and of later ones use. Answers
-with {"failed": process or null, "code"} when all have ended; if one fails, the others are killed. A forked process
-inherits the imports of this process, and otherwise starts with fresh memory.
+Reads one JSON object per line from its standard input: `what` ("prepare" or "task"), `jobs` that run at once, each with
+the `path` of its pickle, `ranks`: process -> {"environment", "log", "ends"} and `ends` (files that are made when the
+process, or the job, has ended), `in_memory`: whether the task's engine saves only to host memory, `imports`: modules
+that the forked processes of this task and of later ones use. Answers with {"failed": [{"process", "code"} or null, of
+each job]} when all have ended; if a process fails, the others of its job are killed. A forked process inherits the
+imports of this process, and otherwise starts with fresh memory.
 
 With devices, which do not survive a fork, each process is a new interpreter instead: `... worker WHAT PATH PROCESS`.
 """
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 from megatron.processes.parent_process import end_with_parent
 from restart_trace.devices import available_accelerator
 
-from .plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
+from .plan import LOAD_BESIDE, LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
 
 PREPARE, TASK = "prepare", "task"
 
@@ -52,10 +53,10 @@ def _measure(ctx: Any) -> dict[str, Any]:
         from .saving import run_saves
 
         return run_saves(ctx)
-    if ctx.task.kind in (LOAD_COLD, LOAD_WARM):
-        from .loading import run_loads
+    if ctx.task.kind in (LOAD_COLD, LOAD_WARM, LOAD_BESIDE):
+        from .loading import run_loads, run_loads_beside
 
-        return run_loads(ctx)
+        return run_loads_beside(ctx) if ctx.task.kind == LOAD_BESIDE else run_loads(ctx)
     from .storage import measure
 
     return measure(ctx)
@@ -67,7 +68,7 @@ class _Server:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # output of imports must not be read as an answer
-        self._running: dict[int, int] = {}  # process id -> process number
+        self._running: dict[int, tuple[int, int]] = {}  # process id -> number of its job, and of the process there
         self._forks = True
         self._kept: dict[
             str, str
@@ -89,27 +90,30 @@ class _Server:
             if request["in_memory"] and self._forks and not self._kept:
                 from .host_memory import HeldMemory
 
-                self._kept = HeldMemory(len(request["ranks"])).environment
+                self._kept = HeldMemory(len(request["jobs"][0]["ranks"])).environment
             for module in request["imports"] if self._forks else ():
                 importlib.import_module(module)
-            for number, settings in request["ranks"].items():
-                self._start(request["what"], Path(request["path"]), int(number), settings)
-            self._answers.write(json.dumps(self._wait()) + "\n")
+            jobs = request["jobs"]
+            for index, job in enumerate(jobs):
+                for number, settings in job["ranks"].items():
+                    pid = self._start(request["what"], Path(job["path"]), int(number), settings)
+                    self._running[pid] = index, int(number)
+            self._answers.write(json.dumps({"failed": self._wait(jobs)}) + "\n")
             self._answers.flush()
 
-    def _start(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> None:
+    def _start(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> int:
+        """The id of the new process."""
         if not self._forks:
             command = [sys.executable, "-m", f"{__package__}.worker", what, str(path), str(number)]
             with open(settings["log"], "wb") as log:
                 started = subprocess.Popen(
                     command, env=settings["environment"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
                 )
-            self._running[started.pid] = number
-            return
+            return started.pid
         pid = os.fork()
         if pid == 0:
             self._become(what, path, number, settings)
-        self._running[pid] = number
+        return pid
 
     def _become(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> NoReturn:
         """In the forked process: run the rank, then exit as a forked process of multiprocessing does.
@@ -138,21 +142,29 @@ class _Server:
             sys.stderr.flush()
             os._exit(code)
 
-    def _wait(self) -> dict[str, Any]:
-        """Wait for all running processes; if one fails, kill the others."""
-        answer: dict[str, Any] = {"failed": None, "code": 0}
+    def _wait(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Wait for all running processes; if one fails, kill the others of its job. Which of each job failed first."""
+        failed: list[dict[str, Any] | None] = [None] * len(jobs)
         while self._running:
             pid, status = os.wait()
-            number = self._running.pop(pid, None)
-            code = os.waitstatus_to_exitcode(status)
-            if number is not None and code and answer["failed"] is None:
-                answer = {"failed": number, "code": code}
-                self._kill()
-        return answer
+            if pid not in self._running:
+                continue
+            index, number = self._running.pop(pid)
+            job, code = jobs[index], os.waitstatus_to_exitcode(status)
+            if code and failed[index] is None:
+                failed[index] = {"process": number, "code": code}
+                self._kill(index)
+            made = [job["ranks"][str(number)].get("ends")]
+            made += [job["ends"]] * all(other != index for other, _ in self._running.values())
+            for path in filter(None, made):
+                Path(path).touch()
+        return failed
 
-    def _kill(self) -> None:
-        for pid in self._running:
-            os.kill(pid, signal.SIGKILL)
+    def _kill(self, job: int | None = None) -> None:
+        """The processes of a job, or all."""
+        for pid, (index, _) in self._running.items():
+            if job in (None, index):
+                os.kill(pid, signal.SIGKILL)
 
     def _stop(self) -> None:
         self._kill()

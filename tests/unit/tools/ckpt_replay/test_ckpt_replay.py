@@ -89,6 +89,11 @@ def test_engine_options_are_the_trainers() -> None:
             ReplayError,
             "--checkpoint-files-per-node 1: only lazy-shared heeds it",
         ),
+        (
+            ["--model", "70b", "--engine", "memory", "--readers", "1"],
+            ReplayError,
+            "--readers 1: --engine memory, whose slots",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
@@ -105,6 +110,7 @@ def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], messa
         (["--sharding", "full", "--tp", "2"], "--sharding full: --model is divided equally among --dp ranks"),
         (["--copies", "2"], "--copies 2: needs --sharding full, whose copies hold the same; add it"),
         (["--sharding", "full", "--copies", "0"], "--copies 0: must be at least 1"),
+        (["--readers", "2", "--operations", "load"], "--readers 2: they load beside saves, and --operations load"),
     ],
 )
 def test_what_has_no_meaning_in_object_storage(
@@ -113,6 +119,13 @@ def test_what_has_no_meaning_in_object_storage(
     with pytest.raises(SystemExit):
         parse_arguments(["--model", "7b", "--dir", "s3://b/p", *argv])
     assert message in capsys.readouterr().err
+
+
+def test_readers_in_object_storage_need_an_engine_that_reads_there_each_time() -> None:
+    asked = ["--model", "7b", "--dir", "s3://bucket/p", "--readers", "1", "--engine"]
+    assert request_from(parse_arguments([*asked, "lazy,s3torchconnector"]), None).readers == 1
+    with pytest.raises(ReplayError, match="^--readers 1: --engine torch, which reads from object storage once"):
+        request_from(parse_arguments([*asked, "lazy,torch"]), None)
 
 
 def test_engines_of_object_storage() -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
+from tests.unit.tools.ckpt_replay.replay_helpers import figures, load, samples
 from tools.ckpt_replay.figures import storage_figures
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.ckpt_replay.replay import Samples
@@ -27,6 +27,21 @@ def test_operations_are_told_as_the_connectors_benchmark_does() -> None:
     assert load["requests"] is None and load["success_ratio"] is None  # nobody counted them
     text = render(result | {"in_object_storage": True, "verdict": None})
     assert re.search(r"torch save +217 +8\.800 .*20 +2 +90\.00%", text) and "warm load s" not in text
+
+
+def test_loads_beside_saves_have_the_rate_of_all_readers() -> None:
+    """Two readers beside five saves; of each two loads on two ranks, the slower of which takes 2 s."""
+    found = samples()
+    loads = [{**load(took, "cold"), "requests": 8, "retries": 2} for took in (1.0, 2.0)]
+    found.engines["torch"]["load_beside"] = [[{"loads": [one] * 2} for one in loads]] * 10
+    found.failures = {"torch": {"load_beside": ["why"]}}
+    engine = figures(found)["engines"]["torch"]
+    beside = engine["operations"]["load_beside"]
+    assert beside["duration_s"]["samples"] == [2.0] * 20
+    assert beside["requests"] == 16 and beside["requests_per_s"] == pytest.approx(2 * 16 / 2)
+    assert beside["success_ratio"] == 0.75 and beside["throughput_MiBps"]["median"] == pytest.approx(2e9 / 2**20 / 2)
+    assert engine["attempts"]["load_beside"] == {"done": 10, "failed": 1}
+    assert engine["failed"] == "why" and not engine["verified"]
 
 
 def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:
