@@ -169,8 +169,8 @@ class InProcessRestarts:
             self._asked.set()  # from here on nothing new is exchanged
             wait_for_transfers()
             shut_connections()
-            for call in list(self._when_shut):
-                call()
+            while self._when_shut:  # in no variable: this frame lives on
+                self._when_shut.pop()()
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
 

@@ -21,12 +21,12 @@ from ..common.tables import markdown_table
 from . import command as commands
 from .checkpoints import checkpoints_at
 from .drill import in_turn, run_drill
-from .faults import DAMAGE, FAULTS, place_refusal, refusal
+from .faults import DAMAGE, FAULTS, STORAGE_FAULTS, place_refusal, refusal
 from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
 from .nodes import TAKES_A_SPARE
 from .output import analysed, content_of
-from .plan import Injection, Plan, PlannedInjection, injection_before_restart, say
+from .plan import BY_FORK, Injection, Plan, PlannedInjection, injection_before_restart, say
 from .reference import Reference
 
 INJECTION_POINTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
@@ -85,16 +85,24 @@ def sequences(chosen: list[Cell], spares: int = 1, nodes: int = 1) -> list[list[
     """The cells of each sequence of launches, in order.
 
     A sequence loses at most as many nodes as there are `spares`; one fault, which takes `nodes`, is always possible.
+    A launcher does not retry a start that is refused after another one that was, as those are that the store fails.
     """
     losses = max(1, spares // nodes)
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for cell in chosen:
         mine = found.setdefault((cell.supervisor, cell.engine), [[]])
         lost = sum(other.fault in TAKES_A_SPARE for other in mine[-1])
-        if len(mine[-1]) == MAX_INJECTIONS or (cell.fault in TAKES_A_SPARE and lost == losses):
+        too_many = cell.fault in TAKES_A_SPARE and lost == losses
+        again = mine[-1] and _refuses_a_start(mine[-1][-1]) and _refuses_a_start(cell)
+        if len(mine[-1]) == MAX_INJECTIONS or too_many or again:
             mine.append([])
         mine[-1].append(cell)
     return [sequence for of_both in found.values() for sequence in of_both]
+
+
+def _refuses_a_start(cell: Cell) -> bool:
+    restarts = parse_injection_point(cell.injection_point).during_restart
+    return cell.supervisor in BY_FORK and cell.fault in STORAGE_FAULTS and restarts
 
 
 def injections_of(sequence: list[Cell]) -> tuple[PlannedInjection, ...]:

@@ -310,7 +310,7 @@ def test_it_is_refused_where_it_cannot_be(flags: list[str], message: str, capsys
 
 
 TRANSFERS = """
-import os, socket, threading, time
+import os, socket, threading, time, weakref
 from megatron.processes import in_process_restart as restart
 
 listening = socket.create_server(("127.0.0.1", 0))
@@ -346,8 +346,13 @@ if os.fork() == 0:  # in another process, as all connections of this one are shu
 to_store = socket.create_connection(store.getsockname())
 launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 restart.InProcessRestarts(rank, 0, 600.0)
-called = threading.Event()
-restart.when_shut(called.set)
+class Saves:
+    def are_lost(self):
+        called.set()
+called, saves = threading.Event(), Saves()
+restart.when_shut(saves.are_lost)
+of_this_start = weakref.ref(saves)
+del saves
 other.sendall(b"part of a message")
 launcher.send(restart.RETURN)
 while not restart.is_asked():
@@ -360,6 +365,8 @@ called.wait()
 assert to_store.recv(9) == b"an object", "this one goes to no rank"
 to_store.sendall(b"a request")
 assert to_store.recv(100) == b"a request"
+while of_this_start() is not None:  # the thread goes on into the next start, and keeps nothing of this one
+    time.sleep(0.01)
 """
 
 

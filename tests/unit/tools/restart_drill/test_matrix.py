@@ -62,6 +62,15 @@ def test_a_course_loses_as_many_nodes_as_there_are_spares() -> None:
         assert max(lost) == spares
 
 
+def test_no_two_starts_in_turn_are_refused() -> None:
+    """The launcher would not start a third one."""
+    step, load = (Cell("in-process", "dcp", "storage-fault:500", point) for point in ("mid-step", "mid-load"))
+    assert sequences([step, load, load, step, load]) == [[step, load], [load, step, load]]
+    assert sequences([load, load]) == [[load], [load]]
+    again = Cell("relaunch", "dcp", "storage-fault:500", "mid-load")
+    assert sequences([again, again]) == [[again, again]]
+
+
 def test_a_course_that_begins_in_a_restart_has_one_before() -> None:
     load, step = (Cell("relaunch", "lazy", "sigstop", point) for point in ("mid-load", "mid-step"))
     assert [planned.fault for planned in injections_of([load, step])] == ["sigkill-all", "sigstop", "sigstop"]
