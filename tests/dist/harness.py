@@ -141,6 +141,12 @@ class Zygote:
             ) from None
         return Run(codes, directory, pids)
 
+    def call(self, function: Callable[..., None], log_dir: Path, *paths: Path) -> None:
+        """Call a function of a module in a process of its own, which has torch and DeepSpeed imported."""
+        argv = [function.__module__, function.__name__, *map(str, paths)]
+        run = self.run(argv, 1, log_dir, script=str(Path(__file__).with_name("scripts") / "call_function.py"))
+        assert run.ok, run.output[-6000:]
+
     def _ask(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")

@@ -17,7 +17,7 @@ from megatron.adapters import lazy_files
 from megatron.adapters.snapshot import LiveSave, Snapshot, Trained
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy.writer import LazySave
-from tests.faults.injection import in_a_small_process
+from tests.dist.harness import Zygote
 
 
 class Training:
@@ -183,8 +183,8 @@ def test_a_tensor_of_another_kind_is_copied_at_once_and_in_nobodys_way(kind: str
 
 
 @pytest.mark.slow
-def test_few_elements_are_compared_and_none_is_copied_whole() -> None:
-    in_a_small_process(take_without_a_copy)
+def test_few_elements_are_compared_and_none_is_copied_whole(zygote: Zygote, tmp_path: Path) -> None:
+    zygote.call(take_without_a_copy, tmp_path)
 
 
 def test_a_change_after_the_step_is_none_of_the_saves_business() -> None:
@@ -215,8 +215,8 @@ def step_without_room_for_a_copy() -> None:
 
 
 @pytest.mark.slow
-def test_a_save_whose_tensors_cannot_be_copied_fails_and_the_training_goes_on() -> None:
-    in_a_small_process(step_without_room_for_a_copy)
+def test_a_save_whose_tensors_cannot_be_copied_fails_and_the_training_goes_on(zygote: Zygote, tmp_path: Path) -> None:
+    zygote.call(step_without_room_for_a_copy, tmp_path)
 
 
 def test_no_optimizer_steps_while_another_thread_copies_for_a_save() -> None:
