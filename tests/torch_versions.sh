@@ -44,7 +44,8 @@ set_up() {
         cat "$said" >&2
         exit 1
     fi
-    echo "$everything_else" >"$(echo "$2"/lib/python3.*/site-packages)/everything_else.pth"
+    # Not the path alone: this project is there by a .pth of its own, which processes need that tests start elsewhere.
+    echo "import site; site.addsitedir('$everything_else')" >"$(echo "$2"/lib/python3.*/site-packages)/everything_else.pth"
     echo "$everything_else" >"$2/installed"
 }
 

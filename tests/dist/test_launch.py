@@ -111,6 +111,7 @@ def trained_and_killed(
         ready = lambda: all_held(trace, held_at) and that_wait() == standby  # noqa: E731
         wait_for(lambda: ready() or job.poll() is not None, f"iteration {held_at}")
         # Some are saved in the background: without it the restart would take one before.
+        assert job.poll() is None, (tmp_path / "log").read_text()[-4000:]
         wait_for(lambda: not saved or saved in [end["step"] for end in save_ends(save)], f"the save of step {saved}")
         if without:
             (save / without).rename(tmp_path / without)

@@ -48,7 +48,7 @@ def test_the_oldest_and_a_newer_version_are_tested_and_one_that_no_index_has_is_
         ("ours", "save"), ("ran", "load"), ("ran", "save"), ("ours", "load")
     ]  # fmt: skip
     (packages,) = (tmp_path / "torch" / "2.14.1").glob("lib/*/site-packages/everything_else.pth")
-    assert packages.read_text() == "/everything/else\n"
+    assert packages.read_text() == "import site; site.addsitedir('/everything/else')\n"
 
 
 @pytest.mark.parametrize(
