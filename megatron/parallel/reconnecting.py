@@ -40,7 +40,6 @@ class ReconnectingGroup(dist.ProcessGroup):
         if self.size() > 1:
             prefixed = PrefixStore(f"{self.name_at_store}/", store)
             gloo = ProcessGroupGloo(prefixed, self.rank(), self.size(), self.timeout)
-            gloo._set_sequence_number_for_group()
             self._use(gloo, dist.ProcessGroup.BackendType.GLOO)
 
     def disconnect(self) -> None:
