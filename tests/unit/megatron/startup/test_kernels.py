@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from megatron.config import OptimizerConfig
 from megatron.optimizer.build import build_optimizer
 from megatron.startup.kernels import warm_up_optimizer
+from tests.dist.harness import Zygote
 from tools.ckpt_plan.step_time.passes import PassRecorder
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -23,13 +21,12 @@ OF_THE_LAYER = {"ones", "ones_like", "sum", "expand", "zeros"}
 
 
 @pytest.mark.slow
-def test_every_operator_of_deepspeeds_step_has_run_in_the_warm_up() -> None:
+def test_every_operator_of_deepspeeds_step_has_run_in_the_warm_up(zygote: Zygote, tmp_path: Path) -> None:
     """As BF16_Optimizer performs them in another process: accumulation, reduction, norm, clipping, update."""
     script = ROOT / "tests" / "unit" / "tools" / "ckpt_plan" / "count_optimizer_passes.py"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    expected = set(json.loads(done.stdout.splitlines()[-1])["immediate"]["operators"])
+    run = zygote.run([], 1, tmp_path, script=str(script))
+    assert run.ok, run.output
+    expected = set(json.loads(run.log().splitlines()[-1])["immediate"]["operators"])
     layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = build_optimizer(layer, OptimizerConfig(lr=0.1))
     with PassRecorder() as recorder:

@@ -27,7 +27,8 @@ WIDTH = 1024
 
 
 def main() -> None:
-    os.environ["MASTER_PORT"] = str(free_port())
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(free_port())
     # Builds an operator of DeepSpeed otherwise, which one rank does not need.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed("gloo", verbose=False)

@@ -6,8 +6,6 @@ No time is measured: whether the prediction is right, the GPU tier shows.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model.flops import flops_of_batch
+from tests.dist.harness import Zygote
 from tests.gpu.predictions import PREDICTIONS
-from tests.unit.script_helpers import ROOT
 from tools.ckpt_plan.cli import main
 from tools.ckpt_plan.presets import Planned, config_for, config_from_flags
 from tools.ckpt_plan.recomputation import MODES, mode_of, with_mode
@@ -222,14 +220,10 @@ def test_a_layer_keeps_its_products_when_it_is_fused() -> None:
 
 
 @pytest.mark.slow
-def test_the_optimizer_moves_what_deepspeed_moves() -> None:
-    script = Path(__file__).with_name("count_optimizer_passes.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    counted = json.loads(done.stdout.splitlines()[-1])
+def test_the_optimizer_moves_what_deepspeed_moves(zygote: Zygote, tmp_path: Path) -> None:
+    run = zygote.run([], 1, tmp_path, script=str(Path(__file__).with_name("count_optimizer_passes.py")))
+    assert run.ok, run.output
+    counted = json.loads(run.log().splitlines()[-1])
     config, _, _ = planned_of()
     many = 10**9
     for name, immediate in (("immediate", True), ("kept", False)):
