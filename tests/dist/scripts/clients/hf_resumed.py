@@ -45,5 +45,6 @@ samples = [{"input_ids": row, "labels": row} for row in tokens]
 trainer = Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[PrintLoss])
 last = last_complete_checkpoint("checkpoints")
 print("resumed", last, flush=True)
-trainer.train(resume_from_checkpoint=last)
+if last != f"checkpoints/checkpoint-{steps}":  # Trainer would do a step more
+    trainer.train(resume_from_checkpoint=last)
 torch.distributed.destroy_process_group()
