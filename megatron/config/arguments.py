@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -85,6 +86,7 @@ class _KeepNameAndValues(argparse.Action):
         setattr(namespace, self.dest, kept)
 
 
+@functools.cache  # it is built once for all starts of a process, and of those that are forked from it
 def build_parser() -> argparse.ArgumentParser:
     """A parser of every supported flag. Flags that are not given leave no attribute in the namespace."""
     parser = _Parser(

@@ -69,12 +69,16 @@ class Ranks:
                 if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) == RETURNED:
                     self.returned.add(pid)
 
+    def which_returned(self) -> set[int]:
+        """The ranks that have returned and wait for the next start."""
+        self.reap()  # they may have waited for long
+        return {self.running[pid] for pid in self.returned}
+
     def start_again(self, before: Ranks, plan: Plan, restart: int, port: int) -> None:
         """Take over the ranks that have returned from the start before, and have them start as this restart.
 
         One that cannot be told is killed, so that it is forked anew: the others would wait for it.
         """
-        before.reap()  # they may have waited for long
         launcher = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
         for pid in sorted(before.returned):
             own = rank_environment(plan, before.running[pid] - plan.rank(0), restart, port, None)
@@ -182,18 +186,15 @@ def fork_ranks(
     `in_child` is called with its local rank, and this does not return: SystemExit leaves through it."""
     launcher = os.getpid()
     ranks = Ranks()
-    if before is not None:
-        ranks.start_again(before, plan, restart, port)
-    there = set(ranks.running.values())
-    for local_rank in range(plan.nproc_per_node):
-        if plan.rank(local_rank) in there:
-            continue
+
+    def fork(local_rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET) if plan.in_process_restart else (None, None)
         pid = os.fork()
         if pid == 0:
-            for end in (ours, *ranks.connections.values()):
+            of_others = () if before is None else before.connections.values()
+            for end in (ours, *ranks.connections.values(), *of_others):
                 if end is not None:
                     end.close()
             in_child(local_rank)
@@ -202,6 +203,15 @@ def fork_ranks(
             theirs.close()
             ranks.connections[pid] = ours
         ranks.running[pid] = plan.rank(local_rank)
+
+    returned = set() if before is None else before.which_returned()
+    for local_rank in range(plan.nproc_per_node):
+        if plan.rank(local_rank) not in returned:  # they have more to do than those that returned, so they begin first
+            fork(local_rank)
+    if before is not None:
+        ranks.start_again(before, plan, restart, port)
+        for rank in returned - set(ranks.running.values()):
+            fork(rank - plan.rank(0))
     return ranks
 
 

@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, ProcessGroupGloo
 
-from megatron.processes.in_process_restart import is_asked
+from megatron.processes.in_process_restart import check_not_asked, know_exchanges, shut_if_nothing_is_exchanged
 
 BACKEND = "reconnecting_gloo"  # as torch and DeepSpeed know it
 # What torch.distributed calls a group for, by all names that versions of torch have for it.
 _PASSED_ON = re.compile("_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)|_(start|end)_coalescing")
 _groups: list[ReconnectingGroup] = []  # in the order of their creation, which is the same on all ranks
+_works: list[dist.Work] = []  # of collectives; the last ones may go on
+# gloo's thread and listening socket of this process, for all groups and starts: each takes 10 ms to end.
+_devices: list[Any] = []
 
 
 class ReconnectingGroup(dist.ProcessGroup):
@@ -39,7 +42,7 @@ class ReconnectingGroup(dist.ProcessGroup):
         """Connect with the other ranks, which meet at `store`. Alone, a rank has nobody to connect with."""
         if self.size() > 1:
             prefixed = PrefixStore(f"{self.name_at_store}/", store)
-            gloo = ProcessGroupGloo(prefixed, self.rank(), self.size(), self.timeout)
+            gloo = _create_gloo(prefixed, self.rank(), self.size(), self.timeout)
             self._use(gloo, dist.ProcessGroup.BackendType.GLOO)
 
     def disconnect(self) -> None:
@@ -52,17 +55,34 @@ class ReconnectingGroup(dist.ProcessGroup):
         self.inner = inner
 
 
+def _create_gloo(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroupGloo:
+    if not _devices:
+        first: Any = ProcessGroupGloo(store, rank, size, timeout)
+        _devices.extend(first.options._devices)
+        return first
+    options: Any = getattr(ProcessGroupGloo, "_Options")()  # noqa: B009  types do not know it
+    options._devices, options._threads, options._timeout = _devices, 2 * len(_devices), timeout  # as torch has them
+    return ProcessGroupGloo(store, rank, size, options)
+
+
 def _passed_on(name: str) -> Any:
     def collective(self: ReconnectingGroup, *args: Any, **kwargs: Any) -> Any:
-        if is_asked():
-            raise ConnectionAbortedError("another rank has failed: this one returns")
-        return getattr(self.inner, name)(*args, **kwargs)
+        check_not_asked()
+        work = getattr(self.inner, name)(*args, **kwargs)
+        if isinstance(work, dist.Work):
+            _works[:] = [one for one in _works if not one.is_completed()]
+            _works.append(work)
+        return work
 
     return collective
 
 
 for _name in filter(_PASSED_ON.match, vars(dist.ProcessGroup)):
     setattr(ReconnectingGroup, _name, _passed_on(_name))
+
+
+def _exchanges() -> bool:
+    return not all(work.is_completed() for work in list(_works))  # a copy: the main thread adds to it
 
 
 def _create(options: Any, _: Any) -> ReconnectingGroup:
@@ -75,6 +95,7 @@ def create_world(rank: int, world_size: int, timeout: Any) -> None:
     """Make the default group, and have those made later be of its kind; nothing if there is one that lives on."""
     if dist.is_initialized():
         return
+    know_exchanges(_exchanges)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     # Nobody is met there: `connect_groups` has the store of the start.
@@ -88,7 +109,9 @@ def connect_groups(store: Any) -> None:
 
 
 def disconnect_groups() -> None:
-    """End the connections and threads of all groups; the groups live on."""
+    """End the connections of all groups; the groups live on."""
+    shut_if_nothing_is_exchanged()
+    _works.clear()
     for group in _groups:
         group.disconnect()
 

@@ -38,6 +38,7 @@ _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _QUIET_S = 0.03  # without a transfer, before connections are shut
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
+_STUCK_S = 0.5  # for a collective to end once its connections have
 _THREADS_S = 5.0  # for threads of the start before to end
 _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -66,6 +67,8 @@ class InProcessRestarts:
         self._undo: list[Callable[[], object]] = []
         self._when_shut: list[Callable[[], object]] = []
         self._has_lost_rank = False
+        self._left_between = False  # two exchanges, and before an error
+        self.exchanges: Callable[[], bool] = lambda: False  # with other ranks, as far as is known
         self.returns = 0
         self.started_ns: int | None = None
         self.phases: list[tuple[str, str | None, int, int]] = []
@@ -111,7 +114,7 @@ class InProcessRestarts:
         begun_ns = min(at_ns for at_ns in (self._asked_ns, self._error_ns, left_ns) if at_ns is not None)
         self._asked_ns = self._error_ns = None
         self._asked.clear()
-        self._has_lost_rank = False
+        self._has_lost_rank = self._left_between = False
         self._left.set()
         undone_ns = now_ns()
         self._connection.send(RETURNED)
@@ -167,18 +170,28 @@ class InProcessRestarts:
             self._left.clear()
             self._asked_ns = now_ns()
             self._asked.set()  # from here on nothing new is exchanged
-            wait_for_transfers()
-            shut_connections()
-            while self._when_shut:  # in no variable: this frame lives on
-                self._when_shut.pop()()
+            wait_for_transfers(self._left)
+            stuck_at = time.monotonic() + _STUCK_S
+            if not self._left.is_set():
+                shut_connections()
+                with contextlib.suppress(IndexError):  # none is left, or the main thread has left and cleared them
+                    while True:
+                        self._when_shut.pop()()  # in no variable: this frame lives on
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
+                if time.monotonic() >= stuck_at and self.exchanges():
+                    _tell_end("an exchange of which a part had arrived does not end with its connection")
+                    os._exit(1)  # the main thread would wait until --return-timeout
 
 
 def _end(why: str) -> NoReturn:
+    _tell_end(why)
+    raise SystemExit(1)
+
+
+def _tell_end(why: str) -> None:
     rank = os.environ.get("RANK")
     print(f"rank {rank} ends instead of starting again in its process: {why}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
 
 
 _here: list[InProcessRestarts] = []  # of this process, if it is a rank that returns
@@ -226,6 +239,32 @@ def is_asked() -> bool:
     return any(restarts._asked.is_set() for restarts in _here)
 
 
+def check_not_asked() -> None:
+    """Raises ConnectionAbortedError if the launcher has asked this rank to return; to be called between exchanges."""
+    for restarts in _here:
+        if restarts._asked.is_set():
+            restarts._left_between = restarts._error_ns is None  # after an error an exchange may have ended half way
+            raise ConnectionAbortedError("another rank has failed: this one returns")
+
+
+def know_exchanges(exchanges: Callable[[], bool]) -> None:
+    """Have this rank ask `exchanges` whether a collective of it is under way."""
+    for restarts in _here:
+        restarts.exchanges = exchanges
+
+
+def shut_if_nothing_is_exchanged() -> None:
+    """Shut the connections at once if no exchange with other ranks is under way, and none has ended half way.
+
+    What this rank has sent arrives before its end does, so no other rank is left with a part of a message. Otherwise
+    this is for the thread that waits until transfers have ended.
+    """
+    for restarts in _here:
+        if restarts._left_between and not restarts.exchanges():
+            _wait_until_sent()
+            shut_connections()
+
+
 def note_error() -> None:
     """Note when the script sees an error that may be of another rank, before it undoes anything."""
     for restarts in _here:
@@ -254,8 +293,14 @@ def shut_connections() -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
-def wait_for_transfers() -> None:
-    """Wait until nothing has been under way in the TCP sockets of this process for a moment.
+def _wait_until_sent() -> None:
+    until = time.monotonic() + _SENT_S
+    while time.monotonic() < until and any(_has_bytes(one, (termios.TIOCOUTQ,)) for one in _connections()):
+        time.sleep(_QUIET_S / 4)
+
+
+def wait_for_transfers(left: threading.Event) -> None:
+    """Wait until nothing has been under way in the TCP sockets of this process for a moment, or `left` is set.
 
     When a connection ends, gloo (seen with torch 2.13) does not wake a thread that waits for a message of which a part
     has arrived, or has been sent: such a rank would not return.
@@ -269,7 +314,8 @@ def wait_for_transfers() -> None:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = now
-        time.sleep(_QUIET_S / 4)
+        if left.wait(_QUIET_S / 4):
+            return
 
 
 def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:

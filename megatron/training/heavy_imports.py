@@ -66,8 +66,10 @@ def import_for_forks(*, compiler: bool = False) -> None:
     import megatron.startup.preflight
     import megatron.tokenizer.sentence_piece
     import megatron.tokenizer.tokenizer  # noqa: F401
+    from megatron.config.arguments import build_parser
     from restart_trace.process import versions
 
+    build_parser()
     versions()  # reads all installed packages and caches the result
     for name in _IN_PASSING:
         with contextlib.suppress(ImportError):

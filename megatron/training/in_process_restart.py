@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.engines.registry import why_not_returning
 from megatron.config import CheckpointConfig, Config, ConfigError
-from megatron.processes.in_process_restart import at_return, is_possible
+from megatron.processes.in_process_restart import at_return, check_not_asked, is_possible
 
 if TYPE_CHECKING:
     from megatron.startup.initialize import Runtime
@@ -85,8 +85,30 @@ def keep_engine(engine: Any, config: Config, runtime: Runtime) -> None:
     from megatron.training.as_built import AsBuilt
 
     if not _kept:
+        leave_between_layers(engine.module)
         _kept.append(Kept(engine, config, list(runtime.communicators.groups), AsBuilt(engine)))
         gc.freeze()  # it stays: no later collection looks through it again
+
+
+def leave_between_layers(model: Any) -> None:
+    """Have a step end before its next layer, forward or backward, once this rank is asked to return.
+
+    Otherwise it would go on to its next collective: with data parallelism alone to the end of its last backward.
+    """
+    import torch
+
+    def forward(*_: Any) -> None:
+        check_not_asked()
+
+    def backward(_layer: Any, _inputs: Any, output: Any) -> None:
+        for one in output if isinstance(output, tuple) else (output,):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(forward)
+
+    for layer in model.forward_funcs:
+        if isinstance(layer, torch.nn.Module):
+            layer.register_forward_pre_hook(forward)
+            layer.register_forward_hook(backward)
 
 
 def leave_world() -> None:

@@ -318,7 +318,7 @@ ours = socket.create_connection(listening.getsockname())
 other = listening.accept()[0]
 
 def waits():
-    one = threading.Thread(target=restart.wait_for_transfers, daemon=True)
+    one = threading.Thread(target=restart.wait_for_transfers, args=[threading.Event()], daemon=True)
     one.start()
     one.join(0.3)
     return one
@@ -386,3 +386,78 @@ def test_a_descriptor_that_is_no_socket_any_more_is_left_alone(tmp_path: Path, m
             in_process_restart.shut_connections()
         assert psutil.Process().num_fds() == before
         file.write(b"still open")
+
+
+RETURNS = """
+import os, socket, threading
+from megatron.processes import in_process_restart as restart
+
+listening = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(listening.getsockname())
+other = listening.accept()[0]
+launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+restarts = restart.InProcessRestarts(rank, 0, 600.0)
+
+def asked():
+    launcher.send(restart.RETURN)
+    restarts._asked.wait()
+
+def leaves():
+    try:
+        restart.check_not_asked()
+    except ConnectionAbortedError:
+        restart.shut_if_nothing_is_exchanged()
+    other.setblocking(False)
+    try:
+        return other.recv(1) == b""
+    except BlockingIOError:
+        return False
+"""
+
+
+def returning(script: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: all its sockets count."""
+    return subprocess.run(
+        [sys.executable, "-c", RETURNS + script], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "shut"),
+    [
+        ("", True),
+        ("restart.know_exchanges(lambda: True)", False),
+        ("restart.note_error()", False),  # one of its exchanges may have ended half way
+    ],
+)
+def test_connections_are_shut_at_once_where_nothing_was_exchanged(before: str, shut: bool) -> None:
+    """Else the rank would wait for a moment in which it is sure that nothing is under way."""
+    done = returning(
+        f"restart._QUIET_S = restart._READ_S = 600.0\nasked()\n{before}\nassert leaves() is {shut}\nos._exit(0)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_ends_whose_exchange_does_not_end_with_its_connection() -> None:
+    """gloo wakes no wait for a message of which a part has arrived: it would be killed after --return-timeout."""
+    done = returning("restart._STUCK_S = 0.0\nrestart.know_exchanges(lambda: True)\nasked()\nthreading.Event().wait()")
+    assert done.returncode == 1
+    assert "an exchange of which a part had arrived does not end with its connection\n" in done.stderr
+
+
+def test_a_rank_that_exchanges_nothing_has_time_to_return() -> None:
+    """It may compute for long before it sees that it is asked."""
+    done = returning("""
+restart._STUCK_S = restart._SHUT_AGAIN_S = 0.0
+count, shut = 0, restart.shut_connections
+def counted():
+    global count
+    count += 1
+    if count == 100:
+        os._exit(0)
+    shut()
+restart.shut_connections = counted
+asked()
+threading.Event().wait()
+""")
+    assert done.returncode == 0, done.stderr

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from torch._C._distributed_c10d import HashStore
 
 from megatron.config import CheckpointConfig
 from megatron.parallel import reconnecting
-from megatron.training.in_process_restart import drop_world, keep_engine, refusal
+from megatron.processes import in_process_restart
+from megatron.training import in_process_restart as training
+from megatron.training.in_process_restart import drop_world, keep_engine, leave_between_layers, refusal
 
 SAVES = {"save": "run", "save_interval": 1}
 
@@ -57,20 +65,93 @@ def test_what_half_a_step_has_left_in_buffers_of_recomputation_is_dropped(monkey
 def test_an_engine_that_was_kept_is_dropped() -> None:
     """Although the collector does not look through it any more."""
     optimizer: Any = DeepSpeedOptimizer.__new__(DeepSpeedOptimizer)
-    optimizer.masters = ["large"]
+    optimizer.masters, optimizer.module = ["large"], SimpleNamespace(forward_funcs=[])
     nothing: Any = SimpleNamespace(communicators=SimpleNamespace(groups=[]))
     keep_engine(optimizer, nothing, nothing)
     drop_world()
     assert vars(optimizer) == {}
 
 
-def test_a_rank_that_is_asked_to_return_begins_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the launcher has asked this rank to return."""
+    event = threading.Event()
+    monkeypatch.setattr(in_process_restart, "_here", [SimpleNamespace(_asked=event, _error_ns=None)])
+    return event
+
+
+def test_a_rank_that_is_asked_to_return_begins_no_exchange(asked: threading.Event) -> None:
     """What another rank has begun to send when connections end would be waited for without end."""
     begun: list[str] = []
     groups: Any = reconnecting.ReconnectingGroup
     group = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append))
     groups.allreduce(group, "before")
-    monkeypatch.setattr(reconnecting, "is_asked", lambda: True)
+    asked.set()
     with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
         groups.allreduce(group, "after")
     assert begun == ["before"]
+
+
+def test_a_step_ends_before_its_next_layer(asked: threading.Event) -> None:
+    """Forward as well as backward; and does what it did before while nothing is asked."""
+    ran: list[str] = []
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            ran.append("forward")
+            x.register_hook(lambda _: ran.append("backward"))
+            return super().forward(x), None
+
+    layers = [Layer(2, 2), lambda out: out[0], Layer(2, 2), lambda out: out[0]]
+    leave_between_layers(SimpleNamespace(forward_funcs=layers))
+
+    def step() -> None:
+        x = torch.ones(2, requires_grad=True) * 1
+        for layer in layers:
+            x = layer(x)
+        (x.sum()).backward()
+
+    step()
+    assert ran == ["forward", "forward", "backward", "backward"]
+    ran.clear()
+    layers[3] = lambda out: (out[0], asked.set())[0]  # after the last forward
+    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+        step()
+    assert ran == ["forward", "forward"]
+    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+        step()
+    assert ran == ["forward", "forward"]
+
+
+def test_an_engine_that_is_kept_leaves_between_layers(asked: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_kept", [])
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    layer = torch.nn.Linear(1, 1)
+    engine = SimpleNamespace(module=SimpleNamespace(forward_funcs=[layer]), optimizer=None)
+    keep_engine(engine, None, SimpleNamespace(communicators=SimpleNamespace(groups=[])))  # pyright: ignore[reportArgumentType]
+    asked.set()
+    with pytest.raises(ConnectionAbortedError):
+        layer(torch.ones(1))
+
+
+def test_it_is_known_whether_an_exchange_is_under_way() -> None:
+    store, groups = HashStore(), []
+
+    def connected(rank: int) -> Any:
+        options = SimpleNamespace(group_rank=rank, group_size=2, group_id="two", timeout=timedelta(seconds=60))
+        group = reconnecting.ReconnectingGroup(options)
+        group.connect(store)
+        return group
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(connected, range(2)))
+    sums = [torch.ones(1), torch.ones(1)]
+    assert not reconnecting._exchanges()
+    first = groups[0].allreduce([sums[0]])
+    assert reconnecting._exchanges()
+    second = groups[1].allreduce([sums[1]])
+    first.wait()
+    second.wait()
+    assert not reconnecting._exchanges() and [int(one) for one in sums] == [2, 2]
+    for group in groups:
+        group.disconnect()
