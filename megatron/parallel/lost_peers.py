@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
+from megatron.processes.in_process_restart import AskedToReturnError
 
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _CONNECTION_LOST = re.compile(
@@ -20,7 +21,7 @@ def comes_from_another_rank(error: BaseException) -> bool:
     text = text_of(error)
     of_transport = isinstance(error, RuntimeError) and _TRANSPORT.search(text) is not None
     lost = _TIMED_OUT.search(text) or _CONNECTION_LOST.search(text)
-    return isinstance(error, AgreementLostError) or (of_transport and lost is not None)
+    return isinstance(error, (AgreementLostError, AskedToReturnError)) or (of_transport and lost is not None)
 
 
 def has_timed_out(error: BaseException) -> bool:

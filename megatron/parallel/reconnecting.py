@@ -36,6 +36,7 @@ class ReconnectingGroup(dist.ProcessGroup):
         self.name_at_store = options.group_id
         self.timeout = options.timeout
         self.inner: Any = None
+        self.is_connected = False
         self.disconnect()
 
     def connect(self, store: Any) -> None:
@@ -44,8 +45,10 @@ class ReconnectingGroup(dist.ProcessGroup):
             prefixed = PrefixStore(f"{self.name_at_store}/", store)
             gloo = _create_gloo(prefixed, self.rank(), self.size(), self.timeout)
             self._use(gloo, dist.ProcessGroup.BackendType.GLOO)
+            self.is_connected = True
 
     def disconnect(self) -> None:
+        self.is_connected = False
         self._use(FakeProcessGroup._create_internal(self.rank(), self.size()), dist.ProcessGroup.BackendType.CUSTOM)
 
     def _use(self, backend: Any, kind: Any) -> None:
@@ -69,7 +72,7 @@ def _passed_on(name: str) -> Any:
     def collective(self: ReconnectingGroup, *args: Any, **kwargs: Any) -> Any:
         check_not_asked()
         work = getattr(self.inner, name)(*args, **kwargs)
-        if isinstance(work, dist.Work):
+        if self.is_connected and isinstance(work, dist.Work):  # those that exchange nothing never complete
             _works[:] = [one for one in _works if not one.is_completed()]
             _works.append(work)
         return work

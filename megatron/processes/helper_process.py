@@ -86,6 +86,11 @@ class HelperProcess:
             logger.warning("process %d was killed and does not end: it waits for storage", self.pid)
             _hang_up(self.connection, self._closing)  # for what waits for it
 
+    def kill_soon(self) -> None:
+        """Have it end, and wake what waits for it; `close` or `end` waits for the end."""
+        self._process.kill()
+        _hang_up(self.connection, self._closing)
+
     def close(self) -> None:
         """Close the connection, at which the process ends, and wait for that as `end` does."""
         with self._closing:

@@ -23,6 +23,7 @@ import sys
 import termios
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -38,7 +39,7 @@ _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _QUIET_S = 0.03  # without a transfer, before connections are shut
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
-_STUCK_S = 0.5  # for a collective to end once its connections have
+_STUCK_ROUNDS = 10  # of shutting connections, for a collective to end; more time where processors are busy
 _THREADS_S = 5.0  # for threads of the start before to end
 _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -51,6 +52,10 @@ def send_start(connection: socket.socket, environment: Mapping[str, str]) -> Non
         json.dump(dict(environment), file)
         file.flush()
         socket.send_fds(connection, [_START], [file.fileno()])
+
+
+class AskedToReturnError(ConnectionAbortedError):
+    """The launcher has asked this rank to return, since another one has failed."""
 
 
 class InProcessRestarts:
@@ -171,17 +176,27 @@ class InProcessRestarts:
             self._asked_ns = now_ns()
             self._asked.set()  # from here on nothing new is exchanged
             wait_for_transfers(self._left)
-            stuck_at = time.monotonic() + _STUCK_S
             if not self._left.is_set():
                 shut_connections()
-                with contextlib.suppress(IndexError):  # none is left, or the main thread has left and cleared them
-                    while True:
-                        self._when_shut.pop()()  # in no variable: this frame lives on
+                while self._when_shut:
+                    _call_last_of(self._when_shut)
+            rounds = 0
             while not self._left.wait(_SHUT_AGAIN_S):
                 shut_connections()
-                if time.monotonic() >= stuck_at and self.exchanges():
+                rounds = rounds + 1 if self.exchanges() else 0
+                if rounds > _STUCK_ROUNDS:
                     _tell_end("an exchange of which a part had arrived does not end with its connection")
                     os._exit(1)  # the main thread would wait until --return-timeout
+
+
+def _call_last_of(calls: list[Callable[[], object]]) -> None:
+    """In a frame of its own, which keeps nothing of it. An error would end the thread that hears of the next start."""
+    with contextlib.suppress(IndexError):  # the main thread has left, and cleared them
+        call = calls.pop()
+        try:
+            call()
+        except Exception:
+            traceback.print_exc()
 
 
 def _end(why: str) -> NoReturn:
@@ -240,11 +255,11 @@ def is_asked() -> bool:
 
 
 def check_not_asked() -> None:
-    """Raises ConnectionAbortedError if the launcher has asked this rank to return; to be called between exchanges."""
+    """Raises AskedToReturnError if the launcher has asked this rank to return; to be called between exchanges."""
     for restarts in _here:
         if restarts._asked.is_set():
             restarts._left_between = restarts._error_ns is None  # after an error an exchange may have ended half way
-            raise ConnectionAbortedError("another rank has failed: this one returns")
+            raise AskedToReturnError("another rank has failed: this one returns")
 
 
 def know_exchanges(exchanges: Callable[[], bool]) -> None:

@@ -71,6 +71,12 @@ class CheckpointProcess:
         if process is not None:
             process.kill()
 
+    def kill_soon(self) -> None:
+        """Have the process end, and the save that waits for it fail; this waits for nothing. For the last save."""
+        process = self._process
+        if process is not None:
+            process.kill_soon()
+
     def close(self) -> None:
         """As `kill`, but no save starts another: nobody would end it before the rank does."""
         with self._lock:

@@ -194,7 +194,8 @@ class _PendingStates(PendingSave):
 
     def give_up(self, why: str) -> None:
         self.given_up = why
-        self.engine.give_up()
+        if self.engine.process is not None:
+            self.engine.process.kill_soon()
 
     def wait(self) -> list[SavedFile]:
         try:

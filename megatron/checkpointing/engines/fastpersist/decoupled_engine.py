@@ -109,7 +109,7 @@ class _DecoupledSave(PendingSave):
 
     def give_up(self, why: str) -> None:
         self.given_up = why
-        self.process.kill()
+        self.process.kill_soon()
 
     def wait(self) -> list[SavedFile]:
         """Raises CheckpointSaveError, with its exit code, if the process has died."""

@@ -440,7 +440,9 @@ def test_connections_are_shut_at_once_where_nothing_was_exchanged(before: str, s
 
 def test_a_rank_ends_whose_exchange_does_not_end_with_its_connection() -> None:
     """gloo wakes no wait for a message of which a part has arrived: it would be killed after --return-timeout."""
-    done = returning("restart._STUCK_S = 0.0\nrestart.know_exchanges(lambda: True)\nasked()\nthreading.Event().wait()")
+    done = returning(
+        "restart._STUCK_ROUNDS = 0\nrestart.know_exchanges(lambda: True)\nasked()\nthreading.Event().wait()"
+    )
     assert done.returncode == 1
     assert "an exchange of which a part had arrived does not end with its connection\n" in done.stderr
 
@@ -448,7 +450,7 @@ def test_a_rank_ends_whose_exchange_does_not_end_with_its_connection() -> None:
 def test_a_rank_that_exchanges_nothing_has_time_to_return() -> None:
     """It may compute for long before it sees that it is asked."""
     done = returning("""
-restart._STUCK_S = restart._SHUT_AGAIN_S = 0.0
+restart._STUCK_ROUNDS = restart._SHUT_AGAIN_S = 0
 count, shut = 0, restart.shut_connections
 def counted():
     global count
@@ -461,3 +463,22 @@ asked()
 threading.Event().wait()
 """)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_a_call_is_told_and_the_rank_still_hears_of_its_start() -> None:
+    done = returning("""
+import signal
+signal.signal(signal.SIGRTMAX, signal.SIG_IGN)
+called = threading.Event()
+restart.when_shut(called.set)
+restart.when_shut(lambda: [].pop())
+asked()
+called.wait()
+restarts._launcher = os.getpid()
+restarts.follows(ConnectionAbortedError())
+restart.send_start(launcher, {"NEXT": "1"})
+assert restarts.wait_for_start() == {"NEXT": "1"}
+os._exit(0)
+""")
+    assert done.returncode == 0, done.stderr
+    assert "IndexError: pop from empty list" in done.stderr
