@@ -14,7 +14,7 @@ from benchmarks.common.program import printed
 from benchmarks.common.ranks import MeasurementError
 from benchmarks.common.rounds import add_flags, check_flags, in_turn
 from benchmarks.launchers.variants import DTYPES, Setting, prepare_data
-from benchmarks.restart_scoreboard.contestants import CONTESTANTS
+from benchmarks.restart_scoreboard.contestants import CONTESTANTS, OURS
 from benchmarks.restart_scoreboard.report import Result, analyse, render
 from benchmarks.restart_scoreboard.training import train, undisturbed
 from tools.common.cli import CHECK_FAILED, OK, make_parser, require_at_least
@@ -50,11 +50,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_flags(parser, list(CONTESTANTS), "NAME")
     parser.add_argument("--faults", type=int, default=4, metavar="N", help="in each training (default: 4)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="data-parallel ranks (default: 4)")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel ranks, of our trainer (default: 1)"
+        )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the ranks that are killed (default: 1)")
     arguments = parser.parse_args(argv)
     check_flags(parser, arguments)
     require_at_least(parser, arguments, 1, "faults")
     require_at_least(parser, arguments, 2, "ranks")
+    require_at_least(parser, arguments, 1, "tp", "pp")
+    alone = [name for name in arguments.only if CONTESTANTS[name].trainer != OURS]
+    if arguments.tp * arguments.pp > 1 and alone:
+        parser.error(
+            f"--tp {arguments.tp} --pp {arguments.pp}: {', '.join(alone)} only has data-parallel ranks here; "
+            "name contestants with our trainer in --only"
+        )
     return arguments
 
 
@@ -73,10 +84,10 @@ def status(results: Iterable[Result]) -> int:
 def _measured(arguments: argparse.Namespace, results: dict[str, Result]) -> str:
     before = machine()
     with tempfile.TemporaryDirectory(prefix="scoreboard_", dir=arguments.dir) as directory:
-        # fp32: bf16 is slow on CPUs without AVX-512; ranks only of data parallelism, which torchft needs.
+        # fp32: bf16 is slow on CPUs without AVX-512.
         setting = Setting(
-            Path(directory), arguments.ranks, "torch", DTYPES[1], tp=1, pp=1, iterations=_ITERATIONS,
-            restarts=arguments.faults,
+            Path(directory), arguments.ranks, "torch", DTYPES[1], tp=arguments.tp, pp=arguments.pp,
+            iterations=_ITERATIONS, restarts=arguments.faults,
         )  # fmt: skip
         prepare_data(setting)
         _run_interleaved(arguments, setting, results)

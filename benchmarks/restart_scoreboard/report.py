@@ -42,6 +42,7 @@ def analyse(
     return {
         "machine": dict(machine) | {name: metadata.version(name) for name in ("torch", "deepspeed")},
         "ranks": setting.world_size,
+        "layout": {"tp": setting.tp, "pp": setting.pp, "dp": setting.dp},
         "dtype": setting.dtype,
         "contestants": rows,
         "left_out": LEFT_OUT,
@@ -83,7 +84,8 @@ _KILLED = {ONE: "one rank killed", ALL: "all killed", NODE: "an agent and its ra
 
 def render(found: Mapping[str, Any]) -> str:
     """The table, in Markdown: seconds to the end of the next step with lowest and highest, and what it cost."""
-    lines = [f"{found['ranks']} ranks, {found['dtype']}"]
+    layout = " ".join(f"{name.upper()}{size}" for name, size in found["layout"].items())
+    lines = [f"{found['ranks']} ranks, {layout}, {found['dtype']}"]
     measured = {name: row for name, row in found["contestants"].items() if "faults" in row}
     for kinds in dict.fromkeys(CONTESTANTS[name].kinds for name in measured):
         head = [text for kind in kinds for text in (_KILLED[kind], f"of {_BASES[kind]}")]

@@ -56,6 +56,12 @@ def test_ratios_are_to_the_plain_script_by_kind_of_fault(tmp_path: Path) -> None
     assert "| 1 of 1 differ |" in lines["torchft"]
     assert "| not compared | another trainer |" in lines["fork-in-place"] and "dlrover" not in lines
     assert "- dlrover did not run: TypeError: no" in render(found)
+    assert render(found).startswith("4 ranks, TP1 PP1 DP4, fp32\n")
+
+
+def test_our_trainer_may_have_more_than_data_parallel_ranks() -> None:
+    found = parse_arguments(["--tp", "2", "--pp", "2", "--ranks", "2", "--only", "fork-in-place", "fork-in-process"])
+    assert (found.tp, found.pp, found.ranks) == (2, 2, 2)
 
 
 def test_agents_with_their_ranks_have_a_table_of_their_own(tmp_path: Path) -> None:
@@ -177,7 +183,15 @@ def pids(directory: Path) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--faults", "0"], "--faults 0: must be at least 1"), (["--ranks", "1"], "--ranks 1: must be at least 2")],
+    [
+        (["--faults", "0"], "--faults 0: must be at least 1"),
+        (["--ranks", "1"], "--ranks 1: must be at least 2"),
+        (["--pp", "0"], "--pp 0: must be at least 1"),
+        (
+            ["--tp", "2", "--only", "torchrun", "plain", "torchft"],
+            "--tp 2 --pp 1: plain, torchft only has data-parallel",
+        ),
+    ],
 )
 def test_a_wrong_command_line_ends_with_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
