@@ -38,6 +38,16 @@ _TAIL = 1 << 18  # bytes of the end that are read before the length of the index
 Index = np.ndarray[Any, np.dtype[np.int64]]  # a row for each block, as StoredBlock
 
 
+class _OfThread(threading.local):
+    """What a thread reads and restores with, for all files: a load keeps hundreds open while its threads read."""
+
+    codec: BlockCodec | None = None
+    memory: memoryview = memoryview(b"")
+
+
+_of_thread = _OfThread()
+
+
 class StoredBlock(NamedTuple):
     """A block: first byte of what it holds in the original, its own first byte in the file, and its bytes there."""
 
@@ -94,7 +104,8 @@ class CompressedFile:
         self.read_bytes = 0  # of the file, until now
         self._lock = threading.RLock()
         self._index: tuple[Index, int] | None = None
-        self._of_thread = threading.local()
+        self._unpacking = threading.local()  # its `ns`: time spent on restoring
+        _codec()
 
     @property
     def num_bytes(self) -> int:
@@ -137,8 +148,8 @@ class CompressedFile:
 
     def unpack_ns(self) -> int:
         """Time that this thread has spent on restoring blocks since it asked last."""
-        spent = getattr(self._of_thread, "ns", 0)
-        self._of_thread.ns = 0
+        spent = getattr(self._unpacking, "ns", 0)
+        self._unpacking.ns = 0
         return spent
 
     def close(self) -> None:
@@ -146,7 +157,7 @@ class CompressedFile:
 
     def _restore(self, packed: memoryview, start: int, stop: int, view: memoryview, position: int) -> None:
         """Restore [start, stop) of the original from its block; `view` gets what of it belongs there."""
-        began, codec = now_ns(), self._codec()
+        began, codec = now_ns(), _codec()
         complete = position <= start and stop <= position + len(view)
         into = view[start - position : stop - position] if complete else codec.room[: stop - start]
         try:
@@ -158,20 +169,15 @@ class CompressedFile:
         if not complete:
             wanted, end = max(start, position), min(stop, position + len(view))
             view[wanted - position : end - position] = into[wanted - start : end - start]
-        self._of_thread.ns = getattr(self._of_thread, "ns", 0) + now_ns() - began
-
-    def _codec(self) -> BlockCodec:
-        if not hasattr(self._of_thread, "codec"):
-            self._of_thread.codec = BlockCodec()
-        return self._of_thread.codec
+        self._unpacking.ns = getattr(self._unpacking, "ns", 0) + now_ns() - began
 
     def _read(self, start: int, stop: int) -> tuple[memoryview, int]:
-        """Bytes of the file, in memory that this thread's next call overwrites; and the bytes read for them."""
+        """Bytes of the file, in memory that this thread's next call, for any file, overwrites; the bytes read."""
         unit = self._file.alignment
         begin, end = start // unit * unit, -(-stop // unit) * unit
-        if len(getattr(self._of_thread, "memory", b"")) < end - begin:
-            self._of_thread.memory = aligned_memory(end - begin)
-        memory = self._of_thread.memory[: end - begin]
+        if len(_of_thread.memory) < end - begin:
+            _of_thread.memory = aligned_memory(end - begin)
+        memory = _of_thread.memory[: end - begin]
         count = self._file.read(memory, begin)
         with self._lock:
             self.read_bytes += count
@@ -204,6 +210,13 @@ class CompressedFile:
         if not _is_valid(index, total, size - index_bytes - least):
             raise DamagedFileError(f"{self._name}: its index does not tell of {total} bytes in blocks")
         return index, total
+
+
+def _codec() -> BlockCodec:
+    """This thread's. Raises ImportError if the package is not installed."""
+    if _of_thread.codec is None:
+        _of_thread.codec = BlockCodec()
+    return _of_thread.codec
 
 
 def _is_valid(index: Index, total: int, stored: int) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fileio import compressed_files
+from megatron.fileio import compressed_blocks, compressed_files
 from megatron.fileio.compressed_blocks import HEAD_BYTES, MOST_BYTES, BlockCodec
 from megatron.fileio.compressed_files import CompressedFile, StoredBlock, cuts, encode_index
+from megatron.fileio.direct_files import aligned_memory
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.open_files import OpenFile
 
@@ -101,6 +104,58 @@ def test_neighbours_are_read_at_once(tmp_path: Path) -> None:
         assert file.num_bytes == SIZE
         calls.clear()
         assert read(file, 0, SIZE) == CONTENT and len(calls) == 1
+
+
+def test_a_thread_keeps_no_more_for_more_files(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load keeps the files of all ranks that saved open, while each of its threads reads from all of them."""
+    held = {2: memory_for(2, compressed, monkeypatch), 12: memory_for(12, compressed, monkeypatch)}
+    assert held[12] == held[2] and min(held[2]) > 0
+
+
+def memory_for(count: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes to read into, and codecs, that two threads make which both read all of so many files."""
+    sizes: list[int] = []
+    codecs: list[BlockCodec] = []
+
+    def memory(num_bytes: int) -> memoryview:
+        sizes.append(num_bytes)
+        return aligned_memory(num_bytes)
+
+    def codec() -> BlockCodec:
+        codecs.append(BlockCodec())
+        return codecs[-1]
+
+    monkeypatch.setattr(compressed_files, "aligned_memory", memory)
+    monkeypatch.setattr(compressed_files, "BlockCodec", codec)
+    both = threading.Barrier(2)
+    with ExitStack() as stack:
+        files = [stack.enter_context(opened(path)) for _ in range(count)]
+        assert all(file.num_bytes == SIZE for file in files)  # their indexes, read by this thread
+        sizes.clear()
+        codecs.clear()
+
+        def work(_: int) -> None:
+            both.wait()
+            assert all(read(file, 0, SIZE) == CONTENT for file in files)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, range(2)))
+    return sum(sizes), len(codecs)
+
+
+def test_without_the_package_none_is_opened(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_blocks, "PACKAGE", "no_such_package")
+    found: list[BaseException] = []
+
+    def open_it() -> None:  # in a thread that has no codec yet
+        with pytest.raises(ImportError, match="no_such_package") as raised, opened(compressed):
+            pass
+        found.append(raised.value)
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    thread.join()
+    assert found
 
 
 def altered(position: Callable[[int], int]) -> Callable[[bytes], bytes]:
