@@ -465,8 +465,11 @@ class LazySave(PendingSave):
         return Descriptor(fd, direct, self._path, self._options.direct_io)
 
     def _reserve(self, file: SaveTarget) -> None:
-        """Reserve the space of a file that is written directly, while the first blocks are gathered."""
-        if isinstance(file, Descriptor) and file.direct:
+        """Reserve the space of a file that is written directly, while the first blocks are gathered.
+
+        Not of a compressed one, whose size nobody knows: the disk may have room for it, and none for the original.
+        """
+        if self._packer is None and isinstance(file, Descriptor) and file.direct:
             with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
                 span.bytes = 0
                 direct_files.allocate(file.fd, direct_files.align_up(self._contents.file_bytes))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.conformance.compare import differences
 from tests.conformance.subjects import Traced, traced
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
 from tests.unit.megatron.fileio.test_compressed_blocks import DTYPES, SPECIAL
+from tests.unit.megatron.hf.peak_memory import peak_growth
 
 SIZES = 0, 1, 3, 1000, BLOCK + 1  # elements; blocks and their cuts lie within the larger ones
 
@@ -130,13 +133,34 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 
 def test_a_save_holds_buffers_and_no_second_state(tmp_path: Path) -> None:
     """The blocks in work and their compressed ones, of each I/O thread."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # which has freed no memory that a save could take
+        grown, saved = pool.submit(growth_of_a_save, tmp_path).result()
+    assert 0 < grown < 64 * MIB < saved[0].num_bytes
+    check(load(tmp_path, saved), files(192 * MIB))
+
+
+def growth_of_a_save(directory: Path) -> tuple[int, list[SavedFile]]:
+    """Bytes by which this process grows during a save; and its files."""
     state = files(192 * MIB)
     mine = engine(compress_files=True, io_threads=2, io_block_bytes=MIB, host_cache_bytes=4 * MIB)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    saved = mine.save(state, tmp_path, untraced_operation())
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert grown < 64 * MIB < saved[0].num_bytes
-    check(load(tmp_path, saved), state)
+    saved: list[SavedFile] = []
+    grown = peak_growth(lambda: saved.extend(mine.save(state, directory, untraced_operation())))
+    return grown, saved
+
+
+def test_a_save_needs_the_room_of_the_compressed_file(tmp_path: Path) -> None:
+    """Not that of the original: here the system refuses files of more than the middle between the two."""
+    (tmp_path / "plain").mkdir()
+    (plain,) = engine().save(files(8 * MIB), tmp_path / "plain", untraced_operation())
+    (tmp_path / "first").mkdir()
+    (file,), _ = save(files(8 * MIB), tmp_path / "first", direct_io="on")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((plain.num_bytes + file.num_bytes) // 2, limits[1]))
+    try:
+        saved, _ = save(files(8 * MIB), tmp_path, direct_io="on")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check(load(tmp_path, saved), files(8 * MIB))
 
 
 def test_placements_are_those_of_the_original(tmp_path: Path) -> None:
