@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline stages ({LAYOUT_DEFAULT})")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
     parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; only 1 is supported")
-    parser.add_argument("--engine", metavar="NAME", help="checkpoint engine (default: torch)")
+    parser.add_argument(
+        "--engine", metavar="NAME", help="checkpoint engine (default: that of flags after --, or torch)"
+    )
     parser.add_argument(
         "--vocab-size",
         type=int,
@@ -166,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         planned = _configuration(arguments, flags)
+        _check_engine(arguments, planned)
+        _check_rates(arguments, planned)
         if planned[0].parallel.zero_stage == 3:
             raise ConfigError("--zero-stage 3: only checkpoints of ZeRO-1 shards are planned; use --zero-stage 1")
         _check_ranks(planned[1].world_size, str(planned[1]))
@@ -195,8 +199,6 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     from .presets import config_from_flags, layout_of
     from .recomputation import preset_for
 
-    if arguments.upstream and arguments.engine not in (None, "torch"):
-        raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")
     if arguments.device_facts is not None and arguments.step_time is None:
         raise ConfigError(f"--device-facts {arguments.device_facts}: add --step-time DEVICE, or drop it")
     for name, _, _ in _RUN_NUMBERS:
@@ -209,7 +211,6 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
     if arguments.no_coordinator and not (arguments.run or arguments.host_memory):
         raise ConfigError("--no-coordinator: is about what a run needs; add --run or --host-memory, or drop it")
-    _check_rates(arguments)
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     given = bool(flags)
@@ -235,15 +236,33 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     return config_from_flags(flags, arguments.dp, arguments.vocab_size)
 
 
-def _check_rates(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for rates of copies that say nothing, or too little."""
+def _engine(arguments: argparse.Namespace, planned: Planned) -> str:
+    """That of --engine, or of the flags after --."""
+    return arguments.engine or planned[0].checkpoint.checkpoint_engine
+
+
+def _check_engine(arguments: argparse.Namespace, planned: Planned) -> None:
+    """Raises ConfigError for an engine beside --upstream."""
+    engine = _engine(arguments, planned)
+    if arguments.upstream and engine != "torch":
+        flag = "--checkpoint-engine" if arguments.engine is None else "--engine"
+        raise ConfigError(f"{flag} {engine}: upstream writes with torch.save; drop it or --upstream")
+
+
+def _check_rates(arguments: argparse.Namespace, planned: Planned) -> None:
+    """Raises ConfigError for rates of copies or files that say nothing, or too little."""
+    shared = planned[0].checkpoint.checkpoint_files_per_node
     given = {name: getattr(arguments, _dest(name)) for name, _, _ in _RATES}
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
-        if not arguments.host_memory and not _plans_lazy_files(arguments):
+        if not arguments.host_memory and not _plans_lazy_files(arguments, planned):
             raise ConfigError(
                 f"--{name} {value:g}: is about copies of saves in memory, with --host-memory, or about the files of "
                 "--engine lazy, in a plan of these; add one of the two, or drop it"
+            )
+        if not arguments.host_memory and shared is not None:
+            raise ConfigError(
+                f"--{name} {value:g}: files that ranks share are not compressed; drop it or {_SHARED_FILES} {shared}"
             )
         if not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
@@ -256,9 +275,9 @@ def _check_rates(arguments: argparse.Namespace) -> None:
         )
 
 
-def _plans_lazy_files(arguments: argparse.Namespace) -> bool:
+def _plans_lazy_files(arguments: argparse.Namespace, planned: Planned) -> bool:
     others = ("tensors", "recompute_on", "step_time", "compare_listing")
-    return arguments.engine == "lazy" and not any(getattr(arguments, name) for name in others)
+    return _engine(arguments, planned) == "lazy" and not any(getattr(arguments, name) for name in others)
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
@@ -291,7 +310,7 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     from .rank_state import progress_at
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
-    engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
+    engine = UPSTREAM if arguments.upstream else _engine(arguments, planned)
     ranks = int(_run_number(arguments, "ranks-per-host"))
     return make_plan(planned, engine, progress, report=_Progress(), ranks_per_node=ranks)
 
@@ -385,7 +404,7 @@ def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
     """Print the memory that engine `memory` takes. Raises ConfigError for another engine, or for a flag it excludes."""
     from .slots import compression, host_memory, render, to_json
 
-    engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
+    engine = _engine(arguments, planned)
     if engine != "memory":
         raise ConfigError(f"--host-memory: engine {engine} keeps no saves in memory; give --engine memory")
     for name in _OF_FILES:

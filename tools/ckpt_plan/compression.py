@@ -97,8 +97,9 @@ def render(verdict: Verdict) -> list[str]:
     threads = "1 thread" if verdict.threads == 1 else f"{verdict.threads} threads"
     way, compressed = verdict.way, int(verdict.rates.share * verdict.num_bytes)
     lines = [
-        f"{way.flag}: {size(verdict.num_bytes, 2)} of {way.what} become {size(compressed, 2)}, by {threads}: pays "
-        f"below {verdict.pays_below / MB:.0f} MB/s of {way.link}, never above {verdict.pays_never_above / MB:.0f} MB/s"
+        f"{way.flag}: {size(verdict.num_bytes, 2)} of {way.what} become {size(compressed, 2)}, by {threads}: pays, if "
+        f"processors are free, below {verdict.pays_below / MB:.0f} MB/s of {way.link}, never above "
+        f"{verdict.pays_never_above / MB:.0f} MB/s"
     ]
     times = verdict.times()
     if times is not None:

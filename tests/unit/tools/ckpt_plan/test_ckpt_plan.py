@@ -544,7 +544,12 @@ def test_the_rate_up_to_which_compressed_files_pay(capsys: pytest.CaptureFixture
         "compressed_at_most_s": 0.8 * host / 200e6 + host / 2e9,
     })  # fmt: skip
     _, out, _ = run(capsys, *layout, *rates, *flags)
-    assert "by 4 threads: pays below 400 MB/s of its way to the storage, never above 2000 MB/s\n" in out
+    assert ": pays, if processors are free, below 400 MB/s of its way to the storage, never above 2000 MB/s\n" in out
+    flagged = run(capsys, *layout[:6], *layout[8:], *rates, *flags, "--checkpoint-engine", "lazy")
+    assert flagged == (0, out, ""), "as with --engine lazy"
+    status, _, err = run(capsys, *layout, *rates, *flags, "--checkpoint-files-per-node", "1")
+    told = "--compress-rate 500: files that ranks share are not compressed; drop it or --checkpoint-files-per-node 1"
+    assert status == 2 and told in err
     status, _, err = run(capsys, *layout[:-2], *flags, "--checkpoint-compression", "zstd")
     assert status == 2 and "--checkpoint-compression zstd: what its files take depends on the values in them" in err
 
@@ -571,7 +576,7 @@ def test_the_rate_up_to_which_compressing_copies_pays(capsys: pytest.CaptureFixt
     even = json.loads(out)["compression"]
     assert even["compressed_at_least_s"] == pytest.approx(even["sent_s"]), "even if all of it does"
     _, out, _ = run(capsys, *arguments, *rates, *flags)
-    assert "by 4 threads: pays below 400 MB/s of a host's network, never above 2000 MB/s\n" in out
+    assert ": pays, if processors are free, below 400 MB/s of a host's network, never above 2000 MB/s\n" in out
     assert "copies take" not in out
     _, out, _ = run(capsys, *arguments, *rates, "--link-rate", "125", *flags)
     assert " s as they are, " in out
