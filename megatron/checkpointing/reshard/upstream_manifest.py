@@ -83,8 +83,8 @@ def tell(tag: str, found: ForeignCheckpoint) -> None:
     rearranged = ", its fused QKV rearranged from heads to blocks," if found.heads_interleaved else ""
     logger.info(
         "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. What is loaded%s is as "
-        "upstream saved it. Random state is seeded anew, since upstream saves none for these ranks: dropout draws "
-        "other masks from here on, while the order of the samples is no part of it and stays",
+        "upstream saved it. Random state is seeded anew, as always on another layout or with files that are "
+        "rearranged: dropout draws other masks from here on, while the order of the samples is no part of it and stays",
         tag,
         found.layout,
         rearranged,

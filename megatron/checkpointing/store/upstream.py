@@ -181,8 +181,10 @@ def _experts_in(args: Mapping[str, Any]) -> list[Any]:
 
 
 def _experts_per_layer(args: Mapping[str, Any], experts: list[int]) -> tuple[int, ...]:
-    interval = args.get("expert_interval", 2)
     found = [1] * args["num_layers"]
+    if experts == [1]:  # then the interval, which nobody reads, may be anything
+        return tuple(found)
+    interval = args.get("expert_interval", 2)
     with_experts = args["num_layers"] // interval
     found[interval - 1 :: interval] = experts * with_experts if len(experts) == 1 else experts
     return tuple(found)

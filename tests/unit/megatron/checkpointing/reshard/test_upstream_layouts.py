@@ -313,6 +313,13 @@ def test_numbers_of_experts_that_cannot_be(checkpoint: Path, args: dict[str, Any
         describe(checkpoint, state)
 
 
+@pytest.mark.parametrize("interval", [0, None, 8, -1])
+def test_a_dense_model_has_an_interval_that_nobody_reads(checkpoint: Path, interval: int | None) -> None:
+    state = load_known(checkpoint / "mp_rank_00_model_states.pt")
+    vars(state["args"]).update(num_experts=[1], expert_interval=interval)
+    assert describe(checkpoint, state).experts == (1,) * state["args"].num_layers
+
+
 def test_experts_that_lie_on_other_ranks(checkpoint: Path) -> None:
     state = load_known(checkpoint / "mp_rank_00_model_states.pt")
     vars(state["args"]).update(num_experts=[4], enable_expert_tensor_parallelism=True)
