@@ -42,9 +42,9 @@ def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
 @pytest.mark.parametrize(
     ("command", "ask", "exit_code"),
     [
-        # That it passes the signal on: test_a_stop_during_the_start_ends_it_at_once.
-        pytest.param(FORK, to_the_launcher, 0, marks=pytest.mark.nightly(minutes=1)),
-        (FORK, to_all, 0),
+        (FORK, to_the_launcher, 0),
+        # With signals for all processes the suite has the test below.
+        pytest.param(FORK, to_all, 0, marks=pytest.mark.nightly(minutes=1)),
         (ALONE, to_all, 0),
         (TORCHRUN, to_the_launcher, None),
         # Of DeepSpeed's launcher the suite has test_ranks_end_with_their_launcher.

@@ -304,10 +304,10 @@ def start_of(host: int, uri: str, tmp_path: Path, deadline_s: float) -> Config:
     )  # fmt: skip
 
 
-def test_of_512_hosts_one_lists(tmp_path: Path, server: Server) -> None:
-    """Each other host, of which three are looked at, asks for one small object, and claims nothing.
+def test_of_many_hosts_only_the_first_lists(tmp_path: Path, server: Server) -> None:
+    """Of a launch on 512 hosts: the first, the second, one in the middle and the last are started here.
 
-    That object shows whether the store answers it.
+    The others ask for one small object, which shows whether the store answers them, and claim nothing.
     """
     put_checkpoint("prefix/many_hosts", {"lr_decay_steps": 9 * MANY.dp}, layout=MANY)
     requests = []
