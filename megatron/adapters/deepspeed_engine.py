@@ -368,6 +368,22 @@ def ranks_of(directory: Path) -> int | None:
         return None if "ranks" not in content else int(content["ranks"])
 
 
+def lack_of_files(directory: Path) -> str | None:
+    """What the checkpoint `directory` lacks of the files and sizes in its manifest; None if nothing, or without one.
+
+    Raises as `ranks_of`.
+    """
+    for name, saved in _manifest(directory).items():
+        # A kill within a commit leaves a file under the name that it was written with.
+        found = next((path for path in (directory / saved.name, directory / name) if path.exists()), None)
+        if found is None:
+            return f"{directory.name}/{name} is missing"
+        size = found.stat().st_size
+        if size != saved.num_bytes:
+            return f"{directory.name}/{found.name} has {size} bytes, but {saved.num_bytes} were written"
+    return None
+
+
 @contextlib.contextmanager
 def _read_manifest(directory: Path) -> Iterator[dict[str, Any]]:
     """What the manifest of a checkpoint says; nothing if there is none. What is wrong with it is its damage."""

@@ -15,11 +15,12 @@ import zipfile
 from pathlib import Path
 
 import megatron.adapters.deepspeed  # noqa: F401 - a script that imports this module need not import that one, too
-from megatron.adapters.deepspeed_engine import ranks_of
+from megatron.adapters.deepspeed_engine import lack_of_files, ranks_of
 
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_RANDOM_STATE = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -27,8 +28,9 @@ def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(output_dir))
 
-    Others are passed over with a warning that says what they lack. Raises CheckpointDamagedError naming a manifest
-    that cannot be read, or OSError.
+    Others are passed over with a warning that says what they lack. Where it is not known how many ranks saved it, as
+    with torch.save, only the random states that are there are looked at, and a warning says so. Raises
+    CheckpointDamagedError naming a manifest that cannot be read, or OSError.
     """
     directory = Path(output_dir)
     found = directory.iterdir() if directory.is_dir() else ()
@@ -47,16 +49,36 @@ def _lack(checkpoint: Path) -> str | None:
     """What a directory lacks to be resumed from; None: it is complete."""
     try:
         tag = (checkpoint / "latest").read_text().strip()
-        json.loads((checkpoint / "trainer_state.json").read_bytes())
+        state = (checkpoint / "trainer_state.json").read_bytes()
     except FileNotFoundError as exc:
         return f"{Path(exc.filename).name} is missing"
+    if not tag:
+        return "latest is empty"
+    if not (checkpoint / tag).is_dir():
+        return f"{tag} is missing"
+    try:
+        json.loads(state)
     except ValueError:
         return "trainer_state.json is cut off"
-    ranks = ranks_of(checkpoint / tag)
-    random_states = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks or 0)]
-    for name in random_states:
+    lack = lack_of_files(checkpoint / tag)
+    return lack if lack is not None else _lack_of_random_states(checkpoint, ranks_of(checkpoint / tag))
+
+
+def _lack_of_random_states(checkpoint: Path, ranks: int | None) -> str | None:
+    """As `_lack`, of the files that Trainer has written on each of so many ranks."""
+    names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks or 0)]
+    if ranks is None:
+        names = sorted(path.name for path in checkpoint.iterdir() if _RANDOM_STATE.fullmatch(path.name))
+        if not names:
+            return "rng_state.pth or rng_state_*.pth is missing"
+    for name in names:
         if not (checkpoint / name).exists():
             return f"{name} is missing"
         if not zipfile.is_zipfile(checkpoint / name):  # whose directory is at its end
             return f"{name} is cut off"
+    if ranks is None:
+        logger.warning(
+            "%s: it is not known how many ranks saved it, so the random states of others than %s were not checked",
+            checkpoint, ", ".join(names),
+        )  # fmt: skip
     return None
