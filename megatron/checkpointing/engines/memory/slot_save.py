@@ -168,6 +168,8 @@ class SlotSave(LazySave):
         self._done = done
         self._copy_to_peers = copy_to_peers
         self._set_waiting = set_waiting
+        self._given_up: str | None = None  # why
+        self._stored_save: StoredSave | None = None  # once it has begun
         super().__init__(
             captured, Path(lazy_format.file_name(options.rank)), options, cache, op, uncrossed_bytes=memory.piece_bytes
         )
@@ -176,7 +178,12 @@ class SlotSave(LazySave):
         self._set_waiting(waits)
 
     def give_up(self, why: str) -> None:
-        """Goes on: once the slots of all ranks are sealed a load takes them, whether the ranks have agreed or not."""
+        """Seals the slot nevertheless: once those of all ranks are, a load takes them, agreed on or not."""
+        with self._condition:
+            self._given_up = why
+            stored = self._stored_save
+        if stored is not None:
+            stored.give_up(why)
 
     def wait(self) -> list[SavedFile]:
         """As PendingSave.wait. Returns the files on storage, none without a directory.
@@ -186,6 +193,8 @@ class SlotSave(LazySave):
         """
         kept = super().wait()
         self._op.durable = False
+        if self._given_up is not None:
+            raise CheckpointSaveError(self._given_up)
         problems = self._replicate()
         for problem in problems:
             self._op.event("copy_missing", problem)
@@ -230,7 +239,11 @@ class SlotSave(LazySave):
         stored = contents if self._stored is None else self._stored.contents
         tensors = {name: self._memory.tensor(contents.entries[name], base) for name in stored.entries}
         captured = lazy_format.Captured(_without_start(stored), tensors)
-        saved = StoredSave(captured, directory / self._path.name, self._options, self._cache, self._op)
+        with self._condition:
+            if self._given_up is not None:
+                raise CheckpointSaveError(self._given_up)
+            saved = StoredSave(captured, directory / self._path.name, self._options, self._cache, self._op)
+            self._stored_save = saved
         files = saved.wait()
         for name, crc in saved.crc32s().items():
             if crc != contents.entries[name].crc32:

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ import torch
 from megatron.checkpointing.engines.base import EngineOptions, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.memory.engine import MemoryEngine, SlotCheckpoint, why_training_waited
-from megatron.peers.client import Sent
+from megatron.fileio import direct_files
+from megatron.peers.client import Peer, Sent
 from megatron.peers.memory_slots import VARIABLE, hold_slots, let_go_of_slots
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK
@@ -110,6 +114,46 @@ def test_a_failed_write_to_storage_leaves_what_is_in_memory(launcher: None, tmp_
     with pytest.raises(OSError):
         save(mine, 1, tmp_path / "not_there")
     assert steps(mine) == [1]
+    load(mine, kept(mine, 1).checkpoint)
+
+
+def test_a_save_that_is_given_up_is_sealed_but_neither_copied_nor_stored(launcher: None, tmp_path: Path) -> None:
+    """The peer is not looked for: that would raise another error."""
+    mine, why = engine(), "another rank has failed"
+    mine.share_with([Peer("nobody", "", 1)])
+    for step, directory in ((1, tmp_path), (2, None)):
+        record = {"save": f"s{step}", "step": step}
+        pending = mine.begin_memory_save(states(step), record, directory, untraced_operation())
+        pending.give_up(why)
+        pending.release_state()
+        with pytest.raises(CheckpointSaveError, match=f"^{why}$"):
+            pending.wait()
+        load(mine, kept(mine, step).checkpoint)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_is_given_up_ends_while_it_is_written_to_storage(
+    launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is just being opened."""
+    opened, given_up, open_direct = threading.Event(), threading.Event(), direct_files.open_direct
+
+    def held(*arguments: Any) -> tuple[int, bool]:
+        opened.set()
+        assert given_up.wait(300)
+        return open_direct(*arguments)
+
+    monkeypatch.setattr(direct_files, "open_direct", held)
+    mine, why = engine(), "another rank has failed"
+    pending = mine.begin_memory_save(states(1), {"save": "s1", "step": 1}, tmp_path, untraced_operation())
+    pending.release_state()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(pending.wait)
+        assert opened.wait(300)
+        pending.give_up(why)
+        given_up.set()
+        with pytest.raises(CheckpointSaveError, match=f"^{why}$"):
+            waits.result()
     load(mine, kept(mine, 1).checkpoint)
 
 
