@@ -10,8 +10,10 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from megatron.checkpointing.manager import Checkpointer
-from megatron.checkpointing.store.disk_space import rank_bytes, slot_bytes
+from megatron.checkpointing.store.disk_space import moment_bytes, slot_bytes, weight_bytes
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
@@ -54,17 +56,21 @@ class Share(NamedTuple):
     copies: list[tuple[Key, int]]
 
 
-def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int, op: Operation) -> None:
+def reserve_slots(
+    checkpointer: Checkpointer, runtime: Runtime, parameters: int, moments_present: int, op: Operation
+) -> None:
     """Allocate the slots of this rank, if its engine keeps saves in memory; collective.
 
-    `op`: the start-up. Raises ConfigError on all ranks if a host has not enough memory.
+    `moments_present`: bytes of its optimizer's moments in host memory by now. `op`: the start-up.
+    Raises ConfigError on all ranks if a host has not enough memory.
     """
     context = checkpointer.context
     engine, config = context.checkpoint_engine, context.config
     if not engine.keeps_in_memory or config.checkpoint.save is None:
         return
     each = slot_bytes(config, parameters, runtime.layout.dp)
-    need = _need(checkpointer, runtime, parameters, each)
+    state = state_bytes(config, runtime.device.type, parameters, runtime.layout.dp, moments_present)
+    need = _need(checkpointer, runtime, state, each)
     gathered = context.control.gather(tuple(need))
     decision: tuple[str | None, list[Share]] = None, []
     if gathered is not None:
@@ -90,11 +96,13 @@ def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int,
     engine.share_with([Peer(*peer) for peer in share.peers])
 
 
-def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: int) -> Need:
-    """The need of this rank. If its host's process does not answer, it counts as holding no copies."""
+def _need(checkpointer: Checkpointer, runtime: Runtime, state: int, each: int) -> Need:
+    """The need of this rank. `state`: as of state_bytes.
+
+    If its host's process does not answer, it counts as holding no copies.
+    """
     engine, config = checkpointer.context.checkpoint_engine, checkpointer.context.config
     present = engine.slot_bytes
-    state = state_bytes(config, runtime.device.type, parameters, runtime.layout.dp)
     growth = sum(max(0, each - size) for size in present)
     slots = sum(max(each, size) for size in present)
     peer, held = own_peer(), 0
@@ -110,13 +118,26 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
     return Need(host, slots, growth, state, available_memory(), each, node, peer, held, uncounted)
 
 
-def state_bytes(config: Config, device_type: str, parameters: int, dp_size: int) -> int:
-    """Host memory that training takes in its first step, bytes: on the CPU for gradients and moments; with
-    --cpu-optimizer for the moments of a model on a device.
+def moments_in_host_memory(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of what the optimizer has of its parameters in host memory: none before the first step, unless loaded."""
+    values = (value for of_one in optimizer.state.values() for value in of_one.values())
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
+
+
+def state_bytes(config: Config, device_type: str, parameters: int, dp_size: int, moments_present: int) -> int:
+    """Host memory that training takes in its first step, bytes, beyond what it has by then.
+
+    That is the moments, unless they are there (`moments_present`, bytes), as after a load; and on the CPU the
+    gradients, with this rank's shard of them in fp32. DeepSpeed has the master weights before, and with --cpu-optimizer
+    that shard, too (DeepSpeedZeroOptimizer.initialize_optimizer_states).
     """
-    if device_type != "cpu" and not config.optimizer.cpu_optimizer:
+    offloads = config.optimizer.cpu_optimizer
+    if device_type != "cpu" and not offloads:
         return 0
-    return rank_bytes(config, parameters, 0 if device_type == "cpu" else 1, dp_size)
+    moments = max(0, -(-parameters * moment_bytes(config) // dp_size) - moments_present)
+    if device_type != "cpu":
+        return moments
+    return moments + parameters * weight_bytes(config) + (0 if offloads else -(-parameters * 4 // dp_size))
 
 
 def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) -> tuple[str | None, list[Share]]:

@@ -74,7 +74,7 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
 
     As tools.ckpt_plan, without the alignment of shards and without metadata.
     """
-    return parameters * (_weight_bytes(config) + _optimizer_bytes(config))
+    return parameters * (weight_bytes(config) + _optimizer_bytes(config))
 
 
 def rank_bytes(config: Config, parameters: int, dp: int, dp_size: int) -> int:
@@ -82,7 +82,7 @@ def rank_bytes(config: Config, parameters: int, dp: int, dp_size: int) -> int:
 
     The first replica saves the weights, each rank its shard of the optimizer's state.
     """
-    weights = _weight_bytes(config) if dp == 0 else 0
+    weights = weight_bytes(config) if dp == 0 else 0
     return parameters * weights + -(-parameters * _optimizer_bytes(config) // dp_size)
 
 
@@ -98,13 +98,17 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _weight_bytes(config: Config) -> int:
+def weight_bytes(config: Config) -> int:
     """Per parameter. With --zero-stage 3 the weights are in no file: they are the master weights, rounded."""
     return 0 if config.parallel.zero_stage == 3 else _ELEMENT_SIZE[config.model.params_dtype]
 
 
 def _optimizer_bytes(config: Config) -> int:
     """Per parameter: of the master weight and its moments."""
+    return 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT + moment_bytes(config)
+
+
+def moment_bytes(config: Config) -> int:
+    """Per parameter: of the moments that the optimizer keeps, saved or not."""
     optimizer = config.optimizer
-    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
-    return 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)
+    return _MASTER_WEIGHT * (2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from megatron.checkpointing.engines.options import engine_options
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.peers.pacing import MEASURED, Pacing
-from megatron.training.slot_memory import Need, lack_of_memory, state_bytes
+from megatron.training.slot_memory import Need, lack_of_memory, moments_in_host_memory, state_bytes
 
 GIB = 1 << 30
 
@@ -33,14 +34,37 @@ def test_what_training_is_yet_to_take_counts_on_the_cpu() -> None:
     assert lack is not None and "in addition to 5.00 GiB for training itself" in lack
 
 
-@pytest.mark.parametrize(("flags", "state"), [("", (8000, 0)), ("--cpu-optimizer", (8000, 6000))])
-def test_on_a_device_what_the_optimizer_has_in_host_memory_counts(flags: str, state: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "first", "resumed"),
+    [
+        ("", (8000, 0), (4000, 0)),
+        ("--save X --save-interval 1 --no-save-optim", (8000, 0), (4000, 0)),
+        ("--cpu-optimizer", (6000, 4000), (2000, 0)),
+        ("--optimizer sgd --sgd-momentum 0", (4000, 0), (4000, 0)),
+    ],
+)
+def test_what_the_first_step_is_yet_to_put_into_host_memory_counts_and_nothing_that_is_there(
+    flags: str, first: tuple[int, int], resumed: tuple[int, int]
+) -> None:
+    """1000 parameters in fp16 of two replicas: gradients of 2 B; of half of them 4 B in fp32, and moments of 8 B."""
     words = (
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
         f"--lr 1 --fp16 --data-path X --tokenizer-type NullTokenizer --vocab-size 9 {flags}"
     )
     config = config_from_args(parse_args(words.split(), {}), {})
-    assert tuple(state_bytes(config, device, 1000, 2) for device in ("cpu", "cuda")) == state
+    for moments, state in ((0, first), (4000, resumed)):
+        assert tuple(state_bytes(config, device, 1000, 2, moments) for device in ("cpu", "cuda")) == state
+
+
+def test_moments_are_there_once_the_optimizer_has_stepped() -> None:
+    shard = torch.zeros(500, requires_grad=True)
+    adam, plain = torch.optim.Adam([shard]), torch.optim.SGD([shard])
+    assert moments_in_host_memory(adam) == 0
+    shard.grad = torch.ones(500)
+    adam.step()
+    plain.step()
+    assert moments_in_host_memory(adam) == 2 * shard.nbytes + 4, "and the number of its step"
+    assert moments_in_host_memory(plain) == 0
 
 
 def test_a_restart_in_place_asks_for_no_more() -> None:
