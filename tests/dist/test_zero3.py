@@ -199,8 +199,11 @@ def test_what_cannot_load_it_says_so(launcher: Launcher) -> None:
 
 
 def test_an_optimizer_in_host_memory_changes_no_bit_of_zero_1(launcher: Launcher) -> None:
-    """Its checkpoints are loaded with the flag and without; DeepSpeed's own code for it runs on a CPU, too."""
-    flags = [*CLASSIC, "--fp16", "--loss-scale", "1024", "--train-iters", "4"]
+    """Its checkpoints are loaded with the flag and without; DeepSpeed's own code for it runs on a CPU, too.
+
+    Without clipping: DeepSpeed adds the norm of gradients up differently then, and processors round that differently.
+    """
+    flags = [*CLASSIC, "--fp16", "--loss-scale", "1024", "--train-iters", "4", "--clip-grad", "0"]
     plain, offloaded, other = (launcher.directory / name for name in ("plain", "offloaded", "other"))
     layout = Layout(tp=1, pp=2, dp=2)
     launcher.train(layout, *flags, *buffered_saving(plain, 2))
