@@ -123,8 +123,8 @@ class CheckpointConfig(FlagGroup):
     )
     checkpoint_compression: str = flag(
         "none",
-        "engine lazy: how files are compressed, without loss; zstd pays where the storage is slower than the "
-        "processors compress, which ckpt-plan --compress-rate computes",
+        "engine lazy: how files are compressed, without loss; zstd pays where the storage is slower than "
+        "free processors compress, which ckpt-plan --compress-rate computes",
         choices=("none", "zstd"),
     )
     persist_interval: int | None = flag(
@@ -150,7 +150,7 @@ class CheckpointConfig(FlagGroup):
     replica_compression: str = flag(
         "none",
         "engine memory: how copies are compressed, without loss, on their way to and from other hosts; zstd pays where "
-        "the network is slower than the processors compress, which ckpt-plan --compress-rate computes",
+        "the network is slower than free processors compress, which ckpt-plan --compress-rate computes",
         choices=("none", "zstd"),
     )
     replication_traffic: str = flag(

@@ -34,7 +34,7 @@ from tests.unit.script_helpers import (
 )
 from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
-from tools.ckpt_replay.plan import LIBRARIES, RAW
+from tools.ckpt_replay.plan import LAZY_SHARED, LAZY_ZSTD, LIBRARIES, MEMORY_PEER, RAW
 from tools.restart_bench.cli import main
 from tools.restart_bench.launcher_entries import BY_SLURM, FROM_ONE_NODE, LAUNCHERS, ON_EACH_NODE
 from tools.restart_bench.settings import DECLARATIONS
@@ -906,7 +906,8 @@ def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp
 @pytest.mark.parametrize("mode", ["train", "replay"])
 def test_an_engine_that_there_is_not_is_not_printed_or_submitted(mode: str, tmp_path: Path) -> None:
     given = {"MODE": mode, "DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work")}
-    known = [*builtin_engines(), *([*RAW, *LIBRARIES, ALL] if mode == "replay" else [])]
+    replayed = [LAZY_SHARED, LAZY_ZSTD, MEMORY_PEER, *RAW, *LIBRARIES, ALL]
+    known = [*builtin_engines(), *(replayed if mode == "replay" else [])]
     for script, *words in (["run_7b_tp4_pp2.sh"], ["submit.sh", "7b_tp4_pp2", "--scheduler", "slurm"]):
         done = run_script(script, tmp_path, *words, ENGINE="nope", **given)
         assert done.returncode == 2 and done.stdout == ""

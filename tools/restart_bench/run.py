@@ -24,8 +24,8 @@ from .settings import Settings, check_values
 
 # what a replay takes beside engines
 _REPLAYED = (
-    "raw-rank", "raw-host", "raw-all", "s3torchconnector", "torch_checkpointing", "dcp-collective", "dcp-safetensors",
-    "all",
+    "lazy-shared", "lazy-zstd", "memory-peer", "raw-rank", "raw-host", "raw-all", "s3torchconnector",
+    "torch_checkpointing", "dcp-collective", "dcp-safetensors", "all",
 )  # fmt: skip
 DEFAULTS = {"SEQ_LENGTH": "2048", "MICRO_BATCH": "16", "ITERS": "15", "SAVE_INTERVAL": "5"}
 # MODE=scaled: small enough for CPUs
