@@ -357,6 +357,8 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     engines = json.loads((tmp_path / "out.json").read_text())["engines"]
     assert "No space left on device" in engines["faulty"]["failed"] and "was saved as" in engines["torn"]["failed"]
     assert engines["faulty"]["durable_s"] is None
+    assert engines["faulty"]["attempts"] == {"save": {"done": 0, "failed": 1}}
+    assert engines["torn"]["attempts"] == {"save": {"done": 1, "failed": 0}, "load_warm": {"done": 0, "failed": 1}}
     assert not engines["faulty"]["verified"] and not engines["torn"]["verified"]
     assert [len(engines["torch"][measure]["samples"]) for measure in MEASURES] == [2] * len(MEASURES)
     assert not list((tmp_path / "target").iterdir())

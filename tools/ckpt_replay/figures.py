@@ -101,7 +101,8 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
     in_memory, failures = name in IN_MEMORY, samples.failures.get(name, {})
     counted, durable = of_saves("durable_s"), None if in_memory else of_saves("durable_s")
     moving = of_saves("moving_s")
-    first = saves[0][0] if saves else {}
+    first, attempts = saves[0][0] if saves else {}, _attempts(samples, name)
+    loaded = any(attempts.get(kind, {}).get("done") for kind in (LOAD_WARM, LOAD_COLD))
     return {
         "blocked_s": of_saves("blocked_s"),
         "durable_s": durable,
@@ -124,10 +125,10 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
         "num_files": first["saves"][-1]["num_files"] if first else None,
         "engine_used": first.get("engine_used"),
         "asynchronous": first.get("asynchronous"),
-        "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and not (name in samples.failed or failures),
+        "verified": loaded and not (name in samples.failed or failures),
         "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)})
         | _loads_beside(kinds.get(LOAD_BESIDE, []), totals, len(saves)),
-        "attempts": _attempts(samples, name),
+        "attempts": attempts,
         "not_measured": _not_measured(kinds),
         "failed": samples.failed.get(name, next((errors[0] for errors in failures.values()), None)),
     }
@@ -197,10 +198,13 @@ def _loads_beside(readers: list[Ranks], totals: Totals, saves: int) -> dict[str,
 
 
 def _attempts(samples: Samples, name: str) -> dict[str, dict[str, int]]:
-    """Of each kind of task of an engine: how many were done, and how many failed."""
+    """Of each kind of task of an engine: how many were done, and how many failed. One that was skipped is neither."""
     kinds, failures = samples.engines[name], samples.failures.get(name, {})
     return {
-        kind: {"done": len(kinds.get(kind, [])), "failed": len(failures.get(kind, []))}
+        kind: {
+            "done": sum(not any(rank.get("skipped") for rank in ranks) for ranks in kinds.get(kind, [])),
+            "failed": len(failures.get(kind, [])),
+        }
         for kind in dict.fromkeys([*kinds, *failures])
     }
 

@@ -22,7 +22,7 @@ class Samples:
     """The raw records of all measurements: engines[name][kind][repeat][process], storage[repeat][process].
 
     Of LOAD_BESIDE engines[name][kind] has an item for each reader and repeat. `failed`: engine -> its error; it is left
-    out of later repeats. `failures`: with readers, engine -> kind -> the error of each save or reader that failed.
+    out of later repeats. `failures`: engine -> kind -> the error of each task that failed.
     """
 
     engines: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
@@ -96,6 +96,7 @@ class Replay:
             remove(directory)
 
     def _measure(self, name: str, repeat: int, kinds: list[str], directory: Location) -> None:
+        kind = kinds[0]
         try:
             for kind in kinds:
                 begun = now_ns()
@@ -110,7 +111,11 @@ class Replay:
                     self.samples.tasks_s.setdefault(name, {}).setdefault(kind, []).append(took)
         except TaskError as exc:
             self.samples.failed[name] = str(exc)
-            self.progress(f"{name} failed: {exc}")
+            self._failed(name, kind, exc)
+
+    def _failed(self, name: str, kind: str, error: TaskError) -> None:
+        self.progress(f"{name} failed: {error}")
+        self.samples.failures.setdefault(name, {}).setdefault(kind, []).append(str(error))
 
     def _keep(self, name: str, kind: str, found: list[dict[str, Any]] | None) -> None:
         if found is not None:
@@ -133,8 +138,7 @@ class Replay:
         found = self.workers.run_beside([save, *readers])
         for kind, result in zip([SAVE, *[LOAD_BESIDE] * len(readers)], found, strict=True):
             if isinstance(result, TaskError):
-                self.progress(f"{name} failed: {result}")
-                self.samples.failures.setdefault(name, {}).setdefault(kind, []).append(str(result))
+                self._failed(name, kind, result)
             else:
                 self._keep(name, kind, result)
         return not isinstance(found[0], TaskError)

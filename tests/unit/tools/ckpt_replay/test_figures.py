@@ -44,6 +44,15 @@ def test_loads_beside_saves_have_the_rate_of_all_readers() -> None:
     assert engine["failed"] == "why" and not engine["verified"]
 
 
+def test_a_load_that_was_skipped_was_neither_done_nor_failed() -> None:
+    found = samples()
+    del found.engines["torch"]["load_cold"]
+    found.engines["torch"]["load_warm"] = [[{"loads": [], "skipped": "no room"}] * 2] * 5
+    engine = figures(found)["engines"]["torch"]
+    assert engine["attempts"] == {"save": {"done": 5, "failed": 0}, "load_warm": {"done": 0, "failed": 0}}
+    assert not engine["verified"] and engine["not_measured"]["load_warm_s"] == "no room"
+
+
 def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:
     result = figures(samples())
     torch_engine = result["engines"]["torch"]
