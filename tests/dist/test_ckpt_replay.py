@@ -81,6 +81,19 @@ class Flaky(CheckpointEngine):
         mine.touch()
         return torch.load(path, weights_only=False)
 
+class Patchy(CheckpointEngine):
+    """Cannot save to the first of several directories."""
+    name = "patchy"
+
+    def _save_file(self, file, directory, op):
+        if "save_0" in str(directory):
+            raise OSError(28, "No space left on device", str(directory))
+        torch.save(file.state, directory / file.name)
+        return SavedFile(file.name, (directory / file.name).stat().st_size, "none")
+
+    def _load_file(self, path, expected, op):
+        return torch.load(path, weights_only=False)
+
 class Torn(CheckpointEngine):
     """Writes what the next step left."""
     name = "torn"
@@ -116,7 +129,7 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
     (site / "plugins-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
     (site / "plugins-1.dist-info" / "entry_points.txt").write_text(
         "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
-        "flaky = plugin_engines:Flaky\n"
+        "flaky = plugin_engines:Flaky\npatchy = plugin_engines:Patchy\n"
     )
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
 
@@ -394,14 +407,39 @@ def test_failed_saves_and_readers_are_counted(tmp_path: Path, with_plugins: dict
     assert engines["torch"]["verified"] and not engines["flaky"]["verified"]
 
 
+def test_of_all_saves_those_that_failed_are_not_loaded(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+    argv = [*SMALL, "--engine", "patchy", "--repeat", "2", "--readers", "1", "--operations", "saves_then_loads"]
+    argv += ["--no-storage", "--warmup-saves", "0", "--output", str(tmp_path / "out.json")]
+    assert replay(argv, tmp_path / "target", **with_plugins).returncode == 1
+    found = json.loads((tmp_path / "out.json").read_text())["engines"]["patchy"]
+    assert found["attempts"]["save"] == {"done": 1, "failed": 1}
+    assert found["attempts"]["load_warm"] == {"done": 1, "failed": 0}
+    assert "No space left on device" in found["failed"]
+
+
+def test_readers_wait_for_the_save_that_is_measured(tmp_path: Path) -> None:
+    """The processes of the trace are, in this order or another, a save's and a reader's."""
+    trace = tmp_path / "trace"
+    argv = [*SMALL, "--engine", "lazy", "--ranks", "0", "--repeat", "1", "--readers", "1", "--operations", "save"]
+    found = figures([*argv, "--no-storage", "--trace-dir", str(trace)], tmp_path / "target")
+    (beside,) = found["samples"]["engines"]["lazy"]["load_beside"]
+    begun = sorted((r["start_ns"], r["operation"]) for r in records(trace) if r["type"] == "operation_begin")
+    order = [operation for _, operation in begun if operation in ("save", "load")]
+    assert order[:3] == ["load", "save", "load"] or order[:3] == ["load", "save", "save"], "a load before, a warm-up"
+    assert order.count("save") == 2 and order.count("load") == 1 + len(beside[0]["loads"]) >= 2
+    assert found["engines"]["lazy"]["operations"]["save"]["processing_s"] is None
+
+
 def test_readers_in_object_storage(tmp_path: Path) -> None:
     argv = [
-        *SMALL, "--engine", "lazy", "--ranks", "0-1", "--repeat", "1", "--readers", "1", "--steps-between", "0",
-        "--operations", "save", "--storage-cache", str(tmp_path / "node"), "--format", "json",
+        *SMALL, "--engine", "lazy,lazy-zstd", "--ranks", "0-1", "--repeat", "1", "--readers", "1",
+        "--steps-between", "0", "--operations", "save", "--storage-cache", str(tmp_path / "node"), "--format", "json",
         "--dir", f"s3://{BUCKET}/beside",
     ]  # fmt: skip
-    beside = replay_stored(argv)["engines"]["lazy"]["operations"]["load_beside"]
-    assert beside["requests"] >= 2 and beside["requests_per_s"] > 0 and beside["success_ratio"] == 1
+    for engine in replay_stored(argv)["engines"].values():
+        assert engine["failed"] is None and engine["operations"]["save"]["processing_s"] is None
+        beside = engine["operations"]["load_beside"]
+        assert beside["requests"] >= 2 and beside["requests_per_s"] > 0 and beside["success_ratio"] == 1
 
 
 @pytest.mark.nightly(minutes=1)

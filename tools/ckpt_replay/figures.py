@@ -127,7 +127,7 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
         "asynchronous": first.get("asynchronous"),
         "verified": loaded and not (name in samples.failed or failures),
         "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)})
-        | _loads_beside(kinds.get(LOAD_BESIDE, []), totals, len(saves)),
+        | _loads_beside(kinds.get(LOAD_BESIDE, []), totals, sum(attempts.get(SAVE, {}).values())),
         "attempts": attempts,
         "not_measured": _not_measured(kinds),
         "failed": samples.failed.get(name, next((errors[0] for errors in failures.values()), None)),
@@ -149,8 +149,9 @@ def _operations(
     """For saves and cold loads: what the benchmark of the S3 connector for PyTorch reports, and more.
 
     MiB/s: bytes of all ranks' tensors divided by the duration. Durations exclude set-up; `processing_s` includes it,
-    and for saves the warm-up. Requests: of all ranks; `success_ratio`: share of requests that needed no retry.
-    `coordination_s`: the duration minus the longest time in which a rank transferred its own bytes.
+    and for saves the warm-up; it is None for saves with readers. Requests: of all ranks; `success_ratio`: share of
+    requests that needed no retry. `coordination_s`: the duration minus the longest time in which a rank transferred its
+    own bytes.
     """
     found: dict[str, Any] = {}
     for kind, (duration, moving) in durations.items():
@@ -173,7 +174,10 @@ def _operations(
 
 
 def _loads_beside(readers: list[Ranks], totals: Totals, saves: int) -> dict[str, Any]:
-    """As `_operations`, of the loads that readers did beside `saves` saves; a rate is that of all readers at once."""
+    """As `_operations`, of the loads that readers did beside `saves` saves, failed ones included.
+
+    A rate is that of all at once: of as many readers as have loaded beside a save, on average.
+    """
     # [reader and save][load][rank]
     loads = [each for ranks in readers for each in zip(*(rank["loads"] for rank in ranks), strict=True)]
     if not loads:
@@ -183,7 +187,7 @@ def _loads_beside(readers: list[Ranks], totals: Totals, saves: int) -> dict[str,
     sent = sum(load["requests"] for load in counted)
     known = len(counted) == sum(map(len, loads))
     own = [max(load["moving_s"] for load in each) for each in loads]
-    at_once = len(readers) / max(1, saves)
+    at_once = sum(bool(ranks[0]["loads"]) for ranks in readers) / saves
     return {
         LOAD_BESIDE: {
             "throughput_MiBps": summary([totals.loaded / 2**20 / took for took in seconds]),

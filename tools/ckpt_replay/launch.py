@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.net.free_port import free_port
 
-from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, ended_file, ready_file, result_file
+from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, ended_file, loading_file, result_file
 from .worker import PREPARE, TASK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ class WorkerGroup:
         for number in processes:
             ranks[number] = {"environment": self._environment(number, port), "log": str(self._log(job, number))}
             if isinstance(asked, Task) and asked.beside is not None:
-                ranks[number]["ends"] = str(ready_file(self.notes, asked.index, number))
+                ranks[number]["ends"] = str(loading_file(self.notes, asked.index, number))
         ends = str(ended_file(self.notes, asked.index)) if isinstance(asked, Task) else None
         return {"path": str(path), "ranks": ranks, "ends": ends}
 

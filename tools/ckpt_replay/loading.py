@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +36,18 @@ from . import memory
 from .context import RankContext
 from .host_memory import holder
 from .library import Library
-from .plan import LIBRARIES, LOAD_COLD, MEMORY_PEER, ReplayError, begun_file, ended_file, fingerprint_file, ready_file
+from .plan import (
+    LIBRARIES,
+    LOAD_COLD,
+    MEMORY_PEER,
+    POLL_S,
+    ReplayError,
+    begun_file,
+    ended_file,
+    fingerprint_file,
+    loading_file,
+    ready_file,
+)
 from .shares import tensor_bytes
 from .steps import wait_for_queued
 from .tensors import alter, check_restored, live_before_load
@@ -125,8 +137,9 @@ def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]
 
 
 def run_loads_beside(ctx: RankContext) -> dict[str, Any]:
-    """Load the checkpoint again and again until the save of another task has ended; those that overlap it count.
+    """Load the checkpoint again and again beside the save of another task; loads that begin before it has ended count.
 
+    A first load, which sets up what later ones reuse, is done before that task saves at all, and does not count.
     In a directory each load finds the page cache dropped, as far as other readers let it be.
     """
     planned, notes = ctx.planned().files, ctx.task.notes
@@ -143,21 +156,24 @@ def run_loads_beside(ctx: RankContext) -> dict[str, Any]:
         paths = page_cache.files_below(_newest(ctx))
     ctx.pin_memory(engine, 0)
     loader = _Loader(ctx, engine, source, planned)
+    loader.load(False, page_cache.drop(paths) if paths else 0.0)
+    ready_file(notes, ctx.task.index, ctx.process).touch()
+    begun, ended = begun_file(notes, ctx.task.beside), ended_file(notes, ctx.task.beside)
+    while ctx.process == 0 and not (begun.exists() or ended.exists()):
+        time.sleep(POLL_S)
     samples: list[LoadSample] = []
-    begun = ended = again = False
-    while not ended:
+    while True:
+        ctx.wait_for_all()
         share = page_cache.drop(paths) if paths else 0.0
         ctx.wait_for_all()
-        sample = loader.load(again, share)
-        again = True
-        ready_file(notes, ctx.task.index, ctx.process).touch()
-        # As the first process sees it, so that all do the same.
-        seen = begun_file(notes, ctx.task.beside).exists(), ended_file(notes, ctx.task.beside).exists()
-        begun, ended = ctx.control.broadcast(seen)
-        samples += [sample] if begun else []
+        if ctx.control.broadcast(ended.exists()):  # as the first process sees it, so that all do the same
+            break
+        loading_file(notes, ctx.task.index, ctx.process).touch()
+        samples.append(loader.load(True, share))
     source.close()
     engine.close()
-    return {"loads": [asdict(sample) for sample in samples], "skipped": None}
+    skipped = None if samples else "the save ended before it was measured"
+    return {"loads": [asdict(sample) for sample in samples], "skipped": skipped}
 
 
 def _newest(ctx: RankContext) -> Path:

@@ -316,16 +316,16 @@ def _check_in_memory(engines: Sequence[str], operations: str, *, launched: bool)
         )
 
 
-def _check_readers(readers: int, engines: Sequence[str], read_each_time: Sequence[str]) -> None:
-    """Raises ReplayError for engines whose loads would not be what readers are to measure.
-
-    `read_each_time`: those that read all of it from --dir in each load.
-    """
+def _check_readers(readers: int, engines: Sequence[str], stored: bool, options: dict[str, Any]) -> None:
+    """Raises ReplayError for engines whose loads would not be what readers are to measure: all of it, each time."""
+    ranged = options["checksum"] != "none" and options["verify_checkpoint"] == "checksum"
     for name in engines:
         why = None
         if name in IN_MEMORY:
             why = "whose slots are read by the rank that saves there alone"
-        elif name not in read_each_time:
+        elif stored and name in ("lazy", LAZY_ZSTD) and not ranged:
+            why = "which reads ranges of objects only with --checksum crc32 and --checkpoint-verify checksum"
+        elif stored and name not in ("lazy", LAZY_ZSTD, CONNECTOR):
             why = "which reads from object storage once, and then what it has kept on the node's disk"
         if why is not None:
             raise ReplayError(f"--readers {readers}: --engine {name}, {why}; leave out one of the two")
@@ -363,8 +363,7 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     _check_shared_files(options[_SHARED_FILES], engines)
     _check_in_memory(engines, arguments.operations, launched=world_size is not None)
     if arguments.readers:
-        ranged = ("lazy", CONNECTOR) if arguments.checksum != "none" else (CONNECTOR,)
-        _check_readers(arguments.readers, engines, ranged if stored else engines)
+        _check_readers(arguments.readers, engines, stored, options)
     striping = arguments.striping
     if striping is not None:
         striping = dataclasses.replace(striping, command=arguments.stripe_command)

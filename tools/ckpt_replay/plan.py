@@ -12,6 +12,7 @@ from megatron.config import CheckpointConfig, uris
 from megatron.config.uris import Location, is_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
+POLL_S = 0.01  # between looks for a file of another process
 LOAD_BESIDE = "load_beside"  # loads of an earlier checkpoint, again and again while a save runs (--readers)
 
 # The operations to measure: with LOAD each engine saves once, not measured, and every repeat loads that checkpoint.
@@ -212,12 +213,17 @@ def fingerprint_file(notes: Path, process: int) -> Path:
 
 
 def ready_file(notes: Path, task: int, process: int) -> Path:
-    """Is there once this process of a reader has loaded, or has ended."""
+    """Is there once this process of a reader has loaded for the first time, and waits for the save."""
     return notes / f"ready_{task:05d}_{process:05d}"
 
 
+def loading_file(notes: Path, task: int, process: int) -> Path:
+    """Is there once this process of a reader loads beside the save, or has ended."""
+    return notes / f"loading_{task:05d}_{process:05d}"
+
+
 def begun_file(notes: Path, task: int) -> Path:
-    """Is there once the save that is measured has begun on the first process of a save's task."""
+    """Is there once readers are to load: the save that is measured is next, on the first process of its task."""
     return notes / f"begun_{task:05d}"
 
 

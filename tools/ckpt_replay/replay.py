@@ -29,7 +29,7 @@ class Samples:
     storage: list[list[dict[str, Any]]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     failures: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    # engines[name][kind][repeat]: seconds of a task, including the set-up of its processes.
+    # [name][kind][repeat]: seconds of a task, including the set-up of its processes; not of saves with readers.
     tasks_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
@@ -45,6 +45,7 @@ class Replay:
     samples: Samples = field(default_factory=Samples)
     _tasks: int = 0
     _earlier: set[str] = field(default_factory=set)  # engines with a checkpoint for readers
+    _unsaved: set[Location] = field(default_factory=set)  # directories without a checkpoint: the save there failed
 
     def run(self) -> Samples:
         """Raises TaskError if measuring the storage fails; an engine that fails is recorded and left out afterwards."""
@@ -76,9 +77,10 @@ class Replay:
             directory = below(self.location, name)
             for kind in [SAVE, *self._loads(name)]:
                 for repeat in repeats:
-                    if name not in self.samples.failed:
+                    place = below(directory, f"save_{repeat}")
+                    if name not in self.samples.failed and place not in self._unsaved:
                         self.progress(f"{name}: {kind} {repeat + 1} of {self.request.repeat}")
-                        self._measure(name, repeat, [kind], below(directory, f"save_{repeat}"))
+                        self._measure(name, repeat, [kind], place)
             if self.workers.leads and not self.request.keep:
                 remove(directory)
 
@@ -99,13 +101,13 @@ class Replay:
         kind = kinds[0]
         try:
             for kind in kinds:
-                begun = now_ns()
                 if kind == SAVE and self.request.readers:
                     if not self._save_beside_readers(name, repeat, directory):
-                        return  # nothing is there that could be loaded
-                else:
-                    found = self.workers.run(self._task(kind, repeat, name, directory))
-                    self._keep(name, kind, found)
+                        self._unsaved.add(directory)
+                        return
+                    continue  # not timed: its task ends with the last of the readers
+                begun = now_ns()
+                self._keep(name, kind, self.workers.run(self._task(kind, repeat, name, directory)))
                 if self.workers.leads:
                     took = (now_ns() - begun) / 1e9
                     self.samples.tasks_s.setdefault(name, {}).setdefault(kind, []).append(took)

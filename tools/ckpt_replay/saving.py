@@ -16,21 +16,25 @@ from typing import Any
 
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
-from megatron.checkpointing.save.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.save.writer import (
+    CheckpointIdentity,
+    CheckpointStore,
+    CheckpointWriter,
+    Save,
+    SaveDirectory,
+)
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import below
 from megatron.fileio.objects.bucket import Traffic
 
 from . import memory
 from .context import RankContext
-from .library import Library
+from .library import Library, LibrarySave
 from .locations import remove
-from .plan import LAZY_ZSTD, begun_file, ended_file, fingerprint_file, ready_file
+from .plan import LAZY_ZSTD, POLL_S, begun_file, ended_file, fingerprint_file, loading_file, ready_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
-
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     saver = _Saver(ctx)
     asynchronous = saver.engine.asynchronous
     ctx.pin_memory(saver.engine, tensor_bytes(planned.files))
+    _await_readers(ctx, ready_file, loading_file)  # so that their set-up disturbs no save, and no step without one
     count = ctx.request.warmup_saves + 1
     samples = []
     for number in range(count):
@@ -91,10 +96,9 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         alone = steps.step() if counts and asynchronous and steps.measures_interference else []
         _settle(ctx)
         if counts:
-            _await_readers(ctx)
-        sample = _timed_save(saver, step, state, steps, alone, before)
-        if counts:
-            ended_file(ctx.task.notes, ctx.task.index).touch()
+            _start_readers(ctx)
+        ended = ended_file(ctx.task.notes, ctx.task.index).touch if counts else lambda: None
+        sample = _timed_save(saver, step, state, steps, alone, before, ended)
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
             remove(below(ctx.location, names.tag_of(step)))
@@ -119,14 +123,19 @@ def _settle(ctx: RankContext) -> None:
     ctx.wait_for_all()
 
 
-def _await_readers(ctx: RankContext) -> None:
-    """Return when each reader of the task loads the earlier checkpoint, or has ended: it is to load beside the save."""
-    for reader in ctx.task.readers:
-        while not ready_file(ctx.task.notes, reader, ctx.process).exists():
-            time.sleep(_POLL_S)
-    ctx.wait_for_all()
+def _start_readers(ctx: RankContext) -> None:
+    """Have each reader of the task load the earlier checkpoint, and return when they do, or have ended."""
     if ctx.process == 0:
         begun_file(ctx.task.notes, ctx.task.index).touch()
+    _await_readers(ctx, loading_file)
+
+
+def _await_readers(ctx: RankContext, *files: Callable[[Path, int, int], Path]) -> None:
+    """Return when each process of each reader of the task has made one of `files`."""
+    for reader in ctx.task.readers:
+        while not any(file(ctx.task.notes, reader, ctx.process).exists() for file in files):
+            time.sleep(POLL_S)
+    ctx.wait_for_all()
 
 
 class _Saver:
@@ -154,16 +163,22 @@ class _Saver:
     def close(self) -> None:
         self._held.close()
 
-    def save(self, step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]) -> _Saved:
-        """Save `state`, then change it. Raises CheckpointSaveError if any rank failed."""
+    def save(
+        self, step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit], ended: Callable[[], None]
+    ) -> _Saved:
+        """Save `state`, then change it. Raises CheckpointSaveError if any rank failed.
+
+        `ended` is called once the save has ended, while steps go on, and again.
+        """
         if not isinstance(self.engine, CheckpointEngine):
-            return self._save_by_library(self.engine, step, state, steps, meanwhile)
+            return self._save_by_library(self.engine, step, state, steps, meanwhile, ended)
         assert self._writer is not None
         mine = state if self._saves_state else []
         save = self._writer.save(self._store, step, lambda: mine, on_storage=self._on_storage)
         if self.engine.asynchronous:
-            blocked = _train_during_background(self._writer, state, steps, meanwhile)
+            blocked = _train_during_background(self._writer, state, steps, meanwhile, _look(save, ended))
         else:
+            ended()
             alter(state)
             blocked = save.committed_ns - save.start_ns
         took = save.committed_ns - save.start_ns
@@ -171,12 +186,19 @@ class _Saver:
         return _Saved(blocked, took, moving, save.flushed_ns, save.op.bytes or 0, save.op.num_files or 0)
 
     def _save_by_library(
-        self, library: Library[Any], step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
+        self,
+        library: Library[Any],
+        step: int,
+        state: list[FileState],
+        steps: SimulatedSteps,
+        meanwhile: list[Unit],
+        ended: Callable[[], None],
     ) -> _Saved:
         save = library.save(below(self._location, names.tag_of(step)), step, state)
         if library.asynchronous:
-            _train_during(save.release_state, state, steps, meanwhile)
+            _train_during(save.release_state, state, steps, meanwhile, _look(save, ended))
         else:
+            ended()
             alter(state)
         save.join()
         took, num_bytes, num_files = save.committed_ns - save.start_ns, save.op.bytes or 0, save.op.num_files or 0
@@ -196,9 +218,16 @@ class _Saver:
 
 
 def _timed_save(
-    saver: _Saver, step: int, state: list[FileState], steps: SimulatedSteps, alone: list[Unit], rss_before: int
+    saver: _Saver,
+    step: int,
+    state: list[FileState],
+    steps: SimulatedSteps,
+    alone: list[Unit],
+    rss_before: int,
+    ended: Callable[[], None],
 ) -> SaveSample:
-    """Save `state` once, then change it. `alone`: steps without a save; `rss_before`: memory without the engine.
+    """Save `state` once, then change it. `alone`: steps without a save; `rss_before`: memory without the engine;
+    `ended` is called once the save has ended.
 
     Raises CheckpointSaveError if any rank failed.
     """
@@ -206,7 +235,8 @@ def _timed_save(
     traffic = saver.traffic
     before = (0, 0) if traffic is None else (traffic.requests, traffic.retries)
     with memory.PeakMemory() as peak:
-        saved = saver.save(step, state, steps, meanwhile)
+        saved = saver.save(step, state, steps, meanwhile, ended)
+    ended()
     return SaveSample(
         warmup=False,
         blocked_s=saved.blocked_ns / 1e9,
@@ -225,12 +255,16 @@ def _timed_save(
 
 
 def _train_during_background(
-    writer: CheckpointWriter, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
+    writer: CheckpointWriter,
+    state: list[FileState],
+    steps: SimulatedSteps,
+    meanwhile: list[Unit],
+    between: Callable[[], None],
 ) -> int:
     """Train beside the save that the writer has begun, until it is committed. Returns the blocked time, ns."""
     save = writer.background.pending
     assert save is not None
-    _train_during(writer.background.release_state, state, steps, meanwhile)
+    _train_during(writer.background.release_state, state, steps, meanwhile, between)
     save.join()
     writer.background.finished()
     if save.error is not None:
@@ -239,12 +273,21 @@ def _train_during_background(
 
 
 def _train_during(
-    release_state: Callable[[], None], state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]
+    release_state: Callable[[], None],
+    state: list[FileState],
+    steps: SimulatedSteps,
+    meanwhile: list[Unit],
+    between: Callable[[], None],
 ) -> None:
-    """Train beside a save: release the state before the optimizer steps, then go on."""
+    """Train beside a save: release the state before the optimizer steps, then go on. `between`: after each unit."""
     if steps.count:
-        meanwhile += steps.step()
+        meanwhile += steps.step(between)
     release_state()
     alter(state)
     for _ in range(steps.count - 1):
-        meanwhile += steps.step()
+        meanwhile += steps.step(between)
+
+
+def _look(save: Save | LibrarySave, ended: Callable[[], None]) -> Callable[[], None]:
+    """What looks whether `save` has been committed, and then calls `ended`."""
+    return lambda: ended() if save.committed_ns else None

@@ -50,9 +50,13 @@ class SimulatedSteps:
         self._unit()
         return Unit(start, now_ns())
 
-    def step(self) -> list[Unit]:
-        """Run one step."""
-        return [self._timed() for _ in range(self._units)]
+    def step(self, between: Callable[[], object] = lambda: None) -> list[Unit]:
+        """Run one step. `between` is called after each unit, and is not part of it."""
+        units = []
+        for _ in range(self._units):
+            units.append(self._timed())
+            between()
+        return units
 
 
 def _nap() -> None:

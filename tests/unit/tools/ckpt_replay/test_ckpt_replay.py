@@ -123,7 +123,11 @@ def test_what_has_no_meaning_in_object_storage(
 
 def test_readers_in_object_storage_need_an_engine_that_reads_there_each_time() -> None:
     asked = ["--model", "7b", "--dir", "s3://bucket/p", "--readers", "1", "--engine"]
-    assert request_from(parse_arguments([*asked, "lazy,s3torchconnector"]), None).readers == 1
+    assert request_from(parse_arguments([*asked, "lazy,lazy-zstd,s3torchconnector"]), None).readers == 1
+    for flags in (["--checksum", "none"], ["--checkpoint-verify", "size"]):
+        assert request_from(parse_arguments([*asked, "s3torchconnector", *flags]), None).readers == 1
+        with pytest.raises(ReplayError, match="^--readers 1: --engine lazy, which reads ranges of objects only with"):
+            request_from(parse_arguments([*asked, "lazy", *flags]), None)
     with pytest.raises(ReplayError, match="^--readers 1: --engine torch, which reads from object storage once"):
         request_from(parse_arguments([*asked, "lazy,torch"]), None)
 
