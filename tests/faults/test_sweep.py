@@ -1,6 +1,6 @@
-"""At every 13th system call of a save and of a start something goes wrong: nothing is lost, and it is said.
+"""At every seventh system call of a save and of a start something goes wrong: nothing is lost, and it is said.
 
-Of two ranks, of which each fault takes a second, at every 83rd.
+Of two ranks, of which each fault takes a second, at every 41st.
 
 Every fault at every call: `python -m tests.faults.sweep --processes 2`, which .ci/nightly runs.
 """
@@ -26,8 +26,6 @@ from tests.faults.verdicts import MISSED, SAVE, START, Verdict
 
 # Those of which others have all the code, and one whose process takes seconds to start in each launch.
 LEFT_TO_THE_NIGHT = ("fastpersist", "dcp", "dcp-process")
-# At every 7th: of every 13th there are too few to have each outcome.
-FEW_CALLS = ("memory", "lazy-buffered")
 IN_DIRECTORIES = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *STORED, *TWO_RANKS)]
 
 
@@ -47,10 +45,9 @@ def swept(out: Path, names: Sequence[str], every: int, processes: int) -> list[V
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     directory = tmp_path_factory.mktemp("faults")
     return (
-        swept(directory / "one.jsonl", [name for name in IN_DIRECTORIES if name not in FEW_CALLS], 13, 1)
-        + swept(directory / "few.jsonl", FEW_CALLS, 7, 1)
-        + swept(directory / "stored.jsonl", STORED, 13, 2)  # part of which is waiting
-        + swept(directory / "two.jsonl", [*TWO_RANKS], 83, 1)
+        swept(directory / "one.jsonl", IN_DIRECTORIES, 7, 1)
+        + swept(directory / "stored.jsonl", STORED, 7, 2)  # part of which is waiting
+        + swept(directory / "two.jsonl", [*TWO_RANKS], 41, 1)
     )
 
 
