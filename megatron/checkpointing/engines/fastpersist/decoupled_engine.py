@@ -120,7 +120,7 @@ class _DecoupledSave(PendingSave):
                 raise CheckpointSaveError(self.given_up) from None
             raise
         if reply.spans:  # until then the process had not begun: before the first save it is still importing
-            begun_ns = min(arguments[2] for arguments, _ in reply.spans)
+            begun_ns = max(self.handed_over_ns, min(arguments[2] for arguments, _ in reply.spans))
             self.op.add("serialize", None, self.handed_over_ns, begun_ns, blocking=False)
         for arguments, labels in reply.spans:
             self.op.add(*arguments, **labels, blocking=False)

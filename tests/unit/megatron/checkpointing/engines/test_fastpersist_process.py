@@ -18,7 +18,9 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
+from megatron.checkpointing.engines.fastpersist import decoupled_engine
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
+from restart_trace.clock import now_ns
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
@@ -260,3 +262,13 @@ def test_saving_from_another_thread(tmp_path: Path) -> None:
     save(engine, tmp_path / "second")
     assert process_of(engine) == pid
     engine.close()
+
+
+def test_a_process_that_begins_at_once_was_not_waited_for(
+    decoupled: FastPersistDecoupledEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where processors are busy, it may have begun before the rank notes that it has handed the save over."""
+    monkeypatch.setattr(decoupled_engine, "now_ns", lambda: now_ns() + 10**15)
+    trace = traced("save")
+    decoupled.begin_save([FileState("a.pt", {"a": torch.ones(1)})], tmp_path, trace.op).wait()
+    assert all(span["end_ns"] >= span["start_ns"] for span in trace.records.spans())
