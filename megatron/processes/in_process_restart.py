@@ -1,10 +1,11 @@
 """In-process restarts: after a failure the ranks that live leave the training and start it again in their processes.
 
 The launcher has a connection to each rank. When a rank fails, it sends RETURN to the others. From then on they exchange
-nothing new. In each of them a thread waits until what is under way has arrived, and shuts down all connections of the
-process, so that whatever waits there raises; the main thread leaves the script, undoes what was registered with
-`at_return`, sends RETURNED and waits for the next start. A rank that cannot do that ends, or is killed after
---return-timeout, and the launcher forks it anew.
+nothing new. The main thread of each leaves the script, undoes what was registered with `at_return`, sends RETURNED and
+waits for the next start. If it has left between two exchanges, it shuts down the connections of the process itself;
+otherwise it may wait for another rank, and a second thread shuts them down, once what is under way has arrived, so that
+whatever waits there raises. A rank that cannot leave ends, or is killed after --return-timeout, and the launcher forks
+it anew.
 
 Nothing is raised in the main thread from outside: an exception between any two instructions could leave a lock taken or
 a file half written in a process that lives on. Standard library only.
@@ -54,8 +55,11 @@ def send_start(connection: socket.socket, environment: Mapping[str, str]) -> Non
         socket.send_fds(connection, [_START], [file.fileno()])
 
 
-class AskedToReturnError(ConnectionAbortedError):
-    """The launcher has asked this rank to return, since another one has failed."""
+class AskedToReturnError(Exception):
+    """The launcher has asked this rank to return, since another one has failed.
+
+    No OSError: a load that meets one takes the checkpoint for damaged, and goes to the one before.
+    """
 
 
 class InProcessRestarts:
@@ -263,16 +267,16 @@ def check_not_asked() -> None:
 
 
 def know_exchanges(exchanges: Callable[[], bool]) -> None:
-    """Have this rank ask `exchanges` whether a collective of it is under way."""
+    """Set the function that tells whether a collective of this rank is under way."""
     for restarts in _here:
         restarts.exchanges = exchanges
 
 
 def shut_if_nothing_is_exchanged() -> None:
-    """Shut the connections at once if no exchange with other ranks is under way, and none has ended half way.
+    """Shut down the connections if no exchange with other ranks is under way, and none has ended half way.
 
-    What this rank has sent arrives before its end does, so no other rank is left with a part of a message. Otherwise
-    this is for the thread that waits until transfers have ended.
+    All that this rank has sent arrives before the connection ends, so no other rank is left with a part of a message.
+    In the other cases the second thread shuts them down, once transfers have ended.
     """
     for restarts in _here:
         if restarts._left_between and not restarts.exchanges():

@@ -405,7 +405,7 @@ def asked():
 def leaves():
     try:
         restart.check_not_asked()
-    except ConnectionAbortedError:
+    except restart.AskedToReturnError:
         restart.shut_if_nothing_is_exchanged()
     other.setblocking(False)
     try:
@@ -475,7 +475,7 @@ restart.when_shut(lambda: [].pop())
 asked()
 called.wait()
 restarts._launcher = os.getpid()
-restarts.follows(ConnectionAbortedError())
+restarts.follows(restart.AskedToReturnError())
 restart.send_start(launcher, {"NEXT": "1"})
 assert restarts.wait_for_start() == {"NEXT": "1"}
 os._exit(0)

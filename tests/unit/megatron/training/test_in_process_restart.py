@@ -15,12 +15,16 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch._C._distributed_c10d import HashStore
 
+from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
+from megatron.checkpointing.engines.errors import CheckpointError
 from megatron.config import CheckpointConfig
 from megatron.parallel import reconnecting
+from megatron.parallel.control_plane import ControlPlane
 from megatron.processes import in_process_restart
 from megatron.training import in_process_restart as training
 from megatron.training.in_process_restart import drop_world, keep_engine, leave_between_layers, refusal
 from megatron.training.trainer import is_its_own
+from restart_trace.recorder import untraced_operation
 
 SAVES = {"save": "run", "save_interval": 1}
 
@@ -88,7 +92,7 @@ def test_a_rank_that_is_asked_to_return_begins_no_exchange(asked: threading.Even
     group = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append), is_connected=True)
     groups.allreduce(group, "before")
     asked.set()
-    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+    with pytest.raises(in_process_restart.AskedToReturnError, match="another rank has failed"):
         groups.allreduce(group, "after")
     assert begun == ["before"]
 
@@ -96,9 +100,17 @@ def test_a_rank_that_is_asked_to_return_begins_no_exchange(asked: threading.Even
 def test_a_rank_that_is_asked_to_return_has_no_error_of_its_own(asked: threading.Event) -> None:
     """Else three kills at one step would be the same error three times, which ends a run."""
     asked.set()
-    with pytest.raises(ConnectionAbortedError) as raised:
+    with pytest.raises(in_process_restart.AskedToReturnError) as raised:
         in_process_restart.check_not_asked()
     assert not is_its_own(raised.value)
+
+
+def test_a_load_that_a_rank_leaves_has_not_found_a_damaged_checkpoint(asked: threading.Event) -> None:
+    """Else the ranks would agree to load the one before it."""
+    asked.set()
+    with pytest.raises(CheckpointError, match="another rank has failed") as raised:
+        run_on_all_ranks(ControlPlane(0, 1), untraced_operation(), in_process_restart.check_not_asked)
+    assert not isinstance(raised.value, CheckpointRejectedError)
 
 
 def test_a_step_ends_before_its_next_layer(asked: threading.Event) -> None:
@@ -124,10 +136,10 @@ def test_a_step_ends_before_its_next_layer(asked: threading.Event) -> None:
     assert ran == ["forward", "forward", "backward", "backward"]
     ran.clear()
     layers[3] = lambda out: (out[0], asked.set())[0]  # after the last forward
-    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+    with pytest.raises(in_process_restart.AskedToReturnError, match="another rank has failed"):
         step()
     assert ran == ["forward", "forward"]
-    with pytest.raises(ConnectionAbortedError, match="another rank has failed"):
+    with pytest.raises(in_process_restart.AskedToReturnError, match="another rank has failed"):
         step()
     assert ran == ["forward", "forward"]
 
@@ -139,7 +151,7 @@ def test_an_engine_that_is_kept_leaves_between_layers(asked: threading.Event, mo
     engine = SimpleNamespace(module=SimpleNamespace(forward_funcs=[layer]), optimizer=None)
     keep_engine(engine, None, SimpleNamespace(communicators=SimpleNamespace(groups=[])))  # pyright: ignore[reportArgumentType]
     asked.set()
-    with pytest.raises(ConnectionAbortedError):
+    with pytest.raises(in_process_restart.AskedToReturnError):
         layer(torch.ones(1))
 
 
