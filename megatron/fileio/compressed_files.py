@@ -93,7 +93,7 @@ class CompressedFile:
     """
 
     alignment = 1
-    gap = MOST_BYTES  # a block is restored completely, however little of it is wanted
+    gap = MOST_BYTES  # what lies between two reads of one block costs nothing: blocks are restored whole
     only_mapped = False
 
     def __init__(self, file: RangedFile, name: str) -> None:
@@ -119,7 +119,7 @@ class CompressedFile:
         return True
 
     def map(self) -> mmap.mmap:
-        raise NotImplementedError("a compressed file is no memory")
+        raise NotImplementedError("the original of a compressed file is in no file that could be mapped")
 
     def read(self, view: memoryview, position: int) -> int:
         """Fill `view`, or as much of it as the original has, from `position`; returns the bytes of the file read.
@@ -156,7 +156,7 @@ class CompressedFile:
         self._file.close()
 
     def _restore(self, packed: memoryview, start: int, stop: int, view: memoryview, position: int) -> None:
-        """Restore [start, stop) of the original from its block; `view` gets what of it belongs there."""
+        """Restore [start, stop) of the original from its block, and copy it to `view`, as far as that reaches."""
         began, codec = now_ns(), _codec()
         complete = position <= start and stop <= position + len(view)
         into = view[start - position : stop - position] if complete else codec.room[: stop - start]

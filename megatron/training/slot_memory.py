@@ -57,19 +57,20 @@ class Share(NamedTuple):
 
 
 def reserve_slots(
-    checkpointer: Checkpointer, runtime: Runtime, parameters: int, moments_present: int, op: Operation
+    checkpointer: Checkpointer, runtime: Runtime, parameters: int, optimizer: torch.optim.Optimizer, op: Operation
 ) -> None:
     """Allocate the slots of this rank, if its engine keeps saves in memory; collective.
 
-    `moments_present`: bytes of its optimizer's moments in host memory by now. `op`: the start-up.
-    Raises ConfigError on all ranks if a host has not enough memory.
+    `optimizer`: its own, with what was loaded. `op`: the start-up. Raises ConfigError on all ranks if a host has not
+    enough memory.
     """
     context = checkpointer.context
     engine, config = context.checkpoint_engine, context.config
     if not engine.keeps_in_memory or config.checkpoint.save is None:
         return
     each = slot_bytes(config, parameters, runtime.layout.dp)
-    state = state_bytes(config, runtime.device.type, parameters, runtime.layout.dp, moments_present)
+    moments = moments_in_host_memory(optimizer)
+    state = state_bytes(config, runtime.device.type, parameters, runtime.layout.dp, moments)
     need = _need(checkpointer, runtime, state, each)
     gathered = context.control.gather(tuple(need))
     decision: tuple[str | None, list[Share]] = None, []

@@ -493,7 +493,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
     from megatron.training.free_space import check_free_space
     from megatron.training.log import TrainingLog
     from megatron.training.profiling import StepProfiler
-    from megatron.training.slot_memory import moments_in_host_memory, reserve_slots
+    from megatron.training.slot_memory import reserve_slots
     from megatron.training.standby import opened_once, rehearse
     from megatron.training.statistics import TrainingStatistics
 
@@ -537,7 +537,7 @@ def _set_up(config: Config, beginning: Start, vocabulary: Vocabulary, providers:
         data = build_data_iterators(providers.datasets, config, runtime, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard if a flag asks for it
-    reserve_slots(checkpointer, runtime, parameters, moments_in_host_memory(engine.basic_optimizer), startup.operation)
+    reserve_slots(checkpointer, runtime, parameters, engine.basic_optimizer, startup.operation)
     with startup.phase("engine_init"):
         logger.info("%s", runtime_line)
         exports = _begin_exports(checkpointer, progress)

@@ -60,7 +60,7 @@ def train() -> None:
     place = RankPlace(layout, layout.coordinates(rank), "fp32")
     context = RunContext(config_of(Path.cwd()), place, 8, 8, control, untraced_recorder(), engine, None, True)
     host = SimpleNamespace(layout=layout, rank=rank, coordinates=place.at, device=torch.device("cpu"))
-    reserve_slots(SimpleNamespace(context=context), host, ELEMENTS, 0, untraced_operation())  # pyright: ignore[reportArgumentType]
+    reserve_slots(SimpleNamespace(context=context), host, ELEMENTS, SimpleNamespace(state={}), untraced_operation())  # pyright: ignore[reportArgumentType]
     weights = torch.zeros(ELEMENTS)
     step, tier = load(context, rank, weights)
     note(f"start_{restart}_{rank}", [os.getpid(), step, tier, os.environ["LABEL"]])

@@ -343,26 +343,25 @@ def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes
     assert "its coordinator is not heard; its ranks were killed" in nodes.said("agent0") + nodes.said("agent1")
 
 
-def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) -> None:
-    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6")
+def lose_one_of_two(nodes: Nodes, *flags: str) -> None:
+    """Of a launch that ends with it."""
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6", *flags)
     agents = [nodes.agent(number) for number in range(2)]
     nodes.ranks(0)
     agents[1].kill()
     assert coordinator.wait(300) == 1
     assert agents[0].wait(300) == 1
     nodes.until_gone()
+
+
+def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) -> None:
+    lose_one_of_two(nodes)
     assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 6 s" in nodes.said()
 
 
 def test_why_a_job_cannot_go_on_with_fewer_nodes(nodes: Nodes) -> None:
     nodes.arguments = [*FLAGS.split(), "--zero-stage", "3"]
-    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6", "--allow-shrink")
-    agents = [nodes.agent(number) for number in range(2)]
-    nodes.ranks(0)
-    agents[1].kill()
-    assert coordinator.wait(300) == 1
-    assert agents[0].wait(300) == 1
-    nodes.until_gone()
+    lose_one_of_two(nodes, "--allow-shrink")
     assert "--allow-shrink: what --zero-stage 3 has saved, only as many ranks load; start the job" in nodes.said()
 
 
