@@ -31,6 +31,22 @@ def helper_command(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; from {module} import main; main{arguments!r}"]
 
 
+class _WatchedConnection(Connection):
+    """One that says that it is closed as soon as it is, also to a thread that got hold of it while it was freed: the
+    number of its file may then be another file's. `closing` is held while that must not change."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self.closing = threading.Lock()
+
+    def close(self) -> None:
+        with self.closing:
+            super().close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class HelperProcess:
     """Runs `main(FD, *arguments)` of a module, where FD is the process's end of `connection`.
 
@@ -43,15 +59,14 @@ class HelperProcess:
         """Raises OSError if the process cannot be started. It inherits the open files `pass_fds`."""
         ours, theirs = socket.socketpair()
         with theirs, stop_signals_blocked():
-            self.connection = Connection(ours.detach())
+            self.connection = _WatchedConnection(ours.detach())
             self._process = subprocess.Popen(
                 helper_command(module, theirs.fileno(), *arguments),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),
                 env=env,
             )
-        self._closing = threading.Lock()
-        watch = (self.pid, weakref.ref(self.connection), self._closing)
+        watch = (self.pid, weakref.ref(self.connection))
         threading.Thread(target=_hang_up_after, args=watch, name="helper-watch", daemon=True).start()
 
     @property
@@ -84,33 +99,32 @@ class HelperProcess:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             logger.warning("process %d was killed and does not end: it waits for storage", self.pid)
-            _hang_up(self.connection, self._closing)  # for what waits for it
+            _hang_up(self.connection)  # for what waits for it
 
     def kill_soon(self) -> None:
         """Have it end, and wake what waits for it; `close` or `end` waits for the end."""
         self._process.kill()
-        _hang_up(self.connection, self._closing)
+        _hang_up(self.connection)
 
     def close(self) -> None:
         """Close the connection, at which the process ends, and wait for that as `end` does."""
-        with self._closing:
-            self.connection.close()
+        self.connection.close()
         self.end()
 
 
-def _hang_up_after(pid: int, connection: weakref.ref[Connection], closing: threading.Lock) -> None:
+def _hang_up_after(pid: int, connection: weakref.ref[_WatchedConnection]) -> None:
     """Hang up when the process has ended. Its end of the connection may outlive it: a process that was forked while
     this one was started has that, too."""
     with contextlib.suppress(ChildProcessError):  # it has been reaped
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ours = connection()
     if ours is not None:
-        _hang_up(ours, closing)
+        _hang_up(ours)
 
 
-def _hang_up(connection: Connection, closing: threading.Lock) -> None:
+def _hang_up(connection: _WatchedConnection) -> None:
     """Wake what waits to read or to write. What the process has sent can still be read."""
-    with closing:  # a closed file's number may be another file's
+    with connection.closing:
         if connection.closed:
             return
         ours = socket.socket(fileno=connection.fileno())  # a second file could be one too many

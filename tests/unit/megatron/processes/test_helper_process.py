@@ -97,3 +97,13 @@ def test_a_closed_helper_is_gone(module: str) -> None:
     os.kill(helper.pid, signal.SIGTERM)  # as all processes of a job may get one
     helper.close()
     assert not helper.is_alive() and helper.describe_end() == f"(process {helper.pid}) ended with exit code 1"
+
+
+def test_a_connection_that_is_freed_says_that_it_is_closed(module: str) -> None:
+    """The thread that watches the helper may get hold of it meanwhile, when its number is another file's already."""
+    helper = HelperProcess(module, "ready")
+    connection = helper.connection
+    connection.__del__()
+    assert connection.closed
+    helper.close()
+    assert not helper.is_alive()
