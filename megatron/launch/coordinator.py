@@ -240,9 +240,10 @@ class Coordinator:
 
     def _hear_of_ranks(self, agent: Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
-        if kind == "port":
+        if kind == "port" and self._state == "running":  # else a node was lost before any rank has started
             self._port = message["port"]
             self._start_ranks()
+            self._signal_members()
         elif kind == "cannot":
             say(f"error: {message['why']}")
             self._state = "refused"
@@ -572,11 +573,15 @@ class Coordinator:
             return
         self._stopped_by = signum
         say(f"{signal.Signals(signum).name} was received and passed on to the ranks")
-        for agent in self._members:
-            if agent.in_generation:
-                agent.connection.send("signal", signum=signum)
+        self._signal_members()
         if self._state == "gathering":
             self._state = "stopping"  # nothing runs: the launch ends
+
+    def _signal_members(self) -> None:
+        """Pass on the signal that is to end all ranks, if there is one."""
+        for agent in self._members if self._stopped_by is not None else ():
+            if agent.in_generation:
+                agent.connection.send("signal", signum=self._stopped_by)
 
     def _dismiss(self, code: int) -> None:
         """Have all agents end with `code`; those that do not listen are left to their nodes."""

@@ -61,13 +61,15 @@ class Ranks:
         )
 
     def hear(self) -> None:
-        """Note which have returned."""
-        if self.ended_by is not None:  # none of them is to start again
-            return
+        """Note which have returned. Kill them if they are being ended: the signal may have come while they left."""
         for pid in self.connections.keys() - self.returned:
             with contextlib.suppress(OSError):  # nothing yet, or it has ended
-                if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) == RETURNED:
+                if self.connections[pid].recv(len(RETURNED), socket.MSG_DONTWAIT) != RETURNED:
+                    continue
+                if self.ended_by is None:
                     self.returned.add(pid)
+                else:
+                    _send_to_group(pid, signal.SIGKILL)
 
     def which_returned(self) -> set[int]:
         """The ranks that have returned and wait for the next start."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from megatron.processes.in_process_restart import at_return
 from restart_trace.cycles import job_key
 
 Found = TypeVar("Found")
@@ -76,12 +77,17 @@ def _answer(listening: socket.socket, others: int, answer: tuple[bool, Any]) -> 
         return
 
     def serve() -> None:
-        with listening:
+        with listening, suppress(OSError):  # at_return
             for _ in range(others):
                 with listening.accept()[0] as asking, suppress(OSError):
                     if _is_ours(asking):
                         asking.sendall(content)
 
+    def end() -> None:
+        with suppress(OSError):  # all have asked, and it is closed
+            listening.shutdown(socket.SHUT_RDWR)
+
+    at_return(end)  # another rank may have ended before it has asked
     threading.Thread(target=serve, name="tell-this-host", daemon=True).start()
 
 

@@ -123,6 +123,9 @@ def leave_world() -> None:
         return
     close_trees()
     disconnect_groups()
+    profiler = getattr(_kept[0].engine, "flops_profiler", None)  # of DeepSpeed's file
+    if profiler is not None:
+        profiler.stop_profile()  # half a step may have left torch's functions replaced
     _kept[0].as_built.restore()
     checkpointing.reset()  # its buffers may hold the layers of half a step, and would have no place for the next ones
     gc.collect()

@@ -174,7 +174,7 @@ class StartStats(Stats):
     failure_to_caught_up_s: float | None = None
     failure: FailureTimes | None = None
     returned_ranks: list[int] | None = None  # whose processes were there before; None: not recorded
-    new_ranks: list[int] | None = None  # the others, where some have returned
+    new_ranks: list[int] | None = None  # the others, where some have returned and none has left no record
     return_s: float | None = None  # the longest time in which a rank left the start before and undid it
 
     @property

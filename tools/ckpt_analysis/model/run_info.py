@@ -175,16 +175,20 @@ def cycles_imported_once(ranks: list[dict[str, Any]]) -> frozenset[int]:
 def returned_ranks(ranks: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int] | None]]:
     """Cycle -> the ranks whose processes were there before it, and the others, None if all were new.
 
-    Without cycles of which no rank says it.
+    None, too, if a rank has left no record, as one that was killed at once. Without cycles of which no rank says it.
     """
     found: dict[int, dict[int, int]] = {}
+    expected: dict[int, int] = {}
     for process in ranks:
         if "returns" in process:
-            found.setdefault(process["cycle"], {})[process["rank"]] = process["returns"]
+            cycle = process["cycle"]
+            found.setdefault(cycle, {})[process["rank"]] = process["returns"]
+            expected[cycle] = max(expected.get(cycle, 0), process["world_size"])
     split: dict[int, tuple[list[int], list[int] | None]] = {}
     for cycle, returns in found.items():
         returned = sorted(rank for rank, times in returns.items() if times > 0)
-        split[cycle] = returned, sorted(returns.keys() - set(returned)) if returned else None
+        known = returned and len(returns) == expected[cycle]
+        split[cycle] = returned, sorted(returns.keys() - set(returned)) if known else None
     return split
 
 

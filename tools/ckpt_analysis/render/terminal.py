@@ -169,9 +169,11 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
             for host in failure.hosts
         ]
     if start.returned_ranks:
+        new = f"new: {number_list(start.new_ranks)}" if start.new_ranks else "none is new"
+        if start.new_ranks is None:
+            new = "not all others have left a record"
         lines.append(
-            f"  ranks {number_list(start.returned_ranks)} returned, after {seconds(start.return_s)} s at most; "
-            + (f"new: {number_list(start.new_ranks)}" if start.new_ranks else "none is new")
+            f"  ranks {number_list(start.returned_ranks)} returned, after {seconds(start.return_s)} s at most; {new}"
         )
     if start.is_restart:
         lines.append(

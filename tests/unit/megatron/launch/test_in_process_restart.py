@@ -242,9 +242,9 @@ RETURNS_LATE = WAITS.replace(
 )
 
 
-def where_one_has_returned(start: Start) -> Job:  # noqa: F811
+def where_one_has_returned(start: Start, *flags: str) -> Job:  # noqa: F811
     """Of three ranks rank 1 has been killed, 0 has returned, and 2 does so when the file `go` is there."""
-    job = start(RETURNS_LATE, *FLAGS, "3")
+    job = start(RETURNS_LATE, *FLAGS, "3", *flags)
     for rank in range(3):
         job.note(f"waits_{rank}_0")
     os.kill(job.pid(1), signal.SIGKILL)
@@ -262,8 +262,9 @@ def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> 
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_ends_ranks_that_have_returned(start: Start) -> None:  # noqa: F811
-    job = where_one_has_returned(start)
+def test_a_signal_to_the_launcher_ends_ranks_that_return(start: Start) -> None:  # noqa: F811
+    """Rank 2, too, which passes over the signal as it leaves."""
+    job = where_one_has_returned(start, "--shutdown-timeout", "1000")
     job.process.send_signal(signal.SIGTERM)
     (job.directory / "go").touch()
     assert job.wait() == 128 + signal.SIGTERM, job.said
@@ -461,6 +462,25 @@ def counted():
 restart.shut_connections = counted
 asked()
 threading.Event().wait()
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_thread_waits_for_a_rank_that_has_ended_before_it_asked_the_first_of_its_host() -> None:
+    """Else the first one would wait for the thread, and end."""
+    done = returning("""
+import signal
+from megatron.startup.once_per_host import once_per_host
+signal.signal(signal.SIGRTMAX, signal.SIG_IGN)
+restart._THREADS_S = 1.0
+environment = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RESTART_TRACE_LAUNCH_ID": str(os.getpid())}
+assert once_per_host(lambda: "found", environment, 600.0) == "found"
+asked()
+restarts._launcher = os.getpid()
+restarts.follows(restart.AskedToReturnError())
+restart.send_start(launcher, {"NEXT": "1"})
+assert restarts.wait_for_start() == {"NEXT": "1"}
+os._exit(0)
 """)
     assert done.returncode == 0, done.stderr
 

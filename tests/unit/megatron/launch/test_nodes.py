@@ -572,34 +572,75 @@ def test_a_later_start_that_is_refused_is_tried_once_more(nodes: Nodes) -> None:
     assert nodes.said().count(REFUSED) == 1 and "restart 4 of 5" in nodes.said()
 
 
-def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: Nodes) -> None:
-    """An agent answers a "stop" that arrives too late with an end without failures. Both agents are played here."""
+class Played(LaunchConnection):
+    """The connection of an agent that a test plays."""
+
+    heard: list[str]
+
+    def hears(self, kind: str) -> None:
+        """Wait until a message of this type has come."""
+
+        def has_come() -> bool:
+            self.heard += [message["type"] for message in self.messages()]
+            return kind in self.heard
+
+        until(has_come, f"a message of type {kind}")
+
+
+def played(nodes: Nodes) -> tuple[subprocess.Popen[bytes], list[Played]]:
+    """A coordinator of two nodes and their agents, of which node 0 is to serve the rendezvous."""
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
     where = ("127.0.0.1", int((nodes.directory / "port").read_text()))
-    agents = [LaunchConnection(connect(where, SECRET.encode(), COORDINATOR, 300)) for _ in range(2)]
-    heard: dict[LaunchConnection, list[str]] = {agent: [] for agent in agents}
-
-    def hears(agent: LaunchConnection, kind: str) -> bool:
-        heard[agent] += [message["type"] for message in agent.messages()]
-        return kind in heard[agent]
-
+    agents = [Played(connect(where, SECRET.encode(), COORDINATOR, 300)) for _ in range(2)]
     hello: dict[str, Any] = {"address": "127.0.0.1", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}
     hello |= {"copies": 0, "place": -1, "instance": "one of two"}
     for number, agent in enumerate(agents):
+        agent.heard = []
         agent.send("hello", number=number, **hello)
-    until(lambda: hears(agents[0], "serve"), "the place of node 0")
+    agents[0].hears("serve")
+    return coordinator, agents
+
+
+def test_ranks_that_ended_before_they_were_to_stop_count_as_they_ended(nodes: Nodes) -> None:
+    """An agent answers a "stop" that arrives too late with an end without failures. Both agents are played here."""
+    coordinator, agents = played(nodes)
     agents[0].send("port", generation=0, port=1)
     for agent in agents:
-        until(lambda agent=agent: hears(agent, "start"), "the start")
+        agent.hears("start")
     agents[1].send("failed", generation=0, why="rank 3: exit code 2")
     agents[1].send("ended", generation=0, failures=["rank 3: exit code 2"], refused=2)
-    until(lambda: hears(agents[1], "stop"), "the late stop")
+    agents[1].hears("stop")
     agents[1].send("ended", generation=0, failures=[], refused=0)
     agents[1].send("beat", number=1)
-    until(lambda: hears(agents[1], "ack"), "an answer to what follows the second end")
+    agents[1].hears("ack")  # an answer to what follows the second end
     agents[0].send("ended", generation=0, failures=[], refused=0)
     assert coordinator.wait(300) == 2, nodes.said()
     assert nodes.said().count(REFUSED) == 1
+
+
+def test_a_signal_that_comes_before_the_rendezvous_is_there_ends_the_ranks_that_start(nodes: Nodes) -> None:
+    coordinator, agents = played(nodes)
+    coordinator.terminate()
+    for agent in agents:
+        agent.hears("signal")  # at which it has no ranks
+        agent.heard.clear()
+    agents[0].send("port", generation=0, port=1)
+    for agent in agents:
+        agent.hears("start")
+        agent.hears("signal")
+        agent.send("ended", generation=0, failures=["rank 0: ended by SIGTERM"], refused=0)
+    assert coordinator.wait(300) == 128 + signal.SIGTERM, nodes.said()
+
+
+def test_ranks_do_not_start_once_a_node_of_theirs_is_lost(nodes: Nodes) -> None:
+    """They would claim --save beside those of the next start, which no agent would know of."""
+    _, agents = played(nodes)
+    agents[1].close()
+    agents[0].hears("stop")
+    agents[0].send("port", generation=0, port=1)  # it was on its way
+    agents[0].send("beat", number=1)
+    agents[0].hears("ack")
+    assert "start" not in agents[0].heard
 
 
 def test_what_a_rank_refuses_on_a_host_with_a_fault_is_no_input(nodes: Nodes) -> None:

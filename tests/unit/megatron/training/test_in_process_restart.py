@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch._C._distributed_c10d import HashStore
@@ -75,6 +76,17 @@ def test_an_engine_that_was_kept_is_dropped() -> None:
     keep_engine(optimizer, nothing, nothing)
     drop_world()
     assert vars(optimizer) == {}
+
+
+def test_torchs_functions_are_its_own_again_where_a_profiled_step_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, linear = torch.nn.Linear(1, 1), torch.nn.functional.linear
+    engine = SimpleNamespace(flops_profiler=FlopsProfiler(layer))
+    kept: Any = SimpleNamespace(engine=engine, as_built=SimpleNamespace(restore=lambda: None))
+    monkeypatch.setattr(training, "_kept", [kept])
+    engine.flops_profiler.start_profile()
+    assert torch.nn.functional.linear is not linear
+    training.leave_world()
+    assert torch.nn.functional.linear is linear
 
 
 @pytest.fixture

@@ -199,6 +199,8 @@ def _returned(start: StartStats) -> list[str]:
     if not start.returned_ranks:
         return []
     new = f"rank {number_list(start.new_ranks)} in new ones" if start.new_ranks else "none in a new one"
+    if start.new_ranks is None:
+        new = "not all others have left a record"
     return [
         f"Rank {number_list(start.returned_ranks)} started again in the processes that were there, after "
         f"{seconds(start.return_s)} s at most; {new}."

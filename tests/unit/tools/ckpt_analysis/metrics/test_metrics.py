@@ -170,6 +170,18 @@ def test_ranks_that_return(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (launch["returned_ranks"], launch["new_ranks"], launch["return_s"]) == ([], None, None)
 
 
+def test_a_rank_that_was_killed_before_its_first_record_is_not_told_of_as_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path, Options(returned=(0, 1, 2, 3, 4, 6, 7)))
+    (trace / "rank_00005_cycle_001.jsonl").unlink()
+    (restart,) = result(trace)["restarts"]
+    assert restart["returned_ranks"] and restart["new_ranks"] is None
+    main(["--all", str(trace)])
+    shown = capsys.readouterr().out
+    assert "ranks 0-4, 6-7 returned, after 0.250 s at most; not all others have left a record" in shown
+
+
 def test_a_new_rank_is_not_late_because_it_was_not_there_before(tmp_path: Path) -> None:
     (restart,) = result(write_trace(tmp_path, Options(returned=(0, 1))))["restarts"]
     assert (restart["critical_rank"], restart["critical_phase"]) == (2, "imports")
