@@ -992,7 +992,7 @@ _shtab_ckpt_plan() {
 }
 
 complete -o bashdefault -o default -F _shtab_ckpt_plan ckpt-plan
-_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --copies --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --readers --operations --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --checkpoint-files-per-node --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
+_shtab_ckpt_replay_option_strings=(-h --help --version --model --tp --pp --dp --sharding --ranks --copies --vocab-size --limit-bytes --small-tensors --small-tensor-bytes --engine --readers --operations --throughput-target-gbps --striping --stripe-command --dir --repeat --cold --no-cold --steps-between --step-seconds --step-work --warmup-saves --no-storage --storage-bytes --format --all --output --no-verdict --trace-dir --keep --checkpoint-durability --checkpoint-files-per-node --host-cache-size --io-threads --io-block-size --direct-io --checksum --checkpoint-verify --storage-cache --storage-deadline)
 
 _shtab_ckpt_replay___tp_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___pp_COMPGEN=_shtab_compgen_files
@@ -1004,6 +1004,7 @@ _shtab_ckpt_replay___limit_bytes_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___small_tensors_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___small_tensor_bytes_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___readers_COMPGEN=_shtab_compgen_files
+_shtab_ckpt_replay___throughput_target_gbps_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___striping_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___stripe_command_COMPGEN=_shtab_compgen_files
 _shtab_ckpt_replay___dir_COMPGEN=_shtab_compgen_files

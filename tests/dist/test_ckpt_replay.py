@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from megatron.fileio.objects.s3 import Bucket
 from tests.dist.harness import ROOT, records, wait_for
-from tests.object_storage import BUCKET, environment_of, serving
+from tests.object_storage import BUCKET, FaultProxy, environment_of, serving
 from tools.ckpt_analysis.cli import main as analysis
 from tools.ckpt_replay.cli import main as replay_here
 from tools.ckpt_replay.plan import STORAGE_KINDS
@@ -264,7 +265,13 @@ needs_connector = pytest.mark.skipif(
 
 def replay_stored(argv: list[str]) -> dict[str, Any]:
     """The report of a replay in object storage, which leaves nothing there."""
-    with serving() as server, environment_of(server.environment()):
+    with serving() as server:
+        return replay_at(server.environment(), argv)
+
+
+def replay_at(store: dict[str, str], argv: list[str]) -> dict[str, Any]:
+    """As replay_stored, where the environment `store` leads to."""
+    with environment_of(store):
         done = subprocess.run(
             [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
             timeout=300,
@@ -323,6 +330,27 @@ def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: 
             assert throughput * took * 2**20 == pytest.approx(num_bytes)
     places = {(r["rank"], r["dp"], r["layout"]["dp"]) for r in records(tmp_path / "trace") if r["type"] == "process"}
     assert places == {(rank, rank, 4) for rank in range(4)}
+
+
+@needs_connector
+def test_the_connectors_client_takes_parts_and_a_throughput_target() -> None:
+    """A tensor of 12 MiB goes to the store in three parts of at most 5 MiB; without the flag in two."""
+    argv = [
+        "--small-tensors", "1", "--small-tensor-bytes", "12MiB", "--engine", "s3torchconnector", "--repeat", "1",
+        "--warmup-saves", "0", "--steps-between", "0", "--no-verdict", "--format", "json", "--dir", f"s3://{BUCKET}/parts",
+    ]  # fmt: skip
+    asked = ["--io-block-size", "5", "--throughput-target-gbps", "300", "--io-threads", "2"]
+    for flags, client, parts in (
+        ([], {"threads": 8, "part_bytes": 8 * MIB, "throughput_target_gbps": 10.0}, {"1", "2"}),
+        (asked, {"threads": 2, "part_bytes": 5 * MIB, "throughput_target_gbps": 300.0}, {"1", "2", "3"}),
+    ):
+        with serving() as server, FaultProxy(server).running() as proxy:
+            found = replay_at(proxy.environment(), [*argv, *flags])
+        assert found["engines"]["s3torchconnector"]["client"] == client
+        assert found["options"]["throughput_target_gbps"] == (300 if flags else None)
+        assert found["engines"]["s3torchconnector"]["verified"]
+        numbers = [re.search(r"[?&]partNumber=(\d+)", request.path) for request in proxy.seen]
+        assert {number[1] for number in numbers if number is not None} == parts
 
 
 def _check_trace(trace: Path, report: dict[str, Any], repeats: int) -> None:

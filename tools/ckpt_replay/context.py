@@ -132,7 +132,7 @@ class RankContext:
         if self.engine_name == CONNECTOR:
             from .connector import Connector
 
-            engine = Connector(options, self.rank, self.recorder)
+            engine = Connector(options, self.rank, self.recorder, self.request.throughput_target_gbps)
         elif self.engine_name == TORCH_CHECKPOINTING:
             from .torch_checkpointing import TorchCheckpointing
 

@@ -48,7 +48,7 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
         "repeat": request.repeat,
         "cold_asked": request.cold,
         "steps": asdict(request.steps),
-        "options": request.options,
+        "options": request.options | {"throughput_target_gbps": request.throughput_target_gbps},
         "machine": machine,
         "operations": request.operations,
         "readers": request.readers,
@@ -124,6 +124,7 @@ def engine_figures(samples: Samples, name: str, totals: Totals, operations: str 
         "written_bytes": [rank["saves"][-1]["written_bytes"] for rank in saves[0]] if saves else [],
         "num_files": first["saves"][-1]["num_files"] if first else None,
         "engine_used": first.get("engine_used"),
+        "client": first.get("client"),
         "asynchronous": first.get("asynchronous"),
         "verified": loaded and not (name in samples.failed or failures),
         "operations": _operations(samples, name, totals, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)})

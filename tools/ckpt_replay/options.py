@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,17 @@ def parse_striping(text: str) -> Striping:
     return Striping(text, int(count), parse_bytes(piece) if times else None, None)
 
 
+def _above_zero(text: str) -> float:
+    """A number above 0. Raises argparse.ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
 def fitting_bytes(directory: Path, ranks: int, checkpoints: int = 1) -> int:
     """Bytes per rank for which this machine's memory and, for so many checkpoints, the disk of `directory` suffice.
 
@@ -124,7 +136,8 @@ def build_parser() -> argparse.ArgumentParser:
         if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
             named: dict[str, Any] = {"dest": field.name, "metavar": None if spec.choices else "X"}
             value: dict[str, Any] = {"type": spec.parse, "choices": spec.choices, "default": field.default}
-            engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
+            help_ = spec.help + f"; of {CONNECTOR} a part's" * (field.name == "io_block_size")
+            engine.add_argument(*spec.names, **named, **value, help=help_.replace("%", "%%"))
     return parser
 
 
@@ -174,6 +187,8 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     )
     how.add_argument("--readers", type=int, default=0, metavar="N", help=help2)
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
+    help_ = f"gigabits per second that the client of {CONNECTOR} aims at (default: the library's, in 1.5 10)"
+    how.add_argument("--throughput-target-gbps", type=_above_zero, metavar="X", help=help_)
     help_ = "stripe each file over N targets, in stripes of SIZE, on a file system that supports it: 8 or 8x4MiB"
     how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
     help_ = "command that sets --striping, with {count}, {size} and {directory} (default: of Lustre or BeeGFS)"
@@ -362,6 +377,11 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     )
     _check_shared_files(options[_SHARED_FILES], engines)
     _check_in_memory(engines, arguments.operations, launched=world_size is not None)
+    target = arguments.throughput_target_gbps
+    if target is not None and CONNECTOR not in engines:
+        raise ReplayError(
+            f"--throughput-target-gbps {target:g}: only {CONNECTOR} heeds it; add that to --engine, or drop the flag"
+        )
     if arguments.readers:
         _check_readers(arguments.readers, engines, stored, options)
     striping = arguments.striping
@@ -384,4 +404,5 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         operations=arguments.operations,
         striping=striping,
         readers=arguments.readers,
+        throughput_target_gbps=target,
     )

@@ -140,6 +140,7 @@ class Request:
     operations: str = SAVE_AND_LOAD
     striping: Striping | None = None
     readers: int = 0  # how many load an earlier checkpoint while a save is measured
+    throughput_target_gbps: float | None = None  # of the connector's client, Gbit/s; None: the library's own
 
     @property
     def in_object_storage(self) -> bool:

@@ -33,6 +33,7 @@ from .plan import (
     state_file,
 )
 
+_LEAST_PART, _MOST_PART = 5, 5 << 10  # MiB, of S3ClientConfig.part_size
 _OWN_FILES = (*RAW, *IN_MEMORY, TORCH_CHECKPOINTING)  # of each process, so that no other one can load them
 
 
@@ -58,7 +59,7 @@ def engine_problems(request: Request) -> dict[str, str]:
             if request.share.copies > 1 and name in _OWN_FILES:
                 why = f"engine {name}: each process has files of its own; leave it out, or drop --copies"
             elif name in (*LIBRARIES, *RAW, LAZY_SHARED):
-                why = _problem_of_stand_in(name, request.in_object_storage)
+                why = _problem_of_stand_in(name, request)
             elif name == LAZY_ZSTD:
                 why = _problem_of_lazy_zstd()
             elif name in IN_MEMORY:
@@ -94,12 +95,14 @@ def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
     return problems
 
 
-def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
+def _problem_of_stand_in(name: str, request: Request) -> str | None:
     """Why what takes the place of an engine cannot run here; None if it can."""
-    if name != CONNECTOR and in_object_storage:
+    if name != CONNECTOR and request.in_object_storage:
         return f"engine {name} writes files: give it a --dir of a file system"
-    if name == CONNECTOR and not in_object_storage:
+    if name == CONNECTOR and not request.in_object_storage:
         return f"engine {name} writes to object storage only: give --dir {URI_FORM}"
+    if name == CONNECTOR and not _LEAST_PART <= (part := request.options["io_block_size"]) <= _MOST_PART:
+        return f"engine {name}: --io-block-size {part:g}: its parts have {_LEAST_PART} to {_MOST_PART} MiB; change that"
     package, install = LIBRARIES.get(name) or (None, "")
     if package is not None and importlib.util.find_spec(package) is None:
         return f"engine {name}: package {package} is not installed; install it ({install})"

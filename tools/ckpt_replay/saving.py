@@ -112,6 +112,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         "state_bytes": tensor_bytes(planned.files),
         "full_state_bytes": planned.full_bytes,
         "engine_used": type(saver.engine).__name__,
+        "client": getattr(saver.engine, "client", None),  # what a library's own client runs with
         "asynchronous": asynchronous,
     }
 

@@ -90,7 +90,19 @@ def _operations(engines: list[_Engine]) -> list[str]:
     rows = [(f"{name} {kind}", of) for name, found in engines for kind, of in found["operations"].items()]
     columns = [Column[_Engine]("engine and operation", lambda row: row[0])]
     columns += [Column(title, partial(_cell, name, form)) for title, name, form in _OPERATION_COLUMNS]
-    return fitted_table(columns, rows, optional=("processing s", "requests", "coordination s"))
+    return [*fitted_table(columns, rows, optional=("processing s", "requests", "coordination s")), *_clients(engines)]
+
+
+def _clients(engines: list[_Engine]) -> list[str]:
+    """What the client of a library ran with, in the terms of S3ClientConfig."""
+    return _wrapped(
+        [
+            f"{name}: {client['threads']} threads, parts of {client['part_bytes'] / 2**20:g} MiB, throughput target "
+            f"{client['throughput_target_gbps']:g} Gbit/s"
+            for name, found in engines
+            if (client := found["client"])
+        ]
+    )
 
 
 def _cell(name: str, form: str, row: _Engine) -> str:

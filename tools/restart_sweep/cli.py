@@ -270,11 +270,19 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell], chosen:
 
 def _checked_storage(arguments: argparse.Namespace, sweep: Sweep, chosen: list[Cell]) -> Location | None:
     """--dir, as an absolute path if it is one. Raises SweepError if the cells cannot write there."""
+    from ..ckpt_replay.plan import CONNECTOR
+
     storage = _storage(arguments)
-    if isinstance(storage, Path):
-        _check_storage(storage)
-    elif storage is not None:
+    if isinstance(storage, ObjectUri):
         _check_bucket(storage, sweep, chosen)
+        return storage
+    if any(cell.engine == CONNECTOR for cell in chosen):
+        from .directory import SweepError
+
+        where = "" if storage is None else f" {storage}"
+        raise SweepError(f"--dir{where}: {CONNECTOR} writes to object storage only; give --dir {URI_FORM}")
+    if storage is not None:
+        _check_storage(storage)
     return storage
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ckpt_replay.options import FIT
-from ..ckpt_replay.plan import RAW
+from ..ckpt_replay.plan import CONNECTOR, RAW
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import PLANS, STORAGE, Cell, write_json
 
@@ -87,8 +87,9 @@ def _plan(cell: Cell) -> dict[str, Any]:
     """What ckpt-plan says of the checkpoint of a cell; `error` if it refuses."""
     from ..ckpt_plan.cli import main
 
-    if cell.engine in RAW:
-        return {"error": f"{cell.engine} is {RAW[cell.engine]}; ckpt-plan knows the files of engines", "command": []}
+    if cell.engine in (*RAW, CONNECTOR):
+        what = RAW.get(cell.engine, "a library, which divides its files itself")
+        return {"error": f"{cell.engine} is {what}; ckpt-plan knows the files of engines", "command": []}
     words = ["--model", cell.model, "--engine", cell.engine]
     words += ["--tp", str(cell.tp), "--pp", str(cell.pp), "--dp", str(cell.dp), "--format", "json"]
     if "vocab_size" in cell.settings:

@@ -18,7 +18,7 @@ from restart_trace.regular import read_regular
 
 from ..ckpt_plan.presets import preset_layout
 from ..ckpt_replay.options import parse_striping
-from ..ckpt_replay.plan import IN_MEMORY, OPERATIONS, RAW, SAVE_AND_LOAD, SAVES_THEN_LOADS
+from ..ckpt_replay.plan import CONNECTOR, IN_MEMORY, OPERATIONS, RAW, SAVE_AND_LOAD, SAVES_THEN_LOADS
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
 from ..restart_bench.launcher_entries import IN_PLACE, LAUNCHERS
@@ -128,9 +128,9 @@ def _run(path: Path, node: yaml.Node) -> Run:
         raise entries["cache"].error("a replay measures warm loads in any case; write [cold, warm] or [warm]")
     if "none" in values["engines"] and mode == "replay":
         raise entries["engines"].error("engine `none` writes no files, so there is nothing to replay; leave it out")
-    raw = [name for name in values["engines"] if name in RAW]
-    if raw and mode != "replay":
-        raise entries["engines"].error(f"`{raw[0]}` writes bytes of a replay alone; no training can be saved with it")
+    replayed = [name for name in values["engines"] if name in (*RAW, CONNECTOR)]
+    if replayed and mode != "replay":
+        raise entries["engines"].error(f"`{replayed[0]}` saves in replays alone; no training can be saved with it")
     faults = values["faults"] or (NO_FAULT,)
     _check_nodes(values, entries, faults, cache)
     if cache != (WARM,) and mode in _DRILLED and NO_FAULT in faults:
@@ -404,8 +404,9 @@ RUN_KEYS = {
     "mode": Key(_choice(lambda: MODES, "mode"), "replay, scaled, restart or train"),
     "models": Key(_list(_choice(model_names, "preset")), "presets, as in ckpt-plan"),
     "layouts": Key(_list(_layout), "tpT_ppP[_dpD], or preset: that of the preset's own script"),
-    "engines": Key(_list(_choice(lambda: [*engine_names(), *RAW], "engine")),
-                   "checkpoint engines; the first is compared with; in replay also raw-rank, raw-host, raw-all"),
+    "engines": Key(_list(_choice(lambda: [*engine_names(), *RAW, CONNECTOR], "engine")),
+                   "checkpoint engines; the first is compared with; in replay also raw-rank, raw-host, raw-all, and "
+                   "in object storage s3torchconnector"),
     "cache": Key(_list(_choice(lambda: (COLD, WARM), "state of the page cache")), "before a load: cold, warm or both",
                  modes=("replay", *_DRILLED)),
     "faults": Key(_list(_fault), "FAULT@WHEN as restart-drill has them, or none", modes=_DRILLED),

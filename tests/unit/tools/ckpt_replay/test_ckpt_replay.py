@@ -94,6 +94,11 @@ def test_engine_options_are_the_trainers() -> None:
             ReplayError,
             "--readers 1: --engine memory, whose slots",
         ),
+        (
+            ["--model", "7b", "--engine", "lazy", "--throughput-target-gbps", "300"],
+            ReplayError,
+            "^--throughput-target-gbps 300: only s3torchconnector heeds it; add that to --engine, or drop the flag$",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
@@ -111,6 +116,9 @@ def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], messa
         (["--copies", "2"], "--copies 2: needs --sharding full, whose copies hold the same; add it"),
         (["--sharding", "full", "--copies", "0"], "--copies 0: must be at least 1"),
         (["--readers", "2", "--operations", "load"], "--readers 2: they load beside saves, and --operations load"),
+        (["--throughput-target-gbps", "0"], "--throughput-target-gbps: '0' is no number above 0"),
+        (["--throughput-target-gbps", "inf"], "--throughput-target-gbps: 'inf' is no number above 0"),
+        (["--throughput-target-gbps", "fast"], "--throughput-target-gbps: 'fast' is no number above 0"),
     ],
 )
 def test_what_has_no_meaning_in_object_storage(
@@ -145,6 +153,18 @@ def test_engines_of_object_storage() -> None:
     assert "writes to object storage only: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
     with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
         location_of("s3://bucket")
+
+
+def test_parts_that_the_connector_refuses_are_named() -> None:
+    def problems(size: str) -> dict[str, str]:
+        words = ["--model", "7b", "--dir", "s3://bucket/p", "--engine", "s3torchconnector", "--io-block-size", size]
+        return engine_problems(request_from(parse_arguments(words), None))
+
+    for size in ("4.5", "5121"):
+        why = f"engine s3torchconnector: --io-block-size {size}: its parts have 5 to 5120 MiB; change that"
+        assert problems(size)["s3torchconnector"] == why
+    for size in ("5", "5120"):
+        assert "--io-block-size" not in problems(size).get("s3torchconnector", "")
 
 
 def test_several_processes_hold_what_a_rank_holds() -> None:

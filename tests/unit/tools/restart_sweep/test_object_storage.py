@@ -40,6 +40,19 @@ def test_what_a_store_does_not_have_is_refused_before_a_cell_runs(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("place", [["--dir", "."], []])
+def test_the_s3_connector_is_refused_where_files_are(
+    place: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    text = SWEEP.format(storage_bytes="none", more="cache: [warm]").replace("[lazy]", "[lazy, s3torchconnector]")
+    file.write_text(text)
+    assert main([*place, "--out", str(out), str(file)]) == 2
+    told = "s3torchconnector writes to object storage only; give --dir s3://BUCKET/PREFIX"
+    assert told in capsys.readouterr().err and not out.exists()
+    assert main(["--dry-run", str(file)]) == 0
+
+
 def test_cells_save_below_the_prefix(tmp_path: Path) -> None:
     places = Places(tmp_path, ObjectUri("bucket", "sweep/cell"), tmp_path)
     drill = command_of(CELL, places, 60)
