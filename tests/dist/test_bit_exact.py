@@ -230,7 +230,13 @@ def test_a_model_like_blooms_goes_on_after_sigkill(launcher: Launcher, whole: Wh
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [(ALL_THREE, "bf16"), (STAGES, "fp16"), (DIVIDED_EXPERTS, "bf16"), (EXPERTS_OVER_STAGES, "fp32")],
+    [
+        # The losses of such experts over all three: test_parallel_equivalence.py; their files: test_redistribute.py.
+        pytest.param(ALL_THREE, "bf16", marks=pytest.mark.nightly(minutes=1)),
+        (STAGES, "fp16"),
+        (DIVIDED_EXPERTS, "bf16"),
+        pytest.param(EXPERTS_OVER_STAGES, "fp32", marks=pytest.mark.nightly(minutes=1)),
+    ],
     ids=str,
 )
 def test_a_mixture_of_experts_goes_on_after_sigkill(
@@ -252,7 +258,9 @@ def test_a_mixture_of_experts_goes_on_after_sigkill(
         assert all(record["layout"] == layout.as_dict() for record in first)
 
 
-@pytest.mark.parametrize("style", [LLAMA, CLASSIC], ids=["llama", "classic"])
+@pytest.mark.parametrize(
+    "style", [pytest.param(LLAMA, marks=pytest.mark.nightly(minutes=1)), CLASSIC], ids=["llama", "classic"]
+)
 def test_ranks_that_share_sequences_go_on_after_sigkill(launcher: Launcher, whole: Whole, style: list[str]) -> None:
     """Each draws dropout masks of its own for its part of the sequence and of the heads, and gets its state back.
 

@@ -39,11 +39,16 @@ TRAINING = [
 ]  # fmt: skip
 PRECISION_FLAGS = PRECISIONS | {"fp16": ["--fp16", "--loss-scale", "128"]}
 OTHERS = [Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=2), Layout(tp=1, pp=2, dp=4)]
-# Both of DeepSpeed's optimizers, bf16's own and the one for all else, with both styles of the model and all layouts.
+# Both of DeepSpeed's optimizers, bf16's own and the one for all else, both styles of the model, and all layouts; in the
+# nightly run each optimizer with both styles.
+IN_SUITE = [("llama", "bf16", OTHERS[0]), ("classic", "fp32", OTHERS[1]), ("classic", "fp32", OTHERS[2])]
 CASES = [
-    ("llama", "bf16", OTHERS[0]), ("classic", "fp32", OTHERS[1]), ("classic", "fp32", OTHERS[2]),
-    ("classic", "bf16", OTHERS[0]), ("llama", "fp16", OTHERS[2]),
-]  # fmt: skip
+    *IN_SUITE,
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly(minutes=1))
+        for case in [("classic", "bf16", OTHERS[0]), ("llama", "fp16", OTHERS[2])]
+    ),
+]
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 TIED = "tied_modules.embed.word_embeddings.weight"
 # The copies on first and last stage lie at different offsets of their flat groups. There an all-reduce over more than
@@ -210,10 +215,10 @@ def test_all_parameters_and_moments_have_a_placement(
 
 def test_the_cases_are_hard_enough(trained: Trainer) -> None:
     """Padding, partitions that end within a parameter, and a padded vocabulary all occur."""
-    readers = [read(trained(*case), 2) for case in CASES]
+    readers = [read(trained(*case), 2) for case in IN_SUITE]
     assert sum(reader.padding > 0 for reader in readers) > 1
     assert all(sum(reader.cut.values()) > 0 for reader in readers)
-    for case, reader in zip(CASES, readers, strict=True):
+    for case, reader in zip(IN_SUITE, readers, strict=True):
         run = trained(*case)
         states = load_file(run.checkpoint(2) / model_states_file(run.layout, run.layout.coordinates(0)))
         size = states["universal_checkpoint_info"]["original_vocab_size"]
@@ -222,7 +227,7 @@ def test_the_cases_are_hard_enough(trained: Trainer) -> None:
 
 
 def test_finding_them_is_cheap(trained: Trainer) -> None:
-    run = trained("classic", "bf16", OTHERS[0])
+    run = trained("llama", "bf16", OTHERS[0])
     files = [json.loads(path.read_text()) for path in sorted(run.placements.glob("*/rank_*.json"))]
     assert len(files) == 2 * run.layout.world_size
     assert min(file["cpu_seconds"] for file in files) < 0.1  # 1 ms

@@ -220,7 +220,14 @@ LIBRARIES = {
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_checkpointing") is None, reason="package is not installed")
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "library",
+    [
+        # The suite has its saves and loads beside readers, below.
+        pytest.param(name, marks=pytest.mark.nightly(minutes=1) if name == "dcp-collective" else ())
+        for name in LIBRARIES
+    ],
+)
 @pytest.mark.parametrize(
     ("durability", "options"),
     [
@@ -405,7 +412,11 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     assert not list((tmp_path / "target").iterdir())
 
 
-@pytest.mark.parametrize("operations", ["save", "saves_then_loads"])
+@pytest.mark.parametrize(
+    "operations",
+    # With failures: test_of_all_saves_those_that_failed_are_not_loaded.
+    ["save", pytest.param("saves_then_loads", marks=pytest.mark.nightly(minutes=1))],
+)
 def test_readers_load_an_earlier_checkpoint_beside_saves(tmp_path: Path, operations: str) -> None:
     argv = [*SMALL, "--engine", "lazy,dcp-collective", "--ranks", "0-1", "--repeat", "2", "--readers", "2"]
     argv += ["--no-storage", "--operations", operations, "--warmup-saves", "0"]

@@ -71,8 +71,9 @@ def run_client(zygote: Zygote, name: str, directory: Path, trace_dir: Path | Non
     return zygote.run(words, RANKS, directory.parent / "logs", env=environment, script=str(SCRIPTS / "hooked.py"))
 
 
-# Accelerate's loop is in the suite under its own launcher, below; the Trainer with ZeRO-3, which saves more.
-NIGHTLY = ("accelerate", "trainer")
+# In the suite DeepSpeed's own engine is traced under torchrun, and beside an untraced run where a hook raises, both
+# below; Accelerate's loop under its own launcher; the Trainer with ZeRO-3, which saves more.
+NIGHTLY = ("ordinary", "accelerate", "trainer")
 
 
 @pytest.fixture(

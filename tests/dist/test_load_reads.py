@@ -29,7 +29,11 @@ def reads_of(save: Path) -> LoadReads:
     return found
 
 
-@pytest.fixture(scope="module", params=["torch", "lazy", "lazy --checkpoint-files-per-node 1"])
+# A file of each rank is read by the code that reads one of several, and less of it by each.
+@pytest.fixture(
+    scope="module",
+    params=["torch", pytest.param("lazy", marks=pytest.mark.nightly(minutes=1)), "lazy --checkpoint-files-per-node 1"],
+)
 def saved(
     request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Launcher, list[str]]:
@@ -81,7 +85,9 @@ def test_replicas_that_exchange_weights_ask_a_store_for_each_once(
     assert spared == pytest.approx(3 * WEIGHTS, abs=HEADERS)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 2), Layout(1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 2), pytest.param(Layout(1, 2, 2), marks=pytest.mark.nightly(minutes=1))], ids=str
+)
 def test_another_layout_reads_no_weights(saved: tuple[Launcher, list[str]], layout: Layout) -> None:
     """It makes them of the masters, each of which one rank reads. (Another TP splits the rows of matrices, and a rank
     reads along what lies between its parts of short rows.)"""

@@ -30,7 +30,8 @@ FLAG = "--ckpt-fully-parallel-load"
 LAYOUT = Layout(tp=1, pp=2, dp=2)
 SAVED, LAST = 2, 3
 ENGINES = tuple(name for name in EXPECTED if name != "memory")  # which loads from memory
-NIGHTLY = ("dcp-async", "dcp-process", "fastpersist", "fastpersist-decoupled")  # read as another that is here
+# Read as another that is here; lazy's also after a kill (below).
+NIGHTLY = ("dcp-async", "dcp-process", "fastpersist", "fastpersist-decoupled", "lazy")
 
 
 class Job:

@@ -43,9 +43,10 @@ def to_all(started: Job, signum: signal.Signals = signal.SIGTERM) -> None:
     ("command", "ask", "exit_code"),
     [
         (FORK, to_the_launcher, 0),
-        # With signals for all processes the suite has the test below.
+        # With signals for all processes the suite has the test of exit signals below.
         pytest.param(FORK, to_all, 0, marks=pytest.mark.nightly(minutes=1)),
-        (ALONE, to_all, 0),
+        # So has tests/cluster/test_launchers.py, of ranks of srun.
+        pytest.param(ALONE, to_all, 0, marks=pytest.mark.nightly(minutes=1)),
         (TORCHRUN, to_the_launcher, None),
         # Of DeepSpeed's launcher the suite has test_ranks_end_with_their_launcher.
         pytest.param(DEEPSPEED, to_all, None, marks=[pytest.mark.slow, pytest.mark.nightly(minutes=1)]),

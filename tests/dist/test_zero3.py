@@ -102,7 +102,8 @@ def test_losses_and_weights_are_those_of_zero_1(
 
 
 @pytest.mark.parametrize(("precision", "more"), [
-    ("bf16", []), ("fp16", ["--checkpoint-engine", "lazy"]), ("fp32", ["--cpu-optimizer"]),
+    ("bf16", ["--checkpoint-engine", "lazy"]), ("fp32", ["--cpu-optimizer"]),
+    pytest.param("fp16", [], marks=pytest.mark.nightly(minutes=1)),  # of which DeepSpeed's optimizer is fp32's
 ])  # fmt: skip
 def test_resumed_after_a_kill_bit_for_bit(launcher: Launcher, precision: str, more: list[str]) -> None:
     """Killed within its second save; what is saved after the resume is what a run without a kill has saved."""
