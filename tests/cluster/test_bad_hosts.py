@@ -163,9 +163,13 @@ def torch_version() -> str:
 def test_launches_by_hand_on_each_host_meet_before_any_rank_starts(
     changed: bool, cluster: Cluster, preset: Preset
 ) -> None:
-    """Each says what is wrong; if nothing is, they train, with the rendezvous at the port where they have met."""
+    """Each says what is wrong; if nothing is, they train, with the rendezvous at the port where they have met.
+
+    With megatron.launch, which imports once on each host; torchrun and DeepSpeed's launcher train in test_launchers.py.
+    """
     nodes = cluster.compute_nodes[:2]
-    job = preset.job(f"by_hand_{changed}", nodes, NNODES="2", GPUS_PER_NODE="2", MASTER_ADDR=nodes[0].name)
+    settings = {"NNODES": "2", "GPUS_PER_NODE": "2", "MASTER_ADDR": nodes[0].name, "LAUNCHER": "fork"}
+    job = preset.job(f"by_hand_{changed}", nodes, **settings)
     with other_code(nodes[1], job) if changed else contextlib.nullcontext():
         started = [
             node.start("bash", SCRIPT, env=job.settings | {"NODE_RANK": str(rank)}, log=job.directory / f"{rank}.log")

@@ -143,7 +143,9 @@ def test_what_sbatch_refuses_is_told(cluster: Cluster, preset: Preset, slurm: Sl
     assert not job.trace.exists()
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("fork", marks=pytest.mark.nightly(minutes=1))])
+# The flag by which DeepSpeed's does so is in the command of tests/unit/test_scripts.py::test_deepspeed_launcher.
+@pytest.mark.nightly(minutes=1)
+@pytest.mark.parametrize("launcher", ["deepspeed", "fork"])
 def test_a_host_file_of_one_other_host(launcher: str, cluster: Cluster, preset: Preset) -> None:
     """All ranks run there, and none where the launch is typed, as DeepSpeed's launcher would have it by itself."""
     node = cluster.compute_nodes[0]

@@ -406,6 +406,9 @@ def test_deepspeed_launcher(tmp_path: Path) -> None:
     (over_hosts,) = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="deepspeed", HOSTFILE=str(hostfile))
     assert over_hosts.option("--hostfile") == str(hostfile)
     assert (over_hosts.option("--num_nodes"), over_hosts.option("--master_addr")) == ("2", "node0")
+    hostfile.write_text("node0 slots=8\n")
+    (other_host,) = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="deepspeed", HOSTFILE=str(hostfile))
+    assert "--force_multi" in other_host.launcher and "--force_multi" not in over_hosts.launcher
     assert configuration(over_hosts, 8).parallel.data_parallel_size == 1
 
 
