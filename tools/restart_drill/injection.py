@@ -70,9 +70,8 @@ def inject_and_watch(supervisor: Supervisor, cycle: int, planned: PlannedInjecti
             stack.enter_context(_faulty_store(supervisor.proxy, fault))
         elif planned.point.stage == MID_RETURN:
             assert isinstance(supervisor, LauncherInPlace)
-            processes = inject("sigkill-one", launch)
-            with supervisor.while_ranks_return(cycle):
-                return Effect(iteration, processes + inject(planned.fault, launch))
+            with supervisor.while_ranks_return(lambda: inject("sigkill-one", launch)) as killed:
+                return Effect(iteration, killed + inject(planned.fault, launch))
         elif planned.fault != DISK_FULL:
             processes = inject(planned.fault, launch)
         effect = watch.until_failure(planned.fault, fill)

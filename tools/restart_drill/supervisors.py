@@ -228,14 +228,20 @@ class LauncherInPlace(Supervisor):
             self.launch.send(signal.SIGSTOP, self.launch.launcher())
 
     @contextlib.contextmanager
-    def while_ranks_return(self, cycle: int) -> Iterator[None]:
-        """Once a rank was killed: the body runs while the others return, and the launcher starts none until its end."""
-        self._until(self.has_failed, "the launcher noticed the failure")
-        self.launch.send(signal.SIGSTOP, self.launch.launcher())
+    def while_ranks_return(self, kill: Callable[[], int]) -> Iterator[int]:
+        """Call `kill`, for the last rank. The body runs while the others return, and the launcher starts none until its
+        end. Yields what `kill` returns.
+
+        The rank before it is stopped until the launcher has noticed, since it might have returned by then.
+        """
+        held = self.launch.ranks()[-2:-1]
+        self.launch.send(signal.SIGSTOP, held)
         try:
-            if self._recorded("relaunched"):
-                raise DrillError(f"the ranks had returned before a fault was injected into cycle {cycle}; run it again")
-            yield
+            killed = kill()
+            self._until(self.has_failed, "the launcher noticed the failure")
+            self.launch.send(signal.SIGSTOP, self.launch.launcher())
+            self.launch.send(signal.SIGCONT, held)
+            yield killed
         finally:
             self.launch.send(signal.SIGCONT, self.launch.launcher())
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from restart_trace.clock import boot_id
 from tools.common.stopping import StoppedBySignal
 from tools.restart_drill.faults import inject
 from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
+from tools.restart_drill.supervisors import LauncherInPlace
 
 # A launcher that forks two ranks; each writes the first record of a trace and has a child of its own.
 JOB = """
@@ -140,3 +143,28 @@ def write_first(directory: Path, rank: int, world_size: int, pid: int, boot: str
 def test_a_torn_first_line_is_no_rank_yet(tmp_path: Path) -> None:
     (tmp_path / "rank_00000_cycle_000.jsonl").write_text('{"type": "process", "ra')
     assert recorded_ranks(tmp_path, 0) == (0, {})
+
+
+def test_a_rank_that_is_to_be_harmed_while_it_returns_has_not_returned_before(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the drill sees that the launcher has noticed the other rank's end."""
+    plan: Any = SimpleNamespace(limit_s=300.0, supervisor="in-process")
+    supervisor, steps = LauncherInPlace(plan), list[str]()
+    supervisor.launch = launch
+    first, last = launch.ranks()
+    (launcher,) = launch.launcher()
+
+    def stopped(process: psutil.Process) -> bool:
+        return process.status() == psutil.STATUS_STOPPED
+
+    def has_failed() -> bool:
+        steps.append("waits")
+        until(lambda: stopped(first), "the rank that would return does not stop")
+        return not last.is_running() or last.status() == psutil.STATUS_ZOMBIE
+
+    monkeypatch.setattr(supervisor, "has_failed", has_failed)
+    with supervisor.while_ranks_return(lambda: inject("sigkill-one", launch)) as killed:
+        assert killed == 1 and steps
+        until(lambda: stopped(launcher) and not stopped(first), "the rank goes on, and its launcher does not")
+    until(lambda: not stopped(launcher), "the launcher goes on")
