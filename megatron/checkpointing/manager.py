@@ -88,9 +88,9 @@ class Checkpointer:
         if not saver.asynchronous:
             self.last_saved_step = progress.iteration
 
-    def close(self) -> None:
-        """Release the resources of saves. No save may be pending."""
-        self.writer.close()
+    def close(self, *, after_error: bool = False) -> None:
+        """Release the resources of saves. No save may be pending. `after_error`: as in CheckpointWriter.close."""
+        self.writer.close(after_error=after_error)
         self.context.checkpoint_engine.close()
         if self._store is not None:
             self._store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -90,7 +91,7 @@ def build_checkpointer(
         first_start=begins,
     )
     made = Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
-    at_return(made.close)
+    at_return(functools.partial(made.close, after_error=True))
     when_shut(made.writer.ranks_are_disconnected)
     return made
 
@@ -319,7 +320,7 @@ class CheckpointSaves:
             return
         self._report()
         try:
-            self.close()
+            self._checkpointer.close(after_error=True)
         except Exception:  # must not hide the first error
             logger.exception("the checkpoint engine could not be closed")
 

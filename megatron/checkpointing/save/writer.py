@@ -592,6 +592,6 @@ class CheckpointWriter:
                 self._known.damaged.add(candidate.directory)
                 logger.warning("checkpoint not counted by --keep-last: %s", wrong)
 
-    def close(self) -> None:
-        """Wait until all removals have ended. No save may be pending."""
-        self._removals.close()
+    def close(self, *, after_error: bool = False) -> None:
+        """Wait until all removals have ended, `after_error` those of this rank. No save may be pending."""
+        self._removals.close(after_error=after_error)

@@ -253,17 +253,18 @@ class Removals:
             self._thread.join()
             self._thread = None
 
-    def close(self) -> None:
+    def close(self, *, after_error: bool = False) -> None:
         """Remove what is left, when the last save is over. The other ranks may be removing their own meanwhile.
 
-        Storage that hangs does not keep the process from ending.
+        Storage that hangs does not keep the process from ending. With `after_error` a rank may have ended before it has
+        removed its own: it is not waited for, since a restart waits for this one, and leaves it to the next launch.
         """
         if self._thread is not None:
             self._thread.join(_AT_MOST_S)
             if self._thread.is_alive():
                 logger.warning("old checkpoints are still being removed: what is left is for the next launch to remove")
                 return
-        if self._left and self._op is not None:
+        if self._left and self._op is not None and not after_error:
             begin = now_ns()
             for doomed in self._left:
                 if not _emptied(doomed):

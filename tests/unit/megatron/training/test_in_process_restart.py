@@ -23,6 +23,7 @@ from megatron.parallel import reconnecting
 from megatron.parallel.control_plane import ControlPlane
 from megatron.processes import in_process_restart
 from megatron.training import in_process_restart as training
+from megatron.training.checkpoints import CheckpointSaves
 from megatron.training.in_process_restart import drop_world, keep_engine, leave_between_layers, refusal
 from megatron.training.trainer import is_its_own
 from restart_trace.recorder import untraced_operation
@@ -76,6 +77,15 @@ def test_an_engine_that_was_kept_is_dropped() -> None:
     keep_engine(optimizer, nothing, nothing)
     drop_world()
     assert vars(optimizer) == {}
+
+
+def test_a_rank_that_leaves_after_an_error_does_not_wait_for_what_others_remove() -> None:
+    told: list[dict[str, bool]] = []
+    saves: Any = object.__new__(CheckpointSaves)
+    saves._background = SimpleNamespace(pending=None)
+    saves._checkpointer = SimpleNamespace(finished=list, close=lambda **how: told.append(how))
+    saves.drain_after_error()
+    assert told == [{"after_error": True}]
 
 
 def test_torchs_functions_are_its_own_again_where_a_profiled_step_was_left(monkeypatch: pytest.MonkeyPatch) -> None:

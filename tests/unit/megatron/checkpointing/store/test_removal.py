@@ -209,6 +209,14 @@ def test_at_the_end_rank_0_removes_what_nobody_else_does(tmp_path: Path, monkeyp
     assert not aside.exists()
 
 
+def test_after_an_error_rank_0_waits_for_no_other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was killed removes nothing more, and a restart would wait."""
+    first, aside = left_of_rank_1(tmp_path)
+    monkeypatch.setattr(removal, "_OTHERS_S", 300.0)
+    first.close(after_error=True)
+    assert aside.exists()
+
+
 def test_a_leftover_of_a_killed_removal_goes_with_the_next(tmp_path: Path) -> None:
     launch(tmp_path, 2, [1, 2])
     leftover = tmp_path / removed_directory("global_step0", 1)
