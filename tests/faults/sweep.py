@@ -59,6 +59,7 @@ _SHARING = ["--checkpoint-files-per-node", "1"]
 SCENARIOS: dict[str, list[str]] = {
     **{engine: ["--checkpoint-engine", engine] for engine in EXPECTED},
     "lazy-buffered": ["--checkpoint-engine", "lazy", "--direct-io", "off", "--checkpoint-durability", "none"],
+    "lazy-zstd": ["--checkpoint-engine", "lazy", "--checkpoint-compression", "zstd"],
     "torch-stored": ["--checkpoint-engine", "torch", *_SOON],
     "lazy-stored": ["--checkpoint-engine", "lazy", *_SOON],
     "torch-rank-0": ["--checkpoint-engine", "torch"],

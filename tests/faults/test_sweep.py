@@ -25,7 +25,7 @@ from tests.faults.system_calls import KILL
 from tests.faults.verdicts import MISSED, SAVE, START, Verdict
 
 # Those of which others have all the code, and one whose process takes seconds to start in each launch.
-LEFT_TO_THE_NIGHT = ("fastpersist", "dcp", "dcp-process")
+LEFT_TO_THE_NIGHT = ("fastpersist", "dcp", "dcp-process", "lazy-zstd")
 IN_DIRECTORIES = [name for name in SCENARIOS if name not in (*LEFT_TO_THE_NIGHT, *STORED, *TWO_RANKS)]
 
 
