@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from restart_trace.version import __version__
 
 VERSION_TEXT = f"megatron-restart {__version__}"
+_MOST_USAGE_LINES = 3
 _SHOWN_NO_DEFAULT: tuple[Any, ...] = (None, False, True, argparse.SUPPRESS, [], ())
 
 
@@ -37,14 +38,20 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2. A mistyped option is reported rather than the argument that is missing because of it."""
-        if message.startswith("the following arguments are required") and not self._takes_rest():
+        """Exit with status 2. A mistyped option is reported rather than the argument that is missing because of it.
+
+        A usage of many lines is left out: it would hide the one that says what is wrong.
+        """
+        is_missing = message.startswith("the following arguments are required")
+        if is_missing and not self._takes_rest():
             words = self._words[: self._words.index("--")] if "--" in self._words else self._words
             options = set(self._options())
             mistyped = [word for word in words if word[:2] == "--" and word.partition("=")[0] not in options]
             if mistyped:
-                message = self._not_known(mistyped)
-        super().error(message)
+                message, is_missing = self._not_known(mistyped), False
+        usage = self.format_usage()
+        usage = usage if usage.count("\n") <= _MOST_USAGE_LINES else ""
+        self.exit(2, f"{usage}{self.prog}: error: {message}{'; see --help' if is_missing else ''}\n")
 
     def _refuse_words_before_the_command(self) -> None:
         """Refuse words between the options and `-- COMMAND`, which argparse would take as part of the command."""

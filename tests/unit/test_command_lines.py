@@ -161,8 +161,14 @@ def test_a_mistyped_option_is_named_before_what_is_missing_because_of_it(capsys:
     parser.add_argument("--dir", required=True, type=int, default=3, help="the number")
     assert "the number (default: 3)" in parser.format_help()
     with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([])
+    short = capsys.readouterr().err.splitlines()
+    assert len(short) == 2 and short[-1] == "command: error: the following arguments are required: --dir; see --help"
+    for number in range(20):
+        parser.add_argument(f"--option-{number}")
+    with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--dri", "4"])
-    assert "--dri: no such option; did you mean --dir?" in capsys.readouterr().err
+    assert capsys.readouterr().err == "command: error: --dri: no such option; did you mean --dir?\n"
 
 
 @pytest.mark.parametrize("words", ["--moments a b -- train", "--moments a b --out x -- train --flag"])

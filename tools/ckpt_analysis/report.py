@@ -15,7 +15,7 @@ from .metrics.budget import Budget, make_budget
 from .metrics.checks import COVERAGE_PROMISED, check_events, check_losses, check_operations, check_results
 from .metrics.compression import compressions
 from .metrics.device_copies import device_copies
-from .metrics.failures import failure_of
+from .metrics.failures import CycleEnd, end_of, failure_of
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.load_reads import load_reads
 from .metrics.operations import groups_lacking_ranks, measure, rank_times
@@ -71,8 +71,9 @@ class RunFacts:
 class Report:
     """All results of one run.
 
-    `path`: that of `shown_start`. `last_failure`: the one that ended the newest cycle, if it was recorded. `model`:
-    the trained model; `model` and `budget` are None if they are not recorded. `targets`: the results for each
+    `path`: that of `shown_start`. `last_failure`: the one that ended the newest cycle, if a supervisor recorded it.
+    `newest_end`: how that cycle ended; None but for a trace. `model`: the trained model; `model` and `budget` are None
+    if they are not recorded. `targets`: the results for each
     --target. `imported`: the imported log that the report was made from, `replayed`: the JSON of a replay; None for a
     trace. `saves` are those of checkpoints, `weights` those of weights only, such as `save_pretrained`.
     """
@@ -86,6 +87,7 @@ class Report:
     problems: list[Problem]
     path: StartPath | None = None
     last_failure: FailureTimes | None = None
+    newest_end: CycleEnd | None = None
     findings: list[Finding] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     training: list[TrainingTime] = field(default_factory=list)
@@ -226,6 +228,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         starts=starts,
         path=measure_path(frames, shown_start(starts)),
         last_failure=last_failure and last_failure.times,
+        newest_end=end_of(frames, cycles[-1]),
         problems=by_severity(problems),
         findings=find(
             Evidence(

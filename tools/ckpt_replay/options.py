@@ -232,7 +232,7 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
     )
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--no-verdict", action="store_true", help="json: do not compare the engines, which needs SciPy")
-    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="write a restart trace for tools.ckpt_analysis")
+    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="write a restart trace for ckpt-analysis")
     out.add_argument("--keep", action="store_true", help="keep the last checkpoint of each engine in DIR")
 
 

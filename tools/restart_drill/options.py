@@ -181,7 +181,10 @@ def _add_of_many(options: _Options) -> None:
                 type=_words)  # fmt: skip
     options.add((MATRIX, SOAK), "--engines", "separated by commas (default: see docs/restart_drill.md)",
                 type=_words)  # fmt: skip
-    options.add((MATRIX,), "--supervisors", "separated by commas", type=_words, default=(RELAUNCH, TORCHRUN))
+    options.add(
+        (MATRIX,), "--supervisors", f"separated by commas (default: {RELAUNCH},{TORCHRUN})", type=_words,
+        default=(RELAUNCH, TORCHRUN),
+    )  # fmt: skip
     options.add((MATRIX,), "--injection-points", "separated by commas (default: all)", type=_words,
                 default=INJECTION_POINTS)  # fmt: skip
     options.add((MATRIX,), "--sample", "only N cells, drawn at random (default: all)", type=_size, metavar="N")

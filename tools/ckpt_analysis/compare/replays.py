@@ -144,6 +144,7 @@ def _saves(cycle: int, engine: str, figures: dict[str, Any], replayed: Replayed)
             blocked_s=blocked_s,
             committed_s=committed_s,
             durable_s=committed_s if durable else None,
+            durable=durable,
             blocked_GBps=throughput_GBps(num_bytes, blocked_s),
         )
         for blocked_s, committed_s in zip_longest(_samples(found["blocked_s"]), _samples(found["durable_s"]))

@@ -38,10 +38,7 @@ def check_clocks(processes: list[dict[str, Any]]) -> list[Problem]:
         hosts.setdefault(clock, set()).add(process["host"])
         offsets.setdefault(clock, []).append(process["wall_ns"] - process["monotonic_ns"])
     if len(hosts) > 1:
-        message = (
-            f"{len(hosts)} clocks (boot ids): times between ranks of different hosts are compared by wall "
-            "clock and are as good as the hosts' time service; durations on one rank are not affected"
-        )
+        message = f"times between hosts are as exact as their {len(hosts)} wall clocks, on a rank exact"
         problems.append(Problem("several_clocks", message, {"clocks": len(hosts)}))
     for clock, values in offsets.items():
         step = max(values) - min(values)

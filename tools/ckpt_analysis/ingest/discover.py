@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -141,7 +142,12 @@ def list_files(directory: Path) -> Listing:
         names = os.listdir(directory)
     except FileNotFoundError:
         raise LogDirectoryError(f"{directory}: no such directory. Give the directory of a trace") from None
-    except OSError as exc:  # not a directory, no permission, input/output error
+    except NotADirectoryError:
+        raise LogDirectoryError(
+            f"{directory}: is a file. Give the directory of a trace; the log of a job without one is read by "
+            f"`ckpt-analysis import {shlex.quote(str(directory))}`"
+        ) from None
+    except OSError as exc:  # no permission, input/output error
         raise LogDirectoryError(
             f"{directory}: cannot be read as a directory: {exc.strerror}. Give the directory of a trace"
         ) from exc

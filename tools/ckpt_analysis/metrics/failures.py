@@ -9,7 +9,10 @@ from typing import Any
 import polars as pl
 
 from ..model.frame import Frames
+from ..model.run_info import CycleInfo
 from .results import FailureTimes, HostFailureTimes
+
+_ENDED = (pl.col("operation") == "process") & (pl.col("phase") == "ended")
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,24 @@ class Failure:
 
     began_ns: int
     times: FailureTimes
+
+
+@dataclass(frozen=True)
+class CycleEnd:
+    """How a cycle ended, as far as it is recorded."""
+
+    failed: bool  # a supervisor recorded a failure, or a rank ended with an error
+    open_ranks: int  # ranks whose trace has no end: they run, or were killed
+
+    @property
+    def is_open(self) -> bool:
+        return not self.failed and self.open_ranks > 0
+
+
+def end_of(frames: Frames, info: CycleInfo) -> CycleEnd:
+    """How the cycle ended. A rank without a trace is not counted."""
+    ended = frames.events.filter(_ENDED & (pl.col("cycle") == info.cycle))
+    return CycleEnd(info.cycle in failed_cycles(frames.events), info.present - ended["rank"].n_unique())
 
 
 def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
@@ -52,8 +73,7 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
 def failed_cycles(events: pl.DataFrame) -> set[int]:
     """Cycles of which a supervisor recorded a failure, or that a rank ended with an error."""
     seen = (pl.col("operation") == "failure") & pl.col("phase").is_in(["injected", "detected"])
-    raised = (pl.col("operation") == "process") & (pl.col("phase") == "ended") & pl.col("detail").is_not_null()
-    return set(events.filter(seen | raised)["cycle"].to_list())
+    return set(events.filter(seen | (_ENDED & pl.col("detail").is_not_null()))["cycle"].to_list())
 
 
 def clean_ends(frames: Frames, world_sizes: Mapping[int, int]) -> dict[int, int]:
@@ -61,7 +81,7 @@ def clean_ends(frames: Frames, world_sizes: Mapping[int, int]) -> dict[int, int]
 
     `world_sizes`: cycle -> ranks that were launched. How a rank without a trace ended is unknown.
     """
-    ended = frames.events.filter((pl.col("operation") == "process") & (pl.col("phase") == "ended"))
+    ended = frames.events.filter(_ENDED)
     well = pl.col("detail").is_null().all().alias("well")
     of_cycle = ended.group_by("cycle").agg(pl.col("rank").n_unique().alias("ended"), well, pl.col("time_ns").max())
     clean = of_cycle.filter(pl.col("well"))

@@ -91,7 +91,7 @@ def measure(
         group, durable = row.pop("group"), row.pop("durable")
         if group in lacking:
             row |= {"bytes": None, "num_files": None}
-            durable = False
+            durable = None if durable else durable
         blocked = spreads.get((group, "blocked_ns"))
         recorded = blocked and over_ranks[group]["phases"]  # without a span nothing says that it did not block
         blocked_s = blocked.max_s if blocked and recorded else None
@@ -105,6 +105,7 @@ def measure(
                 drain_s=drained.get(group),
                 committed_s=committed_s,
                 durable_s=committed_s if durable else None,
+                durable=durable,
                 io_GBps=None if group in lacking else _io_GBps(operation, over_ranks[group]["phases"]),
                 blocked_GBps=throughput_GBps(row["bytes"], blocked_s),
             )
@@ -151,8 +152,8 @@ def groups_lacking_ranks(operations: pl.DataFrame, cycles: Iterable[CycleInfo], 
 def _facts(operations: pl.DataFrame) -> pl.DataFrame:
     """What the records of all ranks of a group say; the columns are fields of OperationStats.
 
-    An operation failed if it failed on one rank, and else is unfinished if it is so on one. It was durable if
-    all ranks finished it, some rank says so and none denies it.
+    An operation failed if it failed on one rank, and else is unfinished if it is so on one. It was not durable if a
+    rank says so; it was if all ranks finished it and some rank says so; otherwise that is not known.
     """
     failed = pl.col("outcome") == "failed"
     finished = pl.col("end_ns").is_not_null()
@@ -177,7 +178,11 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
             finished.sum().alias("finished_ranks"),
             total("bytes"),
             total("num_files"),
-            (finished.all() & pl.col("durable").any() & pl.col("durable").all()).fill_null(False).alias("durable"),
+            pl.when(~pl.col("durable").all())
+            .then(False)
+            .when(finished.all() & pl.col("durable").any())
+            .then(True)
+            .alias("durable"),
         )
         .sort("group")
     )

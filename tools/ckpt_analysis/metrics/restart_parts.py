@@ -10,6 +10,15 @@ from .results import FailureTimes, PhaseStats, StartStats
 # What happens outside of the training's processes, between the moments that a supervisor records.
 OUTSIDE = ("detect", "stop", "relaunch", "launcher")
 UNNAMED = "unattributed"
+# What a reader of a restart cannot know by the names of these parts.
+MEANINGS = {
+    "detect": "until a supervisor noticed the failure",
+    "stop": "until all ranks had ended",
+    "relaunch": "until a supervisor started the command again",
+    "launcher": "until a rank's process began, in a launcher, a scheduler, a container",
+    UNNAMED: "work of the program that no record covers",
+    "library_call": "a library's call that hooks cannot break down",
+}
 _LOAD = START_ORDER.index("load")
 ORDER = (*OUTSIDE, *START_ORDER[:_LOAD], *PHASES["load"], *START_ORDER[_LOAD + 1 :], UNNAMED)
 

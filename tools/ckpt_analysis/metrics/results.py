@@ -117,6 +117,7 @@ class OperationStats(Stats):
     drain_s: float | None = None  # waited for at the end of training, or by a load: no part of blocked_s
     committed_s: float | None = None
     durable_s: float | None = None
+    durable: bool | None = None  # whether all ranks fsynced; None if that is not recorded
     io_GBps: float | None = None
     blocked_GBps: float | None = None
     device_copies: DeviceCopies | None = None  # of a save from a device that measured them

@@ -88,8 +88,8 @@ def _cycle_problems(
     if missing:
         message = (
             f"cycle {cycle}: {len(missing)} of {expected} ranks left no usable trace "
-            f"({number_list(missing)}); every number of this cycle is over the others, "
-            "and what all ranks moved is not known"
+            f"({number_list(missing)}): did they start, and see this directory? Every number of this cycle is over "
+            "the others, and what all ranks moved is not known"
         )
         problems.append(Problem("missing_ranks", message, {"cycle": cycle, "ranks": missing}))
     for name in ("world_size", "layout", "engine_asked", "durability"):

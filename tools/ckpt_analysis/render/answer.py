@@ -13,6 +13,7 @@ from ..metrics.restart_parts import UNNAMED
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.start_path import StartPath
 from ..report import Report
+from .headline import committed_text
 
 _NAMED_PHASES = 3
 _WORTH_NAMING = 0.05  # share of an operation: less unattributed time is not named
@@ -127,10 +128,8 @@ def save_sentence(save: OperationStats) -> str:
         return ""
     digits = digits_for(save.wall.max_s)
     text = f"The last save ({save.tag}) blocked training for {seconds(save.blocked_s, digits)} s"
-    if save.durable_s is not None:
-        text += f" and was durable {seconds(save.durable_s, digits)} s after it began"
-    elif save.committed_s is not None:
-        text += f" and was committed {seconds(save.committed_s, digits)} s after it began, but not durable"
+    if save.committed_s is not None:
+        text += f" and was {committed_text(save, digits)}"
     if save.bytes:
         text += f": {size(save.bytes)} in {plural(save.num_files or 0, 'file')}"
         text += f", {rate(save.blocked_GBps)} GB/s of blocked time" if save.blocked_GBps else ""

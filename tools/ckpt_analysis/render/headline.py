@@ -34,6 +34,14 @@ def name_of(stats: Stats) -> str:
     return f"{stats.kind}{tag} of cycle {stats.cycle}"
 
 
+def committed_text(save: OperationStats, digits: int) -> str:
+    """How long after its begin a save was committed, and whether it was durable then."""
+    after = f"after {seconds(save.committed_s, digits)} s"
+    if save.durable is None:
+        return f"committed {after} (whether it is durable: {NOT_RECORDED})"
+    return f"durable {after}" if save.durable else f"committed, not durable, {after}"
+
+
 def _first_step(report: Report) -> HeadlineNumber:
     title, figure = "Time to first step", "waterfall"
     starts = [start for start in (report.restarts or report.first_launches) if start.wall]
@@ -60,10 +68,8 @@ def _blocked(report: Report) -> HeadlineNumber:
     digits = digits_for(max(blocked))
     note = f"median of {plural(len(blocked), 'save')}, longest {seconds(max(blocked), digits)} s"
     newest = report.complete_saves[-1]
-    if newest.durable_s is not None:
-        note += f"; the newest durable after {seconds(newest.durable_s, digits)} s"
-    elif newest.committed_s is not None:
-        note += f"; the newest committed, not durable, after {seconds(newest.committed_s, digits)} s"
+    if newest.committed_s is not None:
+        note += f"; the newest {committed_text(newest, digits)}"
     return HeadlineNumber(title, f"{seconds(median(blocked), digits)} s", note, figure)
 
 
@@ -72,8 +78,8 @@ def _lost(report: Report) -> HeadlineNumber:
     lost = [start for start in report.restarts if start.lost_work_s is not None]
     if not report.starts:
         return HeadlineNumber(title, NOT_RECORDED, "no start was recorded", figure)
-    if report.last_failure is not None and not report.restarts:
-        return HeadlineNumber(title, NOT_RECORDED, "a failure after which nothing was started", figure)
+    if (unended := no_end(report)) and not report.restarts:
+        return HeadlineNumber(title, NOT_RECORDED, _since_save(report) or f"{unended[0].lower()}{unended[1:]}", figure)
     if not report.restarts:
         return HeadlineNumber(title, "0 s", "the run had no restart", figure)
     if not lost:
@@ -85,6 +91,35 @@ def _lost(report: Report) -> HeadlineNumber:
     if lost[-1].failure_to_caught_up_s is not None:
         note += f"; the last caught up {seconds(lost[-1].failure_to_caught_up_s)} s after the failure"
     return HeadlineNumber(title, f"{seconds(took_s)} s", note, figure)
+
+
+def newest_failure(report: Report) -> str:
+    """A sentence about a newest cycle that failed; "" if none is recorded."""
+    end, failure = report.newest_end, report.last_failure
+    if failure is not None:
+        return f"The newest cycle failed{f' ({failure.fault})' if failure.fault else ''}, and no other has started"
+    if end is not None and end.failed:
+        return "A rank ended the newest cycle with an error, and no other has started"
+    return ""
+
+
+def no_end(report: Report) -> str:
+    """A sentence about a newest cycle that failed, or whose end is not recorded; "" of one that ended well."""
+    end = report.newest_end
+    if failure := newest_failure(report):
+        return failure
+    if end is not None and end.is_open:
+        return f"The end of the newest cycle is not recorded on {plural(end.open_ranks, 'rank')} (running, or killed)"
+    return ""
+
+
+def _since_save(report: Report) -> str:
+    """What would be lost if the newest cycle ended with its newest recorded step; "" if that is not known."""
+    saved = max((save.step for save in report.complete_saves if save.step is not None), default=None)
+    if report.budget is None or saved is None or not report.training:
+        return ""
+    steps = report.training[-1].last_step - saved
+    return f"no restart; {plural(steps, 'step')} since the newest complete save, of step {saved}" if steps >= 0 else ""
 
 
 def _coverage(report: Report) -> HeadlineNumber:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...common.formatting import NOT_RECORDED, count, digits_for, plural, seconds
 from ...common.tables import Style, fitted_table, terminal_width, text_table, text_width, wrapped
 from ..common.phase_kinds import AFTERWARDS
-from ..common.problems import ERROR, WARNING, Problem, number_list
+from ..common.problems import ERROR, WARNING, Problem
 from ..findings import Finding
 from ..metrics.restart_parts import UNNAMED
 from ..metrics.results import OperationStats, StartStats
@@ -18,7 +18,8 @@ from ..metrics.start_path import StartPath
 from ..project.what_if import Answer
 from ..report import Report
 from .answer import goodput_sentence, no_first_step, waited_for
-from .headline import headline, name_of
+from .headline import headline, name_of, no_end
+from .questions import uncovered
 from .targets import COLUMNS as TARGETS
 from .what_if import gain_text
 
@@ -28,6 +29,7 @@ _MOST_PARTS = 10
 _BAR = 40  # columns that the parts are drawn in, where the terminal has them
 _BESIDE_THE_BAR = 60  # columns of the table that the bars are in
 _MOST_PROBLEMS = 3  # kinds
+_LINES_OF_THE_GRAVEST = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def overview(report: Report, style: Style, gains: Mapping[int, Answer]) -> list[
         lines += ["", style.heading("Targets"), *(style.error(row) if "MISSED" in row else row for row in rows)]
     following = _next(report)
     room = LINES - len(lines) - len(following) - 2
-    return [*lines, *_findings(report.findings, gains, style, room), "", *following]
+    return [*lines, *_findings(report.findings, gains, uncovered(report), style, room), "", *following]
 
 
 def _run(report: Report, style: Style) -> list[str]:
@@ -60,17 +62,11 @@ def _run(report: Report, style: Style) -> list[str]:
         f"Run {report.run_id}: {facts.layout}, {plural(facts.ranks, 'rank')} on {where}, "
         f"{plural(len(report.cycles), 'cycle')}, {' and '.join(report.engine_names) or 'engine not recorded'}"
     )
-    lines = _heading(text, style)
-    lines += [style.warning(f"  label: {label}") for label in facts.labels]
-    missing = [info for info in report.cycles if info.missing]
-    if missing:
-        last = missing[-1]
-        lines.append(style.warning(f"  Ranks {number_list(last.missing)} of cycle {last.cycle} left no trace."))
-    return lines
+    return _heading(text, style) + [style.warning(f"  label: {label}") for label in facts.labels]
 
 
 def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
-    """The first problem of each of the most severe kinds, a line each; the others are counted."""
+    """The first problem of each of the most severe kinds, the gravest in full; the others are counted."""
     paint = {ERROR: style.error, WARNING: style.warning}
     by_kind: dict[str, list[Problem]] = {}
     for problem in problems:
@@ -78,9 +74,12 @@ def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
     lines = []
     for alike in list(by_kind.values())[:_MOST_PROBLEMS]:
         first, more = alike[0], f" ({len(alike) - 1} more)" if len(alike) > 1 else ""
-        room = text_width() - 11 - len(more)
-        text = textwrap.shorten(f"{first.kind}: {first.message}", room, placeholder=" ...") + more
-        lines.append(f"  {paint.get(first.severity, str)(f'{first.severity:<8}')} {text}")
+        most = 1 if lines or first.severity not in paint else _LINES_OF_THE_GRAVEST
+        text = f"{first.kind}: {first.message}"
+        told = textwrap.wrap(text, text_width() - 11 - len(more), max_lines=most, placeholder=" ...")
+        told[-1] += more
+        lines.append(f"  {paint.get(first.severity, str)(f'{first.severity:<8}')} {told[0]}")
+        lines += [" " * 11 + line for line in told[1:]]
     hidden = sum(len(alike) for alike in list(by_kind.values())[_MOST_PROBLEMS:])
     return lines + ([f"  {plural(hidden, 'more problem')} of other kinds"] if hidden else [])
 
@@ -88,12 +87,11 @@ def _problems(problems: Sequence[Problem], style: Style) -> list[str]:
 def _where_it_went(report: Report, style: Style) -> list[str]:
     """A start along its critical path; without one, the newest save or load on its critical rank.
 
-    Before it what came to no end: a failure after which nothing was started, a newest start without its first step.
+    Before it what came to no end: a newest cycle that failed or has no end, a newest start without its first step.
     """
     heads = []
-    if report.last_failure is not None:
-        fault = f" ({report.last_failure.fault})" if report.last_failure.fault else ""
-        heads.append(f"The newest cycle failed{fault}, and no other has started.")
+    if unended := no_end(report):
+        heads.append(f"{unended}.")
     if report.starts and report.starts[-1].wall is None:
         heads.append(f"The {name_of(report.starts[-1])} {no_first_step(report.starts[-1])}.")
     lines = [style.warning(head) for head in heads]
@@ -103,7 +101,7 @@ def _where_it_went(report: Report, style: Style) -> list[str]:
     operations = [*report.complete_saves[-1:], *report.loads[-1:]]
     finished = [stats for stats in operations if stats.wall and stats.wall.max_s > 0]
     if not finished:
-        return lines or ["No save, load or start was recorded to its end."]
+        return [*lines, "No save, load or start was recorded to its end."]
     return lines + _operation(max(finished, key=lambda stats: stats.wall.max_s if stats.wall else 0.0), style)
 
 
@@ -198,11 +196,13 @@ def _numbers(report: Report, style: Style) -> list[str]:
     return lines
 
 
-def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: Style, room: int) -> list[str]:
-    """The costliest findings that have room, each with its cost and the begin of its advice."""
+def _findings(
+    findings: Sequence[Finding], gains: Mapping[int, Answer], uncovered: str, style: Style, room: int
+) -> list[str]:
+    """The costliest findings that have room, each with its cost and the begin of its advice, after `uncovered`."""
+    lines = [f"  {line}" for line in wrapped(uncovered, text_width() - 2)]
     if not findings:
-        return []
-    lines: list[str] = []
+        return ["", style.heading("Findings: none, nothing that was recorded meets a rule"), *lines]
     shown = 0
     for index, finding in enumerate(findings):
         cost = f"{seconds(finding.cost_s)} s" if finding.cost_s > 0 else NOT_RECORDED
@@ -215,6 +215,8 @@ def _findings(findings: Sequence[Finding], gains: Mapping[int, Answer], style: S
         lines += [begin + first, *(" " * len(begin) + rest for rest in more)]
         shown += 1
     left = len(findings) - shown
+    if not shown and uncovered:
+        return _findings(findings, gains, "", style, room)
     if not shown:
         return ["", style.heading(f"Findings ({len(findings)}): --all shows them")]
     lines += [f"  {left} more of less cost"] if left else []

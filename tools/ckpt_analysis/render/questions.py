@@ -9,11 +9,12 @@ from types import MappingProxyType
 from ...common.formatting import listed, percent, plural, seconds
 from ..common.phase_kinds import AFTERWARDS
 from ..metrics.budget import RESTARTING, WASTED
+from ..metrics.restart_parts import MEANINGS
 from ..metrics.results import StartStats
 from ..project.what_if import Answer
 from ..report import Report
 from .answer import no_first_step, save_sentence, shares, waited_for
-from .headline import NOT_RECORDED, name_of
+from .headline import NOT_RECORDED, name_of, newest_failure, no_end
 from .what_if import gain_text
 
 _NAMED = 3  # phases, findings
@@ -129,26 +130,34 @@ def _slow(report: Report) -> str:
 
 def _help(report: Report, gains: Mapping[int, Answer]) -> str:
     if not report.findings:
-        return "Nothing that was recorded meets a rule."
+        return " ".join(filter(None, ("Nothing that was recorded meets a rule.", uncovered(report))))
     first = report.findings[0]
+    return " ".join(filter(None, (uncovered(report), f"{first.title}{gain_text(gains.get(0))}. {first.remedy}.")))
+
+
+def uncovered(report: Report) -> str:
+    """A sentence about the largest part of the start that is shown, if no finding is about it or costs as much."""
     start = report.shown_start
     parts = [*_parts(report, start), (_unknown_s(report, start), "what is not recorded")] if start else []
     took_s, part = max(parts, default=(0.0, ""))
-    is_covered = took_s <= first.cost_s or any(
-        (one.phase or "").split("/")[0] == part.partition(" (")[0] for one in report.findings
-    )
-    before = "" if is_covered else f"No rule covers {part}, the largest part ({seconds(took_s)} s). "
-    return f"{before}{first.title}{gain_text(gains.get(0))}. {first.remedy}."
+    name = part.partition(" (")[0]
+    found = report.findings
+    if took_s <= max((one.cost_s for one in found), default=0.0) or any(
+        (one.phase or "").split("/")[0] == name for one in found
+    ):
+        return ""
+    meaning = f": {MEANINGS[name]}" if name in MEANINGS else ""
+    return f"No rule covers {part}, the largest part ({seconds(took_s)} s){meaning}."
 
 
 def _cost(report: Report) -> str:
     """What restarts after a recorded failure cost. A resume without one may follow a run that ended well."""
     failed = [start for start in report.restarts if start.failure is not None]
     others = [start for start in report.restarts if start.failure is None]
-    ended = report.last_failure is not None
+    ended = newest_failure(report) if report.restarts else no_end(report)
     resumed = f"; {_resumes(others)}" if others else ""
     if not failed and ended:
-        return f"The newest cycle failed, and no other has started{resumed}."
+        return f"{ended}{resumed}."
     if not report.restarts:
         return "Failures are not in the log." if report.imported else "Nothing: the run had no restart."
     if not failed:
@@ -163,7 +172,7 @@ def _cost(report: Report) -> str:
         wasted = None
     cost, steps = restarting + (wasted or 0.0), sum(start.lost_steps or 0 for start in failed)
     again = f"; {plural(steps, 'step')} had to be trained again" if steps else ""
-    too = "; the newest cycle failed, too" if ended else ""
+    too = f"; {ended[0].lower()}{ended[1:]}" if ended else ""
     return (
         f"{seconds(cost)} s of the run's {seconds(budget.wall_s)} s ({percent(cost / budget.wall_s)}): "
         f"{seconds(restarting)} s in {restarts}, "

@@ -32,6 +32,7 @@ from ..model.run_info import CycleInfo
 from ..project.what_if import Answer
 from ..report import Report
 from .answer import answer, no_first_step
+from .headline import committed_text
 from .overview import overview
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 from .storage import storage_text
@@ -222,10 +223,7 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
         facts.append(f"blocked {seconds(stats.blocked_s, digits)} s ({rate(stats.blocked_GBps)} GB/s)")
         if stats.drain_s is not None:
             facts.append(f"waited for at the end {seconds(stats.drain_s, digits)} s")
-        if stats.durable_s is None and stats.committed_s is not None:
-            facts.append(f"committed, not durable, after {seconds(stats.committed_s, digits)} s")
-        else:
-            facts.append(f"durable after {seconds(stats.durable_s, digits)} s")
+        facts.append("its commit not recorded" if stats.committed_s is None else committed_text(stats, digits))
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     if stats.tag or stats.bytes:  # else it found no checkpoint to load
         lines += _fitted("  " + ", ".join(facts))

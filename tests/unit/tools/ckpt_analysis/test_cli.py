@@ -113,7 +113,7 @@ def only_empty(path: Path) -> None:
     ("make", "message"),
     [
         (lambda path: None, "no such directory"),
-        (not_a_directory, "cannot be read as a directory: Not a directory"),
+        (not_a_directory, "is a file. Give the directory of a trace; the log"),
         (lambda path: path.mkdir(), "no restart trace here (it is empty)"),
         (something_else, "no restart trace here (it holds other things)"),
         (only_garbage, "can be analysed: rank_00000_cycle_000.jsonl: line 1: not a JSON record"),

@@ -42,7 +42,7 @@ def something_else(path: Path) -> None:
     ("make", "message"),
     [
         (lambda path: None, "no such directory"),
-        (lambda path: path.write_text("x"), "cannot be read as a directory: Not a directory"),
+        (lambda path: path.write_text("x"), "read by `ckpt-analysis import "),
         (lambda path: path.mkdir(), "no restart trace here (it is empty)"),
         (something_else, "no restart trace here (it holds other things)"),
     ],

@@ -14,7 +14,7 @@ import pytest
 from restart_trace.schema import SPAN
 from tests.unit.tools.ckpt_analysis import trace_factory
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
-from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, record_end, write_trace
 from tools.ckpt_analysis.common.problems import KINDS, Problem
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -139,7 +139,8 @@ def test_a_process_that_began_before_the_failure_counts_from_the_failure(
 def test_what_came_to_no_end_is_told_first(report: Report) -> None:
     stuck = replace(report.restarts[-1], cycle=2, wall=None, restart_s=None, lost_work_s=None)
     lines = screen(replace(report, starts=[*report.starts, stuck]))
-    assert lines[2:4] == [
+    assert lines[2:5] == [
+        "The end of the newest cycle is not recorded on 8 ranks (running, or killed).",
         "The restart of cycle 2 did not reach its first step.",
         "Restart of cycle 1: 18.970 s from the failure (sigkill) to the end of the first step",
     ]
@@ -197,7 +198,7 @@ def test_many_findings_and_problems_stay_on_the_screen(report: Report, number: i
     lines = screen(replace(report, findings=findings, problems=problems))
     assert len(lines) <= 40
     text = "\n".join(lines)
-    assert ("Findings" in text) is (number > 0)
+    assert ("Findings: none, nothing that was recorded meets a rule" in lines) is (number == 0)
     shown = [f"Title {i} (rule)" in text for i in range(number)]
     assert shown == sorted(shown, reverse=True)  # the first ones
     hidden = number - sum(shown)
@@ -207,10 +208,51 @@ def test_many_findings_and_problems_stay_on_the_screen(report: Report, number: i
     assert [f"Message {i} " in text for i in range(number)] == [i < 3 for i in range(number)]
 
 
-def test_ranks_without_a_trace_are_named_first(report: Report) -> None:
-    newest = replace(report.cycles[-1], missing=[3, 4])
-    lines = screen(replace(report, cycles=[*report.cycles[:-1], newest]))
-    assert lines[1] == "  Ranks 3-4 of cycle 1 left no trace."
+def test_a_rank_without_a_trace_is_told_in_full_and_leaves_unknown_what_all_ranks_did(tmp_path: Path) -> None:
+    """Not that the save is not durable: the rank may have fsynced."""
+    directory = write_trace(tmp_path)
+    file_of(directory, 5, 1).unlink()
+    text = " ".join("\n".join(screen(analyse(load_trace(directory)).report)).split())
+    assert "cycle 1: 1 of 8 ranks left no usable trace (5): did they start" in text
+    assert "over the others, and what all ranks moved is not known" in text
+    assert "the newest committed after 0.3790 s (whether it is durable: not recorded)" in text
+
+
+@pytest.mark.parametrize(("denies", "told"), [(False, "(whether it is durable: not recorded)"), (True, "not durable")])
+def test_a_save_of_which_no_rank_says_more_is_not_called_not_durable(tmp_path: Path, denies: bool, told: str) -> None:
+    directory = write_trace(tmp_path)
+    for path in directory.glob("rank_*_cycle_001.jsonl"):
+        path.write_text(path.read_text().replace(',"durable":true', ',"durable":false' if denies else ""))
+    text = " ".join(" ".join(screen(analyse(load_trace(directory)).report)).split())
+    assert told in text and ("not durable" in text) is denies
+
+
+def test_a_run_that_was_killed_and_not_started_again(tmp_path: Path) -> None:
+    """No supervisor saw it: that its ranks recorded no end is all that there is, and no sign that nothing was lost."""
+    directory = write_trace(tmp_path, Options(supervisor=False))
+    for path in directory.glob("*cycle_001*"):
+        path.unlink()
+    killed = analyse(load_trace(directory)).report
+    assert screen(killed)[2] == "The end of the newest cycle is not recorded on 8 ranks (running, or killed)."
+    lost = "  Lost work           not recorded  no restart; 3 steps since the newest complete save, of step 5"
+    assert lost in screen(killed)
+    for path in directory.glob("rank_*"):
+        record_end(path)
+    lines = screen(analyse(load_trace(directory)).report)
+    assert any("the run had no restart" in line for line in lines) and not any("newest cycle" in line for line in lines)
+    first = file_of(directory, 0, 0)
+    first.write_text(first.read_text().replace('"phase": "ended"', '"phase": "ended", "detail": "ValueError: 1"'))
+    assert screen(analyse(load_trace(directory)).report)[2] == (
+        "A rank ended the newest cycle with an error, and no other has started."
+    )
+
+
+def test_a_largest_part_that_no_finding_is_about_is_named_and_explained(report: Report) -> None:
+    told = "No rule covers launcher, the largest part (13.514 s): until a rank's process began"
+    assert told in " ".join(" ".join(screen(report)).split())
+    assert told in " ".join(" ".join(screen(replace(report, findings=[]))).split())
+    costly = replace(report.findings[0], cost_s=14.0)
+    assert "No rule covers" not in " ".join(screen(replace(report, findings=[costly])))
 
 
 @pytest.mark.parametrize("columns", [80, 100, 140])
