@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -43,6 +44,7 @@ from torch.futures import Future
 from megatron.adapters import lazy_files
 from megatron.adapters.snapshot import LiveSave, Snapshot, check_snapshot
 from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.dcp.storage import TensorProperties
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -294,6 +296,14 @@ def _taken(value: Any, snapshot: Snapshot, name: str) -> Any:
     return value if isinstance(value, (str, int, float, bytes, type(None))) else pickle.loads(pickle.dumps(value))
 
 
+class _Unpickler(pickle.Unpickler):
+    """pickle's, for the metadata of any version of torch."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = super().find_class(module_name, global_name)
+        return TensorProperties if found is metadata_module.TensorProperties else found
+
+
 class LazyReader(StorageReader):
     """Storage for `dcp.load`, of checkpoints that LazyWriter saved. `verify`: compare all that is read with checksums.
 
@@ -349,7 +359,7 @@ class LazyReader(StorageReader):
         if end != _CRC + f"{crc32(pickled):08x}".encode():
             raise CheckpointDamagedError(f"{path}: does not have the checksum it was saved with")
         with reading(path):
-            return pickle.loads(pickled)
+            return _Unpickler(io.BytesIO(pickled)).load()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._stored = metadata.storage_data

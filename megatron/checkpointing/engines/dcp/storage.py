@@ -33,13 +33,20 @@ METADATA = ".metadata"
 _REPORT = "report"  # attribute that the library's metadata gets on its way back to the caller
 _KIND = "the metadata of a checkpoint"
 
+
+class TensorProperties(metadata.TensorProperties):
+    """As any torch has pickled it: 2.15 adds strides, which no load needs, and with which earlier versions fail."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[:5])
+
+
 # All that the metadata of tensors, which are not split among ranks, consists of.
 _CLASSES: dict[tuple[str, str], Any] = {
     (item.__module__, item.__qualname__): item
     for item in (
         metadata.Metadata,
         metadata.TensorStorageMetadata,
-        metadata.TensorProperties,
         metadata.ChunkStorageMetadata,
         metadata.MetadataIndex,
         metadata.StorageMeta,
@@ -49,6 +56,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 }
+_CLASSES[metadata.TensorProperties.__module__, metadata.TensorProperties.__qualname__] = TensorProperties
 
 
 class Failure:

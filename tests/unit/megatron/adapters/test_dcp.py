@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron.adapters.dcp import LazyReader, LazyWriter
 from megatron.adapters.snapshot import local_part
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError
+from tests.unit.megatron.checkpointing.engines.newer_metadata import pickle_with_strides
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -328,6 +329,13 @@ def test_a_checkpoint_of_dcps_own_writer_is_no_damaged_one(tmp_path: Path, caplo
     dcp_save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     of_torch = f"{tmp_path}/.metadata: does not end with a checksum: LazyWriter did not write it"
     check_refused(tmp_path, of_torch, caplog)
+
+
+def test_what_a_newer_torch_saved_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        pickle_with_strides(patched)
+        save(tmp_path / "it", state(1))
+    assert equal(load(tmp_path / "it", like(state(1))), state(1))
 
 
 def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (
     large,
 )
 from tests.unit.megatron.checkpointing.engines.nests import identical
+from tests.unit.megatron.checkpointing.engines.newer_metadata import pickle_with_strides
 from tests.unit.trace_helpers import PROCESS, read
 
 
@@ -104,6 +105,13 @@ class _DcpChecks(DirectoryEngineChecks):
         path.write_bytes(pickle.dumps(content))
         with pytest.raises(CheckpointDamagedError, match=r"\.metadata"):
             self.load(tmp_path, [])
+
+    def test_what_a_newer_torch_saved_is_loaded(self, tmp_path: Path, monkeypatch: Any) -> None:
+        state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
+        with monkeypatch.context() as patched:
+            pickle_with_strides(patched)
+            saved = self.save(tmp_path, state)
+        assert identical(self.load(tmp_path, saved), state)
 
     def test_an_error_in_any_thread_of_the_library_fails_the_save(self, tmp_path: Path, monkeypatch: Any) -> None:
         """The library drops what its second and further threads raise, and calls the checkpoint complete."""
