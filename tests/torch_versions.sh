@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests of engines, checkpoints and adapters with other versions of torch than that of constraints.txt: the oldest
-# that setup.py allows, and 2.14.1. Each has an environment of its own, which is kept. It has only torch and what torch
-# brings; all else is that of .venv. A build for CUDA is some 6 GB; the tests see no GPU. Then each version loads what .venv's
-# saved, with every engine, and the other way round.
+# Runs the unit and conformance tests with other versions of torch than that of constraints.txt: the oldest that setup.py
+# allows, and 2.14.1. Each has an environment of its own, which is kept. It has only torch and what torch brings; all else
+# is that of .venv. A build for CUDA is some 6 GB; the tests see no GPU. Then each version loads what .venv's saved, with
+# every engine, and the other way round.
 #
 #   TORCH_VENVS       where the environments are (default: runs/torch in the repository)
 #   VENV_DIR          the environment with all else (default: .venv in the repository)
@@ -28,14 +28,13 @@ for version in "${versions[@]}"; do
 done
 python=${VENV_DIR:-$ROOT/.venv}/bin/python
 everything_else=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-TESTS=(tests/conformance tests/unit/megatron/checkpointing tests/unit/megatron/adapters)
 place=$(mktemp -d) said=$(mktemp)
 trap 'rm -rf "$place" "$said"' EXIT
 export CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
 # Installs torch $1 into the environment $2, unless it is there. Returns 1 if no package index has it.
-set_up() {
-    [[ ! -e $2/installed || $(<"$2/installed") != "$everything_else" ]] || return 0
+install() {
+    [[ ! -e $2/installed ]] || return 0
     rm -rf "$2"
     "$python" -m venv --without-pip "$2"
     if ! "$python" -m pip --python "$2/bin/python" install --quiet --disable-pip-version-check --no-compile \
@@ -44,9 +43,13 @@ set_up() {
         cat "$said" >&2
         exit 1
     fi
-    # Not the path alone: this project is there by a .pth of its own, which processes need that tests start elsewhere.
-    echo "import site; site.addsitedir('$everything_else')" >"$(echo "$2"/lib/python3.*/site-packages)/everything_else.pth"
-    echo "$everything_else" >"$2/installed"
+    touch "$2/installed"
+}
+
+# Gives the environment $1 all else, of this run's .venv. Not the path alone: this project is there by a .pth of its own,
+# which processes need that tests start elsewhere.
+add_everything_else() {
+    echo "import site; site.addsitedir('$everything_else')" >"$(echo "$1"/lib/python3.*/site-packages)/everything_else.pth"
 }
 
 # Loads with Python $3 what Python $1 saves into the directory $2.
@@ -57,13 +60,14 @@ exchange() {
 passed=true
 for version in "${versions[@]}"; do
     venv=${TORCH_VENVS:-$ROOT/runs/torch}/$version
-    if ! set_up "$version" "$venv"; then
+    if ! install "$version" "$venv"; then
         echo "== torch $version is not to be had: no package index of pip's has it for this Python"
         continue
     fi
+    add_everything_else "$venv"
     echo "== torch $version"
     "$venv/bin/python" -m pytest -q -p no:cacheprovider --show-capture=no -n 2 --dist loadfile --no-loadscope-reorder \
-        "${TESTS[@]}" || passed=false
+        tests/conformance tests/unit || passed=false
     exchange "$python" "$place/to-$version" "$venv/bin/python" || passed=false
     exchange "$venv/bin/python" "$place/from-$version" "$python" || passed=false
 done

@@ -20,19 +20,22 @@ case "$2 $3" in
     chmod +x "$4/bin/python" ;;
 "pip --python") [[ ${!#} == torch==2.14.1 ]] || { echo "ERROR: $PIP_SAYS ${!#}" && exit 1; } ;;
 "tests.conformance.scripts.exchange "*) echo ours "$@" ;;
-*) echo /everything/else ;;
+*) echo "$EVERYTHING_ELSE" ;;
 esac
 """
 NONE = "No matching distribution found for"
 
 
-def run(directory: Path, *versions: str, pip_says: str = NONE, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, *versions: str, pip_says: str = NONE, status: int = 0, everything_else: str = "/everything/else"
+) -> subprocess.CompletedProcess[str]:
     python = directory / "all" / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
     settings = {"VENV_DIR": str(directory / "all"), "TORCH_VENVS": str(directory / "torch")}
-    environment = {**os.environ, **settings, "PIP_SAYS": pip_says, "TESTS_END_WITH": str(status)}
+    settings |= {"PIP_SAYS": pip_says, "TESTS_END_WITH": str(status), "EVERYTHING_ELSE": everything_else}
+    environment = {**os.environ, **settings}
     command = ["bash", "tests/torch_versions.sh", *versions]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -42,13 +45,23 @@ def test_the_oldest_and_a_newer_version_are_tested_and_one_that_no_index_has_is_
     missing, there, ran, *exchanged = done.stdout.splitlines()
     assert missing == f"== torch {OLDEST} is not to be had: no package index of pip's has it for this Python"
     assert (there, done.returncode, done.stderr) == ("== torch 2.14.1", 0, "")
-    tests = [word for word in ran.split() if word.startswith("tests/")]
-    assert ran.startswith("ran -m pytest ") and tests and all((ROOT / test).is_dir() for test in tests)
+    assert ran.startswith("ran -m pytest ") and ran.endswith(" tests/conformance tests/unit")
     assert [(words[0], words[-2]) for words in map(str.split, exchanged)] == [
         ("ours", "save"), ("ran", "load"), ("ran", "save"), ("ours", "load")
     ]  # fmt: skip
     (packages,) = (tmp_path / "torch" / "2.14.1").glob("lib/*/site-packages/everything_else.pth")
     assert packages.read_text() == "import site; site.addsitedir('/everything/else')\n"
+
+
+def test_an_environment_is_kept_for_another_checkout_and_has_all_else_of_that_one(tmp_path: Path) -> None:
+    run(tmp_path, "2.14.1")
+    environment = tmp_path / "torch" / "2.14.1"
+    of_torch = environment / "lib" / "of_torch"
+    of_torch.touch()
+    done = run(tmp_path, "2.14.1", everything_else="/of/another")
+    assert (done.returncode, done.stderr) == (0, "") and of_torch.exists()
+    (packages,) = environment.glob("lib/*/site-packages/everything_else.pth")
+    assert packages.read_text() == "import site; site.addsitedir('/of/another')\n"
 
 
 @pytest.mark.parametrize(
