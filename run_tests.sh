@@ -79,7 +79,7 @@ trap 'rm -f "$said" "$said_of_pythons"' EXIT
 static_checks "${checked[@]}" >"$said" 2>&1 & # beside the tests: pyright alone is a minute of one core
 checks=$! pythons=
 if ! $quick && [[ ${CI:-} == true ]]; then
-    tests/other_pythons.sh 3.10 >"$said_of_pythons" 2>&1 & # alone it would leave cores idle
+    tests/other_pythons.sh --no-metrics 3.10 >"$said_of_pythons" 2>&1 & # alone it would leave cores idle
     pythons=$!
 fi
 # In a new checkout each worker would rewrite the assertions of all tests for itself, ten seconds of a core.

@@ -2,17 +2,30 @@
 # Runs a short part of the suite, trace, hooks and analysis, under each other Python of this machine: 3.10, 3.12, 3.13,
 # and traces and analyses a job there with the installed distribution restart-trace. It needs no torch. Each has an
 # environment below runs/pythons, which is kept, and whose packages are installed again only if their versions have
-# changed. run_tests.sh calls this for the oldest if CI=true, .ci/nightly for the others.
+# changed. .ci/nightly calls this for all; run_tests.sh, if CI=true, for the oldest and without the metrics of the
+# analysis: of what that Python lacks pyright tells, and the job is analysed all the same.
 #
 # examples:
 #   bash tests/other_pythons.sh
 #   bash tests/other_pythons.sh 3.10 3.13
+#   bash tests/other_pythons.sh --no-metrics 3.10
 #
 # exit status: 0 all passed, 1 one did not or could not be set up, 2 wrong arguments
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
 answer_help "$@"
+PACKAGES=(pytest pytest-timeout hypothesis) # what TESTS import beside what restart-trace requires
+TESTS=(
+    tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
+    tests/unit/restart_trace/test_hooks.py tests/unit/restart_trace/test_reading.py
+)
+METRICS=tests/unit/tools/ckpt_analysis/metrics
+if [[ ${1:-} == --no-metrics ]]; then
+    shift
+else
+    TESTS+=("$METRICS")
+fi
 versions=("$@")
 (($#)) || versions=(3.10 3.12 3.13)
 for version in "${versions[@]}"; do
@@ -20,12 +33,6 @@ for version in "${versions[@]}"; do
 done
 cd "$ROOT"
 PIP=${VENV_DIR:-$ROOT/.venv}/bin/pip
-PACKAGES=(pytest pytest-timeout hypothesis) # what TESTS import beside what restart-trace requires
-TESTS=(
-    tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
-    tests/unit/restart_trace/test_hooks.py tests/unit/restart_trace/test_reading.py
-    tests/unit/tools/ckpt_analysis/metrics
-)
 
 # The interpreter of version $1: on PATH, or one of pyenv's, whose commands on PATH run only for versions chosen before.
 find_python() {
