@@ -42,7 +42,7 @@ def preload(plan: Plan, started_ns: int) -> Preload:
         os.environ.pop("ROCR_VISIBLE_DEVICES", None)  # which torch takes before both on ROCm
         from megatron.training.heavy_imports import import_for_forks
 
-        import_for_forks(compiler=plan.compiles)
+        import_for_forks(plan.arguments, compiler=plan.compiles)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         raise PreloadError(

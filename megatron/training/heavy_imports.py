@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from restart_trace.startup import Interruptions
 
 # Modules of other packages that ranks import during their start-up. A missing one is not needed.
@@ -48,10 +50,11 @@ def import_everything(imports: Interruptions | None = None) -> None:
     gc.enable()
 
 
-def import_for_forks(*, compiler: bool = False) -> None:
+def import_for_forks(arguments: Iterable[str] = (), *, compiler: bool = False) -> None:
     """`import_everything`, and the modules that a rank imports before and after it: for a process that forks ranks.
 
-    `compiler`: torch's too.
+    `arguments`: of the ranks. The modules of a checkpoint engine that one of them names are imported, too; an
+    engine that is not installed is for the ranks to report. `compiler`: torch's too.
     """
     import_everything()
     if compiler:
@@ -66,9 +69,16 @@ def import_for_forks(*, compiler: bool = False) -> None:
     import megatron.startup.preflight
     import megatron.tokenizer.sentence_piece
     import megatron.tokenizer.tokenizer  # noqa: F401
+    from megatron.checkpointing.engines.errors import EngineUnavailableError
+    from megatron.checkpointing.engines.registry import builtin_engines, engine_class
     from megatron.config.arguments import build_parser
     from restart_trace.process import versions
 
+    words = {word.rpartition("=")[2] for word in arguments}
+    for name in builtin_engines():
+        if name in words:
+            with contextlib.suppress(EngineUnavailableError):
+                engine_class(name)
     build_parser()
     versions()  # reads all installed packages and caches the result
     for name in _IN_PASSING:

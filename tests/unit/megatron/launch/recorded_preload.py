@@ -1,7 +1,8 @@
 """A process that preloads as megatron.launch does, and prints what it asked of devices and which programs it started.
 
 Its arguments are those of the script. Prints JSON: `asked`, functions of torch that ask or initialise a device, each
-with the module that called it, and `started`, commands. What forked children do is not in it.
+with the module that called it; `started`, commands; `engines`, packages of checkpoint engines that it has imported
+besides those that it always imports. What forked children do is not in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ CUDA = (
     "get_device_capability", "get_device_name", "set_device", "current_stream", "mem_get_info", "is_bf16_supported",
 )  # fmt: skip
 ACCELERATOR = ("is_available", "device_count", "current_device_index", "synchronize")
+OTHERS = "dcp", "fastpersist", "torchsnapshot"
 asked: list[tuple[str, str]] = []
 started: list[str] = []
 
@@ -57,7 +59,8 @@ def main() -> None:
 
     Path("script.py").touch()
     preload(parse_arguments(["--nproc-per-node", "2", "script.py", *sys.argv[1:]]), 0)
-    print(json.dumps({"asked": asked, "started": started}))
+    engines = [name for name in OTHERS if f"megatron.checkpointing.engines.{name}.engine" in sys.modules]
+    print(json.dumps({"asked": asked, "started": started, "engines": engines}))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,19 @@ from tests.unit.trace_helpers import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--torch-compile"]], ids=["", "compiler"])
-def test_it_asks_torch_for_no_device_and_starts_no_program(tmp_path: Path, flags: list[str]) -> None:
-    """A rank could not use CUDA then; and compilers that DeepSpeed starts to try its ops take seconds."""
+@pytest.mark.parametrize(
+    ("flags", "engines"),
+    [
+        ([], []), (["--torch-compile"], []), (["--checkpoint-engine=dcp-async"], ["dcp"]),
+        pytest.param(["--checkpoint-engine", "torchsnapshot"], ["torchsnapshot"], marks=pytest.mark.nightly(minutes=1)),
+        pytest.param(["--checkpoint-engine", "fastpersist"], ["fastpersist"], marks=pytest.mark.nightly(minutes=1)),
+    ],
+)  # fmt: skip
+def test_it_asks_torch_for_no_device_and_starts_no_program(
+    tmp_path: Path, flags: list[str], engines: list[str]
+) -> None:
+    """A rank could not use CUDA then; and compilers that DeepSpeed starts to try its ops take seconds. What the engine
+    of the ranks imports may be seconds, too, in each new one."""
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     own = {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -24,4 +34,4 @@ def test_it_asks_torch_for_no_device_and_starts_no_program(tmp_path: Path, flags
         cwd=tmp_path, env=environment | own, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"asked": [], "started": []}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"asked": [], "started": [], "engines": engines}
