@@ -26,7 +26,7 @@ from megatron.launch.lease import Lease
 from megatron.launch.membership import LaunchEndedError, OtherLaunchError, command_digest, leader_address
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, LaunchConnection
 from megatron.launch.plan import Plan
-from megatron.launch.ranks import Ranks, fork_ranks
+from megatron.launch.ranks import Forks, Ranks
 from megatron.launch.rendezvous_store import RendezvousStore
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, say, stop_signals
 from megatron.net.handshake import COORDINATOR, AuthenticationError, NoAnswerError, connect
@@ -429,9 +429,10 @@ class Agent:
         before = self._take_returned(plan)
         self._allow_ranks()
         self._signals.hold()
-        ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child, before)
+        forks = Forks(plan, number, message["master_port"], preloaded, self._become_child)
+        forks.complete(before)
         self._signals.let_go()
-        self._current, self._place = _Generation(number, plan, ranks), plan.node_rank
+        self._current, self._place = _Generation(number, plan, forks.ranks), plan.node_rank
         self._trace.relaunched(began_ns)
 
     def _take_returned(self, plan: Plan) -> Ranks | None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron.config.arguments import EXIT_CODE as REFUSED
@@ -176,45 +176,60 @@ class Refusals:
         return final
 
 
-def fork_ranks(
-    plan: Plan,
-    restart: int,
-    port: int,
-    preloaded: Preload | None,
-    in_child: Callable[[int], object],
-    before: Ranks | None = None,
-) -> Ranks:
-    """Fork the ranks of this node that did not return from the start `before`; none did without one. In a rank
-    `in_child` is called with its local rank, and this does not return: SystemExit leaves through it."""
-    launcher = os.getpid()
-    ranks = Ranks()
+class Forks:
+    """The ranks of one start on this node: forked, or taken over from the start before.
 
-    def fork(local_rank: int) -> None:
+    In a rank `in_child` is called with its local rank, and what forks it does not return: SystemExit leaves through it.
+    """
+
+    def __init__(
+        self, plan: Plan, restart: int, port: int, preloaded: Preload | None, in_child: Callable[[int], object]
+    ) -> None:
+        self.ranks = Ranks()
+        self._plan = plan
+        self._restart = restart
+        self._port = port
+        self._preloaded = preloaded
+        self._in_child = in_child
+        self._launcher = os.getpid()
+
+    def fork_lost(self, before: Ranks) -> None:
+        """Fork the ranks that have ended of the start `before`, while others still leave it.
+
+        But rank 0: it claims --save, where those may still write.
+        """
+        self._fork_others({0, *before.running.values()}, before)
+
+    def complete(self, before: Ranks | None) -> None:
+        """Have the ranks that have returned from the start `before` start again, and fork those that are missing."""
+        returned = set() if before is None else before.which_returned()
+        self._fork_others(returned, before)  # they have more to do than those that returned, so they begin first
+        if before is not None:
+            self.ranks.start_again(before, self._plan, self._restart, self._port)
+            self._fork_others(set(), before)
+
+    def _fork_others(self, there: Collection[int], before: Ranks | None) -> None:
+        """Fork the ranks that neither are `there` nor were forked or taken over."""
+        for local_rank in range(self._plan.nproc_per_node):
+            if self._plan.rank(local_rank) not in {*there, *self.ranks.running.values()}:
+                self._fork(local_rank, () if before is None else before.connections.values())
+
+    def _fork(self, local_rank: int, of_others: Iterable[socket.socket]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        plan, ranks = self._plan, self.ranks
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET) if plan.in_process_restart else (None, None)
         pid = os.fork()
         if pid == 0:
-            of_others = () if before is None else before.connections.values()
             for end in (ours, *ranks.connections.values(), *of_others):
                 if end is not None:
                     end.close()
-            in_child(local_rank)
-            become_rank(plan, local_rank, restart, port, launcher, preloaded, theirs)
+            self._in_child(local_rank)
+            become_rank(plan, local_rank, self._restart, self._port, self._launcher, self._preloaded, theirs)
         if ours is not None and theirs is not None:
             theirs.close()
             ranks.connections[pid] = ours
         ranks.running[pid] = plan.rank(local_rank)
-
-    returned = set() if before is None else before.which_returned()
-    for local_rank in range(plan.nproc_per_node):
-        if plan.rank(local_rank) not in returned:  # they have more to do than those that returned, so they begin first
-            fork(local_rank)
-    if before is not None:
-        ranks.start_again(before, plan, restart, port)
-        for rank in returned - set(ranks.running.values()):
-            fork(rank - plan.rank(0))
-    return ranks
 
 
 def _send_to_group(pid: int, signum: int) -> None:

@@ -9,11 +9,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from megatron.launch.plan import Plan
-from megatron.launch.ranks import Ranks, fork_ranks
+from megatron.launch.ranks import Forks, Ranks
 from megatron.launch.rendezvous_store import RendezvousStore
 from megatron.processes.process_name import name_process
 from megatron.processes.standby import LAUNCHER_VARIABLE, LOAD, LOADS_VARIABLE, RELEASE, SETS_UP, VARIABLE
 from restart_trace.startup import Preload
+
+
+class RendezvousError(Exception):
+    """The rendezvous of the ranks cannot be served at --master-port."""
 
 
 class Start:
@@ -29,15 +33,22 @@ class Start:
         waits: bool = False,
         before: Ranks | None = None,
     ) -> None:
-        """Fork them, but those that have returned from the start `before`. `number`: of restarts before it; `mask`: the
-        signals that they have blocked. In a rank this does not return, as of fork_ranks. Raises OSError if the port of
-        the rendezvous is taken.
+        """Fork them; with `before` those alone that have ended of that start, until `complete` is called.
+
+        `number`: of restarts before it; `mask`: the signals that they have blocked. In a rank this does not return, as
+        of Forks. Raises RendezvousError if the rendezvous cannot be served.
         """
         self.number = number
         self._store: RendezvousStore | None = None
         port = plan.master_port or 0
         if plan.node_rank == 0:
-            self._store = RendezvousStore(plan.master_addr, port, plan.bind)
+            try:
+                self._store = RendezvousStore(plan.master_addr, port, plan.bind)
+            except OSError as error:
+                raise RendezvousError(
+                    f"--master-port {plan.master_port}: the rendezvous cannot be served there: {error.strerror}; name "
+                    "a port that is free on this node"
+                ) from error
             port, plan = self._store.port, replace(plan, master_addr=self._store.master_addr)
         pipes = [os.pipe() for _ in range(plan.nproc_per_node)] if waits else []
         self._writers = [writer for _, writer in pipes]
@@ -56,9 +67,18 @@ class Start:
                 os.environ[VARIABLE] = str(pipes[local_rank][0])
                 name_process(SETS_UP)
 
-        self.ranks = fork_ranks(plan, number, port, preloaded, in_child, before)
+        self._forks = Forks(plan, number, port, preloaded, in_child)
+        self.ranks = self._forks.ranks
+        if before is None:
+            self._forks.complete(None)
+        else:
+            self._forks.fork_lost(before)
         for reader, _ in pipes:
             os.close(reader)
+
+    def complete(self, before: Ranks) -> None:
+        """Take over the ranks that have returned from the start before, and fork the others that are missing."""
+        self._forks.complete(before)
 
     def load(self) -> None:
         """Have standby ranks load the newest checkpoint, once they are set up."""
@@ -84,6 +104,7 @@ class Start:
         self._close_pipes()
         if self._store is not None:
             self._store.close()
+            self._store = None
 
 
 class Standby:

@@ -10,12 +10,12 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, Refusals
-from megatron.launch.start import Standby, Start
+from megatron.launch.start import RendezvousError, Standby, Start
 from megatron.peers.memory_slots import hold_slots
 from megatron.processes.in_process_restart import REPORT_SIGNAL
 from megatron.processes.standby import ASK_SIGNAL
@@ -57,39 +57,39 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     trace = FailureTrace(plan.arguments if plan.max_restarts else ())
     standby = Standby(plan, mask, say)
     refusals = Refusals()
-    start: Start | None = None
+    before: Start | None = None
+    following: Start | None = None  # its lost ranks are forked by now
     for restart in range(plan.max_restarts + 1):
         if plan.standby:
             while signal.sigtimedwait({ASK_SIGNAL}, 0) is not None:
                 pass  # of ranks that have failed since
         trace.before_restart(restart)
         began_ns = now_ns()
-        following = standby.release()
-        before = None
-        if start is not None:
-            start.close()
-            before = start.ranks
-        start = following
-        if start is None:
-            try:
-                start = Start(plan, restart, preloaded if restart == 0 else None, mask, before=before)
-            except OSError as error:
-                say(
-                    f"error: --master-port {plan.master_port}: the rendezvous cannot be served there: "
-                    f"{error.strerror}; name a port that is free on this node"
-                )
-                return COULD_NOT_RUN
-        trace.relaunched(began_ns)
-        stopped_by = _run_to_end(start, watched, plan, trace, standby)
+        try:
+            start = following or standby.release()
+            if before is not None:
+                before.close()
+            if start is None:
+                start = Start(plan, restart, preloaded if restart == 0 else None, mask)
+            elif following is not None and before is not None:
+                start.complete(before.ranks)
+            trace.relaunched(began_ns)
+            stopped_by, following = _run_to_end(start, watched, plan, trace, standby, mask)
+        except RendezvousError as error:
+            say(f"error: {error}")
+            return COULD_NOT_RUN
         code = _outcome(start.ranks, stopped_by, refusals, restart, plan)
         if code is not None:
-            start.ranks.kill_now()  # those that have returned
-            start.close()
+            for one in (start, following):  # ranks that have returned, and those that were to join them
+                if one is not None:
+                    one.ranks.kill_now()
+                    one.close()
             standby.discard()
             return code
         stay = _listed(start.ranks.running.values())
         who = f"ranks {stay} again in their processes, the others anew" if stay else "all ranks again"
         say(f"starting {who}: restart {restart + 1} of {plan.max_restarts}")
+        before = start
     raise AssertionError("the last start has an outcome")
 
 
@@ -121,14 +121,21 @@ def _name_launch() -> None:
 
 
 def _run_to_end(
-    start: Start, watched: frozenset[signal.Signals], plan: Plan, trace: FailureTrace, standby: Standby
-) -> signal.Signals | None:
-    """Return when no rank of this start runs any more; the signal that ended them, if one did. `watched` are blocked.
+    start: Start,
+    watched: frozenset[signal.Signals],
+    plan: Plan,
+    trace: FailureTrace,
+    standby: Standby,
+    mask: Collection[int],
+) -> tuple[signal.Signals | None, Start | None]:
+    """Return when no rank of this start runs any more: the signal that ended them, if one did, and the following start
+    if its lost ranks were forked while the others returned. `watched` are blocked, `mask` are in the ranks.
 
     When a rank fails, the others get SIGTERM, or are asked to return where a restart in their processes may follow;
-    those that outlive that by the timeout get SIGKILL.
+    those that outlive that by the timeout get SIGKILL. Raises RendezvousError.
     """
     ranks = start.ranks
+    following: Start | None = None
     may_return = plan.returns_after(start.number)
     stopped_by: signal.Signals | None = None
     failed = False
@@ -138,17 +145,21 @@ def _run_to_end(
         ranks.reap()
         if ranks.failures and not failed and stopped_by is None:
             failed, at_ns = True, now_ns()
-            if may_return and not ranks.refused:
+            may_return = may_return and not ranks.refused
+            if may_return:
                 killed = ranks.ask_back(plan.return_timeout_s, plan.max_returns)
                 if killed is not None:
                     say(killed)
             else:
                 ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
             trace.detected(start.number, ranks.failures[0], at_ns)
+            if may_return:
+                start.close()  # its port may be the one of the following start
+                following = Start(plan, start.number + 1, None, mask, before=ranks)
         if ranks.settled:
             if failed:
                 trace.stopped()
-            return stopped_by
+            return stopped_by, following
         standby.look_after()
         killed = ranks.kill_overdue(plan.shutdown_timeout_s if ranks.ended_by else plan.return_timeout_s)
         if killed is not None:

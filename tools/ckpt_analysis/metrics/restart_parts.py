@@ -29,8 +29,8 @@ def parts_of(start: StartStats) -> dict[str, float]:
     Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
     until the critical rank's process began; of any other start it is the time from process start to first step. The
     load is shown by its own phases. `unattributed` is the rest, that of the load too, and what other ranks took for
-    their first step after the critical rank's. Where the critical rank's process was there before the failure, its own
-    phases begin with its abort, and count from there instead of what the supervisor recorded meanwhile.
+    their first step after the critical rank's. Where processes were there before the failure, the critical rank's own
+    phases begin with its abort or its fork, and count from there instead of what the supervisor recorded meanwhile.
     """
     failure, own_s = start.failure, start.wall.at_critical_s if start.wall else None
     after_s = start.after_critical_s or 0.0
@@ -50,8 +50,8 @@ def parts_of(start: StartStats) -> dict[str, float]:
 
 
 def was_there(start: StartStats) -> bool:
-    """Whether the process of the critical rank was there before its start: an in-process restart."""
-    return any(phase.name == "abort" and phase.time.at_critical_s for phase in start.phases)
+    """Whether processes were there before their start, an in-process restart: then lost ranks do not wait for them."""
+    return any(phase.name == "abort" for phase in start.phases)
 
 
 def outside(failure: FailureTimes, began_s: float, *, cut: bool = False, was_there: bool = False) -> dict[str, float]:
@@ -59,7 +59,7 @@ def outside(failure: FailureTimes, began_s: float, *, cut: bool = False, was_the
 
     `launcher` may be negative: by the 10 ms to which the kernel tells when a process began; by more if clocks differ.
     With `cut` no part is: what the supervisor recorded too late for its place does not count. Nor does it with
-    `was_there`, of a process that needs no relaunch: what it does itself begins at once. Then only `launcher` may be
+    `was_there`, of an in-process restart: what a rank does itself begins at once. Then only `launcher` may be
     negative: a rank may see the failure before its launcher does.
     """
     parts: dict[str, float] = {}

@@ -14,7 +14,7 @@ from restart_trace.schema import PHASES
 from ..common.errors import CouldNotRunError
 from ..common.phase_kinds import AFTERWARDS
 from ..metrics.critical_path import start_windows, stretches_of_ranks
-from ..metrics.restart_parts import OUTSIDE, outside
+from ..metrics.restart_parts import OUTSIDE, outside, was_there
 from ..metrics.results import OperationStats, StartStats
 from ..model.frame import Frames
 from ..report import Analysis
@@ -150,5 +150,5 @@ def _outside(start: StartStats, of_ranks_s: float) -> dict[str, float]:
     """What a supervisor recorded between the failure and the first process of the start."""
     if start.failure is None or start.restart_s is None:
         return {}
-    was_there = any(phase.name == "abort" for phase in start.phases)  # then `of_ranks_s` counts from the first abort
-    return outside(start.failure, start.restart_s - of_ranks_s, was_there=was_there)
+    # Where processes were there before, `of_ranks_s` counts from the first abort.
+    return outside(start.failure, start.restart_s - of_ranks_s, was_there=was_there(start))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron.launch.cli import parse_arguments
-from megatron.launch.ranks import Ranks
+from megatron.launch.ranks import Forks, Ranks
 from megatron.processes import in_process_restart
 from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
 
@@ -67,6 +67,31 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
     killed, undone = float(job.note("killed_1")), float(job.note("undone_2_1_first"))
     assert killed < phases[0][2] / 1e9 <= phases[2][2] / 1e9 < undone < phases[2][3] / 1e9 <= phases[3][3] / 1e9
     assert float(job.note("undone_2_0_last")) < float(job.note("undone_2_0_first"))
+
+
+@pytest.mark.slow
+def test_a_lost_rank_is_forked_while_the_others_return(start: Start) -> None:  # noqa: F811
+    waits = """
+def until_it_is_forked():
+    while rank == 0 and restart == 0 and not os.path.exists("pid_1_1"):
+        time.sleep(0.005)
+in_process_restart.at_return(until_it_is_forked)
+"""
+    job = start(SCRIPT + waits + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) == job.pid(0)
+    assert job.pid(1, 1) != job.pid(1)
+
+
+def test_rank_0_is_forked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It claims --save, where ranks that have not returned may still write."""
+    forked: list[int] = []
+    monkeypatch.setattr(Forks, "_fork", lambda forks, local_rank, of_others: forked.append(local_rank))
+    plan = parse_arguments(["--in-process-restart", "--max-restarts", "1", "--nproc-per-node", "4", __file__])
+    Forks(plan, 1, 1, None, print).fork_lost(Ranks({1000: 2}))
+    assert forked == [1, 3]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from ....common.tables import Column, numbers, times
 from ...common.problems import number_list
 from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
 from ...metrics.failures import failure_of
-from ...metrics.restart_parts import ORDER, outside, parts_of
+from ...metrics.restart_parts import ORDER, outside, parts_of, was_there
 from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
 from ..content import Content, Plot, Table, folded, missing, plot, table
 from .colours import colour
@@ -64,7 +64,8 @@ def draw(run: RunData) -> Content:
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
     origin = failure.began_ns if failure else own[0].start_ns
     parts = parts_of(run.start)
-    rows = _failure_rows(failure.times, own[0], origin, parts) if failure else []
+    began_s = (own[0].start_ns - origin) / 1e9
+    rows = _failure_rows(failure.times, began_s, parts, in_process=was_there(run.start)) if failure else []
     rows += _phase_rows(own, windows, origin, parts)
     longest = max(rows, key=lambda row: row.took)
     whole_s = run.report.path.length_s if run.report.path else sum(row.took for row in rows)
@@ -92,15 +93,15 @@ def draw(run: RunData) -> Content:
     return folded(content) if run.is_small(whole_s) else content
 
 
-def _failure_rows(times: FailureTimes, first: Segment, origin: int, parts: dict[str, float]) -> list[_Row]:
+def _failure_rows(times: FailureTimes, began_s: float, parts: dict[str, float], *, in_process: bool) -> list[_Row]:
     """What happened outside of the training's processes; the last ends where the critical rank's began."""
     rows: list[_Row] = []
     before = 0.0
-    found = outside(times, (first.start_ns - origin) / 1e9, was_there=first.phase == "abort")
+    found = outside(times, began_s, was_there=in_process)
     for name, took in found.items():
         rows.append(_Row(name, parts.get(name, took), [(before, before + took, None)]))
         before += took
-    return [row for row in rows if row.took or first.phase != "abort"]
+    return [row for row in rows if row.took or not in_process]
 
 
 def _phase_rows(own: list[Segment], windows: pl.DataFrame, origin: int, parts: dict[str, float]) -> list[_Row]:

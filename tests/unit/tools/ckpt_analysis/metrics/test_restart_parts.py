@@ -55,6 +55,13 @@ def test_what_a_rank_that_returns_does_begins_at_once() -> None:
     }  # fmt: skip
 
 
+def test_a_rank_that_is_forked_while_others_return_does_not_wait_for_them() -> None:
+    """The supervisor records the relaunch when all have returned."""
+    failure = FailureTimes("sigkill-one", detected_s=14.0, stopped_s=20.0, relaunched_s=21.0)
+    found = parts_of(start(phase("abort", None), phase("imports", 10.0), failure=failure))
+    assert found == {"detect": 14.0, "stop": 1.0, "relaunch": 0.0, "launcher": 0.0, "imports": 10.0, UNNAMED: 0.0}
+
+
 def test_a_rank_may_see_the_failure_before_its_launcher() -> None:
     """Without an injection the failure begins where the launcher noticed it."""
     failure = FailureTimes(None, detected_s=0.0, stopped_s=6.0, relaunched_s=7.0)
