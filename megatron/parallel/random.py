@@ -41,7 +41,7 @@ def seed_everything(
     rank_seed = seed + _STAGE_OFFSET * at.pp + _REPLICA_OFFSET * replica + _SEQUENCE_PARALLEL_OFFSET * part
     random.seed(rank_seed)
     np.random.seed(rank_seed)
-    torch.manual_seed(rank_seed)
+    torch.default_generator.manual_seed(rank_seed)  # not torch.manual_seed, which looks after every kind of device
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     accelerator().manual_seed(rank_seed)

@@ -84,6 +84,10 @@ def import_heavy(imports: Interruptions | None = None) -> None:
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     _without_shared_memory_op(accelerator())
+    if accelerator().device_name() == "cpu":
+        # DeepSpeed's is torch.manual_seed, which also keeps the seed, with the text of the stack, for three kinds of
+        # devices that may be initialised later.
+        accelerator().manual_seed = torch.default_generator.manual_seed
 
 
 def _without_shared_memory_op(device_type: Any) -> None:

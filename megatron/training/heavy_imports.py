@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 # Modules of other packages that ranks import during their start-up. A missing one is not needed.
 _IN_PASSING = (
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
+    "encodings.latin_1",
     "numpy.random",
     "psutil",
     "sentencepiece",
@@ -64,11 +66,19 @@ def import_for_forks(arguments: Iterable[str] = (), *, compiler: bool = False) -
     import megatron.checkpointing.engines.memory.early_copy
     import megatron.checkpointing.engines.memory.engine
     import megatron.checkpointing.engines.torch.engine
+    import megatron.checkpointing.preflight.directories
     import megatron.checkpointing.preflight.prefetch
+    import megatron.checkpointing.preflight.repeated_errors
+    import megatron.data.given_index
+    import megatron.parallel.cross_entropy
+    import megatron.parallel.reconnecting
+    import megatron.startup.lost_checkpoints
     import megatron.startup.once_per_host
     import megatron.startup.preflight
     import megatron.tokenizer.sentence_piece
-    import megatron.tokenizer.tokenizer  # noqa: F401
+    import megatron.tokenizer.tokenizer
+    import megatron.training.as_built
+    import megatron.training.free_space  # noqa: F401
     from megatron.checkpointing.engines.errors import EngineUnavailableError
     from megatron.checkpointing.engines.registry import builtin_engines, engine_class
     from megatron.config.arguments import build_parser

@@ -5,6 +5,7 @@ Relaunches of the whole launch are verified and accounted for in test_restart_dr
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def trained_and_killed(
     training: Sequence[str] = TRAINING,
     stored: str = "",
     variables: dict[str, str] | None = None,
+    script: Path = ROOT / "pretrain_gpt.py",
 ) -> Path:
     """The trace of a training whose ranks are killed at `held_at`, when all standby ranks wait, and go on exactly.
 
@@ -90,7 +92,7 @@ def trained_and_killed(
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", stored or str(save), "--load", stored or str(save), "--verify-restored-state"]
     saving += ["--train-iters", str(LAST), "--restart-trace-dir", str(trace)]
-    command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *training, *dataset, *saving]
+    command = [*LAUNCHER, "--max-restarts", "1", *flags, str(script), *training, *dataset, *saving]
 
     def that_wait() -> int:
         return sum(process.name() == WAITS for process in marked(tmp_path))
@@ -371,3 +373,31 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
     assert begin == forked
     imports = sum(span["duration_ns"] for span in spans(trace, 1, "imports"))
     assert imports < 0.5 * first["duration_ns"], "something is imported again in a restart"
+
+
+# Runs pretrain_gpt.py, and notes which modules that has imported.
+NOTES_IMPORTS = f"""
+import json, os, runpy, sys
+before = set(sys.modules)
+try:
+    runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
+finally:
+    with open("imported_" + os.environ["RANK"] + "_" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w") as file:
+        json.dump([name for name in sys.modules if name not in before], file)
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_imports_what_its_launcher_could_have_imported(tmp_path: Path, dataset: list[str]) -> None:
+    """Each rank of each start would import it again. Both stages, rank 0, which is lost, and one that returns."""
+    (tmp_path / "notes.py").write_text(NOTES_IMPORTS)
+    trained_and_killed(
+        tmp_path, [*dataset, "--pipeline-model-parallel-size", "2"], "--in-process-restart",
+        "--return-timeout", str(HANGS_S), killed=(0,), script=tmp_path / "notes.py",
+    )  # fmt: skip
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("imported_*")}
+    assert sorted(found) == ["imported_0_1", "imported_1_0", "imported_1_1"]
+    again = {name for names in found.values() for name in names} - {"megatron.startup.injected_faults"}  # by its flag
+    assert [
+        name for name in again if name.startswith(("torch", "deepspeed", "numpy", "megatron", "restart_trace"))
+    ] == []
