@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import FileState, SavedCheckpoint
@@ -26,7 +26,6 @@ LAYER, MODEL, SHARD = (
     "mp_rank_00_model_states.pt",
     "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
 )
-EXAMPLES = 40
 # Phases that the writer and the loader record around an engine
 OF_THE_RUN = {
     "wait_previous", "make_directory", "collect", "tag_validation", "replicate", "library_call", "barrier", "commit",
@@ -71,21 +70,16 @@ def test_what_an_engine_cannot_keep_it_refuses_to_save(subject: Subject, name: s
     assert differences(found[SHARD], state) == []
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(states=st.lists(nests(), min_size=1, max_size=3))
-def test_generated_states_come_back(
-    subject: Subject, tmp_path_factory: pytest.TempPathFactory, states: list[Any]
-) -> None:
-    directory = tmp_path_factory.mktemp("generated")
-    by_name = {f"layer_{i:02d}-model_00-model_states.pt": state for i, state in enumerate(states)}
-    saved = subject.save(by_name, directory)
-    assert differences(subject.load(list(by_name), saved), by_name) == []
+@pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.nightly(minutes=4))])
+def test_generated_states_come_back(subject: Subject, tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
+    @settings(max_examples=examples, derandomize=True, database=None)
+    @given(states=st.lists(nests(), min_size=1, max_size=3))
+    def come_back(states: list[Any]) -> None:
+        by_name = {f"layer_{i:02d}-model_00-model_states.pt": state for i, state in enumerate(states)}
+        saved = subject.save(by_name, tmp_path_factory.mktemp("generated"))
+        assert differences(subject.load(list(by_name), saved), by_name) == []
+
+    come_back()
 
 
 def test_loaded_tensors_can_be_written_to(subject: Subject, directory: Path) -> None:
