@@ -7,7 +7,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,19 @@ def strip(directory: Path, absent: Iterable[str], others: Callable[[], bool] = l
 
 # But for a start of our own trainer of which nothing tells that it ended: see the last but one test.
 KINDS = [name for name in ABSENT if name != "ends of starts"]
-# `slow`: a quick run takes each kind by itself; a pair shows besides that what two lack adds up.
+
+
+def marks(subset: Sequence[str]) -> list[pytest.MarkDecorator]:
+    """A quick run takes each kind by itself; a pair shows besides that what two lack adds up, each kind in a pair with
+    the next one. The others are nightly."""
+    if len(subset) < 2:
+        return []
+    one, other = map(KINDS.index, subset)
+    return [pytest.mark.slow, *([pytest.mark.nightly(minutes=4)] if other > one + 1 else [])]
+
+
 SUBSETS = [
-    pytest.param(subset, marks=[pytest.mark.slow] if size == 2 else [])
-    for size in (0, 1, 2)
-    for subset in itertools.combinations(KINDS, size)
+    pytest.param(subset, marks=marks(subset)) for size in (0, 1, 2) for subset in itertools.combinations(KINDS, size)
 ]
 
 
