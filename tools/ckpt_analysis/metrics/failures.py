@@ -29,6 +29,7 @@ class CycleEnd:
 
     failed: bool  # a supervisor recorded a failure, or a rank ended with an error
     open_ranks: int  # ranks whose trace has no end: they run, or were killed
+    error: str | None = None  # of the first rank that ended with one: its number and the error
 
     @property
     def is_open(self) -> bool:
@@ -37,8 +38,13 @@ class CycleEnd:
 
 def end_of(frames: Frames, info: CycleInfo) -> CycleEnd:
     """How the cycle ended. A rank without a trace is not counted."""
-    ended = frames.events.filter(_ENDED & (pl.col("cycle") == info.cycle))
-    return CycleEnd(info.cycle in failed_cycles(frames.events), info.present - ended["rank"].n_unique())
+    ended = frames.events.filter(_ENDED & (pl.col("cycle") == info.cycle)).sort("time_ns")
+    errors = ended.filter(pl.col("detail").is_not_null()).select("rank", "detail").rows()
+    return CycleEnd(
+        failed=info.cycle in failed_cycles(frames.events),
+        open_ranks=info.present - ended["rank"].n_unique(),
+        error=f"rank {errors[0][0]}: {errors[0][1]}" if errors else None,
+    )
 
 
 def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:

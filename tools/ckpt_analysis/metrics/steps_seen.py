@@ -67,14 +67,14 @@ def check_steps(steps: StepsSeen) -> list[Problem]:
     if steps.blind:
         cycles = sorted(steps.blind)
         message = (
-            f"no training step of cycle {number_list(cycles)} was observed, so nothing is said of time to the first "
-            f"step, training, goodput and lost work; if the job made steps, {_TWO_LINES} show them"
+            f"no training step of cycle {number_list(cycles)} was observed: no time to first step, goodput and lost "
+            f"work; if the job made steps, {_TWO_LINES} show them"
         )
         problems.append(Problem("steps_not_observed", message, {"cycles": cycles}))
     if not steps.numbered:
         message = (
-            "steps are counted from 1 in every cycle, since the optimizer's state does not number them, so nothing is "
-            f"said of the step that a restart resumed from, lost work and goodput; {_TWO_LINES} number them"
+            "the optimizer does not number its steps, and each cycle counts from 1: no step of a resume, "
+            f"lost work and goodput; {_TWO_LINES} number them"
         )
         problems.append(Problem("steps_not_numbered", message, {}))
     return problems

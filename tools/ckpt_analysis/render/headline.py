@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
+from textwrap import shorten
 
 from ...common.formatting import digits_for, percent, plural, seconds
 from ..metrics.checks import COVERAGE_FROM_S
@@ -11,6 +12,7 @@ from ..metrics.results import OperationStats, Stats
 from ..report import Report
 
 NOT_RECORDED = "not recorded"
+_LONGEST_ERROR = 120  # characters
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,10 @@ def _lost(report: Report) -> HeadlineNumber:
 def newest_failure(report: Report) -> str:
     """A sentence about a newest cycle that failed; "" if none is recorded."""
     end, failure = report.newest_end, report.last_failure
-    if failure is not None:
-        return f"The newest cycle failed{f' ({failure.fault})' if failure.fault else ''}, and no other has started"
-    if end is not None and end.failed:
-        return "A rank ended the newest cycle with an error, and no other has started"
-    return ""
+    if failure is None and not (end and end.failed):
+        return ""
+    why = (failure and failure.fault) or (end and end.error and shorten(end.error, _LONGEST_ERROR, placeholder=" ..."))
+    return f"The newest cycle failed{f' ({why})' if why else ''}, and no other has started"
 
 
 def no_end(report: Report) -> str:

@@ -94,7 +94,7 @@ def _where_it_went(report: Report, style: Style) -> list[str]:
         heads.append(f"{unended}.")
     if report.starts and report.starts[-1].wall is None:
         heads.append(f"The {name_of(report.starts[-1])} {no_first_step(report.starts[-1])}.")
-    lines = [style.warning(head) for head in heads]
+    lines = [style.warning(line) for head in heads for line in wrapped(head)]
     start = report.shown_start
     if start is not None:
         return lines + _start(start, report.path, style)

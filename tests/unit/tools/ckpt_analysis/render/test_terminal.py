@@ -243,7 +243,7 @@ def test_a_run_that_was_killed_and_not_started_again(tmp_path: Path) -> None:
     first = file_of(directory, 0, 0)
     first.write_text(first.read_text().replace('"phase": "ended"', '"phase": "ended", "detail": "ValueError: 1"'))
     assert screen(analyse(load_trace(directory)).report)[2] == (
-        "A rank ended the newest cycle with an error, and no other has started."
+        "The newest cycle failed (rank 0: ValueError: 1), and no other has started."
     )
 
 
