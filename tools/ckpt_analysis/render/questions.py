@@ -124,7 +124,7 @@ def _slow(report: Report) -> str:
     if report.facts.ranks == 1:
         return "There is only one."
     if not any(stats.critical_rank is not None for stats in (*report.starts, *report.saves, *report.loads)):
-        return "Ranks are not recorded one by one."
+        return "Ranks are not recorded one by one." if report.imported else "Nothing was recorded to its end."
     return "None: no rank was waited for long in a start, and none is slower than the others in saves or loads."
 
 
@@ -154,14 +154,15 @@ def _cost(report: Report) -> str:
     """What restarts after a recorded failure cost. A resume without one may follow a run that ended well."""
     failed = [start for start in report.restarts if start.failure is not None]
     others = [start for start in report.restarts if start.failure is None]
-    ended = newest_failure(report) if report.restarts else no_end(report)
+    ended = no_end(report)
     resumed = f"; {_resumes(others)}" if others else ""
-    if not failed and ended:
+    too = f"; {ended[0].lower()}{ended[1:]}" if ended else ""
+    if not failed and ended and (newest_failure(report) or not report.restarts):
         return f"{ended}{resumed}."
     if not report.restarts:
         return "Failures are not in the log." if report.imported else "Nothing: the run had no restart."
     if not failed:
-        return f"No failure was recorded{resumed}."
+        return f"No failure was recorded{resumed}{too}."
     restarts, budget = plural(len(failed), "restart"), report.budget
     if budget is None or budget.wall_s <= 0:
         return f"{restarts}; the wall time of the run is {NOT_RECORDED}{resumed}."
@@ -172,7 +173,6 @@ def _cost(report: Report) -> str:
         wasted = None
     cost, steps = restarting + (wasted or 0.0), sum(start.lost_steps or 0 for start in failed)
     again = f"; {plural(steps, 'step')} had to be trained again" if steps else ""
-    too = f"; {ended[0].lower()}{ended[1:]}" if ended else ""
     return (
         f"{seconds(cost)} s of the run's {seconds(budget.wall_s)} s ({percent(cost / budget.wall_s)}): "
         f"{seconds(restarting)} s in {restarts}, "

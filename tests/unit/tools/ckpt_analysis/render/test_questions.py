@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import page_comparing
-from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, record_end, write_trace
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
 from tests.unit.tools.ckpt_replay.replay_helpers import figures, samples
 from tools.ckpt_analysis import open_trace
@@ -19,6 +19,7 @@ from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.metrics.critical_path import PathPart
+from tools.ckpt_analysis.metrics.failures import CycleEnd
 from tools.ckpt_analysis.metrics.results import PhaseStats, Spread
 from tools.ckpt_analysis.project.gains import gains
 from tools.ckpt_analysis.render.answer import answer
@@ -28,7 +29,10 @@ from tools.ckpt_analysis.report import Analysis, Report
 
 @pytest.fixture(scope="module")
 def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
-    return open_trace(write_trace(tmp_path_factory.mktemp("sound"), Options(hosts=2))).analysis
+    directory = write_trace(tmp_path_factory.mktemp("sound"), Options(hosts=2))
+    for path in directory.glob("rank_*_cycle_001.jsonl"):
+        record_end(path)
+    return open_trace(directory).analysis
 
 
 def test_each_question_has_its_answer(analysis: Analysis) -> None:
@@ -61,9 +65,9 @@ def test_what_is_not_known_is_said(analysis: Analysis) -> None:
     bare = replace(analysis.report, saves=[], loads=[], starts=[], findings=[], budget=None, path=None)
     assert [one.text for one in questions(bare)] == [
         "No start was recorded.",
-        "Ranks are not recorded one by one.",
+        "Nothing was recorded to its end.",
         "Nothing that was recorded meets a rule.",
-        "The end of the newest cycle is not recorded on 8 ranks (running, or killed).",
+        "Nothing: the run had no restart.",
         "TorchCheckpointEngine; no save was recorded to its end.",
     ]
     launched = replace(bare, starts=analysis.report.first_launches)
@@ -110,6 +114,10 @@ def test_a_restart_without_a_recorded_failure_is_a_resume(analysis: Analysis) ->
     (restart,) = analysis.report.restarts
     resumed = replace(restart, failure=None, restart_s=None, lost_steps=None, wall=Spread(7.0))
     assert cost_of(replace(analysis.report, starts=[resumed])) == "No failure was recorded; 1 resume took 7.000 s."
+    killed = replace(analysis.report, starts=[resumed], newest_end=CycleEnd(failed=False, open_ranks=2))
+    assert cost_of(killed).endswith(
+        "7.000 s; the end of the newest cycle is not recorded on 2 ranks (running, or killed)."
+    )
     both = replace(analysis.report, starts=[*analysis.report.starts, replace(resumed, cycle=2)])
     assert cost_of(both).startswith("19.802 s of the run's 25.439 s (77.84 %): 18.970 s in 1 restart, 0.832 s wasted; ")
     assert cost_of(both).endswith("; 1 resume took 7.000 s.")
