@@ -36,11 +36,6 @@ def held_environment(cycles: int, after: int = 13) -> dict[str, str]:
     }
 
 
-def forking_environment() -> dict[str, str]:
-    """Variables of a command whose ranks wait for no fault, and fork their writers."""
-    return held_environment(cycles=0) | {FORKED_WRITERS: "1"}
-
-
 def patch(training: Any) -> None:
     """Have the training of this process wait; `training` is the module megatron.training.trainer."""
     if FORKED_WRITERS in os.environ:
