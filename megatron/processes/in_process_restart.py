@@ -84,7 +84,8 @@ class InProcessRestarts:
         self._left_ns = 0
         self._asked_ns: int | None = None
         self._error_ns: int | None = None
-        self._resident: int | None = None  # bytes of memory after the first return
+        self._has_stepped = False
+        self._resident: int | None = None  # bytes of memory after the first return from a start with a step
         thread = threading.Thread(target=self._listen, name="in-process-restart", daemon=True)
         self._stays = {threading.main_thread(), thread}
         thread.start()
@@ -163,11 +164,17 @@ class InProcessRestarts:
                 _end(f"the thread {thread.name} of its last start has not ended")
 
     def _check_memory(self) -> None:
-        """A leak ends with its process; what allocators keep, and what differs from start to start, is none."""
+        """A leak ends with its process; what allocators keep, and what differs from start to start, is none.
+
+        A start without a step has not touched all memory that others keep: weights, gradients.
+        """
+        if not self._has_stepped:
+            return
+        self._has_stepped = False
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self._resident = first = self._resident or resident
         if resident > first + max(first // 4, _MOST_GROWTH):
-            _end(f"it has grown from {first >> 20} to {resident >> 20} MiB since its first return")
+            _end(f"it has grown from {first >> 20} to {resident >> 20} MiB since its first return after a step")
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
@@ -240,6 +247,12 @@ def spare_connections_to(url: str) -> None:
     """
     parts = urlsplit(url)
     _spared.add(parts.port or (80 if parts.scheme == "http" else 443))
+
+
+def note_step() -> None:
+    """Note that a step is done: the memory of this process is comparable with that after other starts."""
+    for restarts in _here:
+        restarts._has_stepped = True
 
 
 def another_rank_is_lost() -> None:

@@ -757,6 +757,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
         loss = float(engine.train_batch(data_iter=trainer.data.train))
     progress.iteration += 1
     progress.consumed_train_samples += batch_size
+    in_process_restart.note_step()
     end = now_ns()
     trainer.profiler.end_step(progress.iteration)
     trainer.startup.iteration_done(progress.iteration, loop_start, end)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -209,18 +210,34 @@ def test_a_rank_whose_last_start_has_left_a_thread_is_forked_anew(start: Start) 
     assert "rank 0 ends instead of starting again in its process: the thread stays of its last start has" in job.said
 
 
+LEAKS = """
+in_process_restart._MOST_GROWTH = 0
+sys.modules.setdefault('leaks', []).append(bytearray(b'x') * (128 << 20))
+in_process_restart.note_step()
+"""
+
+
 @pytest.mark.slow
 def test_a_process_that_grows_is_replaced(start: Start) -> None:  # noqa: F811
     """What its starts leave behind is compared with what the first had left."""
-    leaks = "in_process_restart._MOST_GROWTH = 0\n"
-    leaks += "sys.modules.setdefault('leaks', []).append(bytearray(b'x') * (128 << 20))\n"
-    job = start(SCRIPT + leaks + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    job = start(SCRIPT + LEAKS + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
     for restart, pid in enumerate((job.pid(0), job.pid(0))):
         job.note(f"waits_0_{restart}")
         assert job.pid(0, restart) == pid
         os.kill(job.pid(1, restart), signal.SIGKILL)
     assert job.pid(0, 2) != job.pid(0)
     assert "rank 0 ends instead of starting again in its process: it has grown from " in job.said
+
+
+@pytest.mark.slow
+def test_what_a_start_without_a_step_has_left_is_no_measure_of_others(start: Start) -> None:  # noqa: F811
+    """As where a rank is lost in a load: weights and gradients have no memory then."""
+    later = f"if restart:\n{textwrap.indent(LEAKS, '    ')}"
+    job = start(SCRIPT + later + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    for restart in (0, 1):
+        job.note(f"waits_0_{restart}")
+        os.kill(job.pid(1, restart), signal.SIGKILL)
+        assert job.pid(0, restart + 1) == job.pid(0)
 
 
 @pytest.mark.slow
