@@ -323,6 +323,8 @@ class Coordinator:
             agent.in_generation = False
             agent.failures = agent.failures or [f"{agent} is lost: {why}"]
             self._members.remove(agent)
+            if self._state != "running":  # what has begun to end was told of
+                say(agent.failures[0])
             self._fail(agent.failures[0], kill=True)
         elif agent.number >= 0:
             say(f"{agent} is lost: {why}")

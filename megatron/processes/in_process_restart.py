@@ -178,26 +178,31 @@ class InProcessRestarts:
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
-        while (received := socket.recv_fds(self._connection, _LONGEST, 1))[0]:
-            message, files, *_ = received
-            if message != RETURN:
-                self._starts.put(files[0] if files else None)
-                continue
-            self._left.clear()
-            self._asked_ns = now_ns()
-            self._asked.set()  # from here on nothing new is exchanged
-            wait_for_transfers(self._left)
-            if not self._left.is_set():
-                shut_connections()
-                while self._when_shut:
-                    _call_last_of(self._when_shut)
-            rounds = 0
-            while not self._left.wait(_SHUT_AGAIN_S):
-                shut_connections()
-                rounds = rounds + 1 if self.exchanges() else 0
-                if rounds > _STUCK_ROUNDS:
-                    _tell_end("an exchange of which a part had arrived does not end with its connection")
-                    os._exit(1)  # the main thread would wait until --return-timeout
+        with contextlib.suppress(ConnectionResetError):  # the launcher has ended, and this process with it
+            while (received := socket.recv_fds(self._connection, _LONGEST, 1))[0]:
+                message, files, *_ = received
+                if message == RETURN:
+                    self._leave()
+                else:
+                    self._starts.put(files[0] if files else None)
+
+    def _leave(self) -> None:
+        """Have the main thread leave its start, and return once it has."""
+        self._left.clear()
+        self._asked_ns = now_ns()
+        self._asked.set()  # from here on nothing new is exchanged
+        wait_for_transfers(self._left)
+        if not self._left.is_set():
+            shut_connections()
+            while self._when_shut:
+                _call_last_of(self._when_shut)
+        rounds = 0
+        while not self._left.wait(_SHUT_AGAIN_S):
+            shut_connections()
+            rounds = rounds + 1 if self.exchanges() else 0
+            if rounds > _STUCK_ROUNDS:
+                _tell_end("an exchange of which a part had arrived does not end with its connection")
+                os._exit(1)  # the main thread would wait until --return-timeout
 
 
 def _call_last_of(calls: list[Callable[[], object]]) -> None:

@@ -508,6 +508,17 @@ threading.Event().wait()
     assert done.returncode == 0, done.stderr
 
 
+def test_a_launcher_that_ends_with_a_rank_s_word_unread_is_no_error() -> None:
+    done = returning("""
+(listening_to_launcher,) = [one for one in threading.enumerate() if one.name == "in-process-restart"]
+rank.send(restart.RETURNED)
+launcher.close()
+listening_to_launcher.join()
+os._exit(0)
+""")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_no_thread_waits_for_a_rank_that_has_ended_before_it_asked_the_first_of_its_host() -> None:
     """Else the first one would wait for the thread, and end."""
     done = returning("""

@@ -632,6 +632,17 @@ def test_a_signal_that_comes_before_the_rendezvous_is_there_ends_the_ranks_that_
     assert coordinator.wait(300) == 128 + signal.SIGTERM, nodes.said()
 
 
+def test_a_node_that_is_lost_while_ranks_end_is_told_of(nodes: Nodes) -> None:
+    _, agents = played(nodes)
+    agents[0].send("port", generation=0, port=1)
+    agents[1].hears("start")
+    agents[1].send("failed", generation=0, why="rank 3: exit code 1")
+    agents[0].hears("stop")
+    agents[0].close()
+    until(lambda: "node 0 (127.0.0.1) is lost: its agent has ended" in nodes.said(), nodes.said())
+    assert nodes.said().count("is lost") == 1
+
+
 def test_ranks_do_not_start_once_a_node_of_theirs_is_lost(nodes: Nodes) -> None:
     """They would claim --save beside those of the next start, which no agent would know of."""
     _, agents = played(nodes)
