@@ -6,7 +6,7 @@
 #   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types of the files that you have changed, and the
 #                                                unit tests that are not marked `slow`; those that train (tests/dist) are
 #                                                left out
-#   run_tests.sh --processor-time 30             all of it, and which 30 files of tests took most processor time
+#   run_tests.sh --processor-time 30             all of it, and which 30 files and tests took most processor time
 #
 #   TEST_WORKERS   tests at a time (default: three for each core, as many tests wait, with --quick one more than there are
 #                  cores; at most six; 1 runs them one after the other)

@@ -1,4 +1,4 @@
-"""`--processor-time N`: the N files that took most processor time, and the N tests of these that are not marked `slow`.
+"""`--processor-time N`: the N files that took most processor time, the N tests, and the N that are not marked `slow`.
 
 Counted are the tests and all processes that they started. Processor seconds hardly depend on what else the machine
 does, unlike durations. A fixture that several tests share counts for the first of them. Processes that outlived their
@@ -50,6 +50,7 @@ class ProcessorTime:
     def __init__(self, shown: int) -> None:
         self._shown = shown
         self._of_file: defaultdict[str, float] = defaultdict(float)
+        self._of_test: defaultdict[str, float] = defaultdict(float)
         self._of_quick_test: defaultdict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
@@ -70,12 +71,13 @@ class ProcessorTime:
         if report.when != "teardown" or not isinstance(seconds, float):
             return
         self._of_file[report.nodeid.partition("::")[0]] += seconds
+        self._of_test[report.nodeid] += seconds
         if "slow" not in report.keywords:
             self._of_quick_test[report.nodeid] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"processor time: {sum(self._of_file.values()):.0f} s")
-        for counted in (self._of_file, self._of_quick_test):
+        for counted in (self._of_file, self._of_test, self._of_quick_test):
             for name, seconds in sorted(counted.items(), key=lambda item: -item[1])[: self._shown]:
                 terminalreporter.write_line(f"{seconds:8.2f} s  {name}")
             terminalreporter.write_line("")
@@ -86,7 +88,7 @@ def add_option(parser: pytest.Parser) -> None:
         "--processor-time",
         type=int,
         metavar="N",
-        help="show the N files that took most processor time, with all they start",
+        help="show the N files and the N tests that took most processor time, with all they start",
     )
 
 
