@@ -29,6 +29,7 @@ from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, fetch_parts, own_peer, waiting_peers
 from megatron.peers.wire import Key, PeerError, key_of
+from megatron.processes.in_process_restart import check_not_asked
 from restart_trace.recorder import Operation
 from restart_trace.schema import LOCAL_MEMORY, PEER
 
@@ -325,6 +326,7 @@ class SameLayout(OpenedSave):
                     self.used.append(kept)
                     yield kept.checkpoint
             except CheckpointDamagedError as damaged:
+                check_not_asked()  # its connection may have been shut, which says nothing of the copy
                 problems.append(str(damaged))
                 if source is not self.sources[-1]:
                     logger.warning("rank %d: %s; the next copy is used", ctx.control.rank, damaged)
@@ -409,6 +411,7 @@ class _Parts:
             try:
                 return self._bring_from(peer, name, parts)
             except PeerError as error:
+                check_not_asked()  # as of SameLayout
                 self.pass_over(name, str(error))
 
     def pass_over(self, name: str, why: str) -> None:

@@ -17,16 +17,19 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch._C._distributed_c10d import HashStore
 
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
-from megatron.checkpointing.engines.errors import CheckpointError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError
+from megatron.checkpointing.load.memory import SameLayout, Source
 from megatron.config import CheckpointConfig
 from megatron.parallel import reconnecting
 from megatron.parallel.control_plane import ControlPlane
+from megatron.peers.client import Peer
 from megatron.processes import in_process_restart
 from megatron.training import in_process_restart as training
 from megatron.training.checkpoints import CheckpointSaves
 from megatron.training.in_process_restart import drop_world, keep_engine, leave_between_layers, refusal
 from megatron.training.trainer import is_its_own
 from restart_trace.recorder import untraced_operation
+from restart_trace.schema import PEER
 
 SAVES = {"save": "run", "save_interval": 1}
 
@@ -133,6 +136,24 @@ def test_a_load_that_a_rank_leaves_has_not_found_a_damaged_checkpoint(asked: thr
     with pytest.raises(CheckpointError, match="another rank has failed") as raised:
         run_on_all_ranks(ControlPlane(0, 1), untraced_operation(), in_process_restart.check_not_asked)
     assert not isinstance(raised.value, CheckpointRejectedError)
+
+
+def test_a_copy_whose_connection_was_shut_is_not_told_of_as_damaged(asked: threading.Event) -> None:
+    def fetch_copy(*_: Any) -> Any:
+        asked.set()
+        raise CheckpointDamagedError("node1 (10.0.0.1:4) has ended the connection")
+
+    told: list[Any] = []
+    context: Any = SimpleNamespace(
+        checkpoint_engine=SimpleNamespace(fetch_copy=fetch_copy),
+        recorder=SimpleNamespace(event=lambda *what: told.append(what)), control=SimpleNamespace(rank=0),
+    )  # fmt: skip
+    peer, candidate = Peer("node1", "10.0.0.1", 4), SimpleNamespace(save="g1_1")
+    sources = [Source(PEER, None, peer), Source(PEER, None, peer)]
+    opened: Any = SameLayout(candidate=candidate, ctx=context, key=(), sources=sources)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(in_process_restart.AskedToReturnError):
+        next(opened.copies(None, [], [], SimpleNamespace(label=lambda **_: None)))
+    assert told == []
 
 
 def test_a_step_ends_before_its_next_layer(asked: threading.Event) -> None:
