@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import queue
@@ -113,12 +114,16 @@ class InProcessRestarts:
         something of that start stays.
         """
         undo_ns = now_ns()
+        threads = self._other_threads()
         while self._undo:
             self._undo.pop()()
         self._when_shut.clear()
         under_way.clear()
         sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
-        self._check_threads()
+        threads = (threads | self._other_threads()) - self._stays
+        self._wait_for(threads)
+        if threads:  # what they held is garbage since then, and the next start keeps the collector from what is there
+            gc.collect()
         self._check_memory()
         left_ns = self._left_ns
         begun_ns = min(at_ns for at_ns in (self._asked_ns, self._error_ns, left_ns) if at_ns is not None)
@@ -154,11 +159,14 @@ class InProcessRestarts:
             if handler is not None:
                 signal.signal(number, handler)
 
-    def _check_threads(self) -> None:
+    def _other_threads(self) -> set[threading.Thread]:
+        """Those that do not stay; without a library's that has called Python once."""
+        others = set(threading.enumerate()) - self._stays
+        return {thread for thread in others if not isinstance(thread, threading._DummyThread)}
+
+    def _wait_for(self, threads: Iterable[threading.Thread]) -> None:
         """A thread that outlives its start may hold its state, or write where the next start does."""
-        for thread in set(threading.enumerate()) - self._stays:
-            if isinstance(thread, threading._DummyThread):  # one of a library's that has called Python once
-                continue
+        for thread in threads:
             thread.join(_THREADS_S)
             if thread.is_alive():
                 _end(f"the thread {thread.name} of its last start has not ended")

@@ -210,6 +210,33 @@ def test_a_rank_whose_last_start_has_left_a_thread_is_forked_anew(start: Start) 
     assert "rank 0 ends instead of starting again in its process: the thread stays of its last start has" in job.said
 
 
+HOLDS = """
+import gc, weakref
+gc.disable()
+class Held: pass
+held = Held()
+held.itself = held
+known = sys.modules.setdefault('held', [])
+note(f"kept_{rank}_{restart}", sum(one() is not None for one in known))
+known.append(weakref.ref(held))
+ended = threading.Event()
+threading.Thread(target=lambda held: ended.wait(), args=[held]).start()
+del held
+for undo in (ended.set, gc.collect):  # of which the last comes first
+    in_process_restart.at_return(undo)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_thread_of_the_last_start_held_is_freed(start: Start) -> None:  # noqa: F811
+    """Nobody else would: what is there when the next start has imported all is kept from the collector."""
+    job = start(SCRIPT + HOLDS + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    job.note("waits_0_0")
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.pid(0, 1) == job.pid(0)
+    assert job.note("kept_0_1") == "0"
+
+
 LEAKS = """
 in_process_restart._MOST_GROWTH = 0
 sys.modules.setdefault('leaks', []).append(bytearray(b'x') * (128 << 20))
