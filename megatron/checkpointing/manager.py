@@ -95,6 +95,14 @@ class Checkpointer:
         if self._store is not None:
             self._store.close()
 
+    def leave(self) -> bool:
+        """As `close` after an error, in a process that starts again. Returns whether the engine serves that start."""
+        self.writer.close(after_error=True)
+        serves = self.context.checkpoint_engine.leave()
+        if self._store is not None:
+            self._store.close()
+        return serves
+
     def prune_alone(self, step: int) -> None:
         """On rank 0, after `close`, once the other ranks have ended: remove what --keep-last does not keep any more."""
         if isinstance(self._store, SaveDirectory) and self._store.keep_last is not None:

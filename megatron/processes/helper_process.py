@@ -15,14 +15,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
+from megatron.processes.in_process_restart import let_stay
 from megatron.processes.parent_process import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
 
 _END_S = 5.0  # for what is about to end
+_ASK_S = 0.05
 
 
 def helper_command(module: str, *arguments: object) -> list[str]:
@@ -66,8 +68,10 @@ class HelperProcess:
                 pass_fds=(theirs.fileno(), *pass_fds),
                 env=env,
             )
-        watch = (self.pid, weakref.ref(self.connection))
-        threading.Thread(target=_hang_up_after, args=watch, name="helper-watch", daemon=True).start()
+        self._is_killed = False
+        watched = (self.pid, weakref.ref(self.connection))
+        self._watch = threading.Thread(target=_hang_up_after, args=watched, name="helper-watch", daemon=True)
+        self._watch.start()
 
     @property
     def pid(self) -> int:
@@ -75,6 +79,20 @@ class HelperProcess:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def stay(self) -> bool:
+        """Have it outlive this start of a rank that returns, or return False if it ends. It must be at rest."""
+        if self._is_killed or not self.is_alive():
+            return False
+        let_stay(self._watch)
+        return True
+
+    def wait_for_word(self, unless: Callable[[], bool]) -> bool:
+        """Wait until it has said something, or has ended; returns False if `unless()` becomes true before."""
+        while not self.connection.poll(_ASK_S):
+            if unless():
+                return False
+        return True
 
     def describe_end(self) -> str:
         """ "(process N) ended with exit code ...", for messages: call `is_alive`, `end` or `kill` before."""
@@ -94,6 +112,7 @@ class HelperProcess:
 
     def kill(self) -> None:
         """End it. One that waits for storage ends when that answers; this waits some seconds at most."""
+        self._is_killed = True
         self._process.kill()
         try:
             self._process.wait(_END_S)
@@ -103,6 +122,7 @@ class HelperProcess:
 
     def kill_soon(self) -> None:
         """Have it end, and wake what waits for it; `close` or `end` waits for the end."""
+        self._is_killed = True
         self._process.kill()
         _hang_up(self.connection)
 

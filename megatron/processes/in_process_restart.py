@@ -121,6 +121,7 @@ class InProcessRestarts:
         under_way.clear()
         sys.excepthook = self._excepthook  # torch.distributed puts one around it in each start
         threads = (threads | self._other_threads()) - self._stays
+        self._stays = {thread for thread in self._stays if thread.is_alive()}
         self._wait_for(threads)
         if threads:  # what they held is garbage since then, and the next start keeps the collector from what is there
             gc.collect()
@@ -251,6 +252,12 @@ def when_shut(call: Callable[[], object]) -> None:
     """
     for restarts in _here:
         restarts._when_shut.append(call)
+
+
+def let_stay(thread: threading.Thread) -> None:
+    """Let `thread`, which keeps nothing of a start, outlive the starts of this process. Nothing in other processes."""
+    for restarts in _here:
+        restarts._stays.add(thread)
 
 
 def spare_connections_to(url: str) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
 from megatron.checkpointing.engines.options import engine_options
-from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.preflight.first_start import FirstStart, has_first_start, later_start, passed_over
 from megatron.checkpointing.preflight.prefetch import Prefetch
@@ -28,6 +27,7 @@ from megatron.optimizer.build import warn_of_l2_weight_decay
 from megatron.parallel.control_plane import ControlPlane
 from megatron.processes.in_process_restart import at_return, when_shut
 from megatron.startup.initialize import Runtime
+from megatron.training.in_process_restart import checkpoint_engine, leave_checkpoints
 from restart_trace.recorder import Operation, Recorder
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def build_checkpointer(
     """
     if loads is None:
         options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
-        engine = create_engine(config.checkpoint.checkpoint_engine, options)
+        engine = checkpoint_engine(config.checkpoint.checkpoint_engine, options)
     else:
         engine = loads.checkpoint_engine
     if config.checkpoint.save is not None:
@@ -91,7 +91,7 @@ def build_checkpointer(
         first_start=begins,
     )
     made = Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
-    at_return(functools.partial(made.close, after_error=True))
+    at_return(functools.partial(leave_checkpoints, made))
     when_shut(made.writer.ranks_are_disconnected)
     return made
 
@@ -320,7 +320,7 @@ class CheckpointSaves:
             return
         self._report()
         try:
-            self._checkpointer.close(after_error=True)
+            leave_checkpoints(self._checkpointer)
         except Exception:  # must not hide the first error
             logger.exception("the checkpoint engine could not be closed")
 

@@ -2,7 +2,8 @@
 
 A process that returns keeps its model, DeepSpeed's engine and all process groups (megatron.parallel.reconnecting), and
 takes the engine back to what it was when it was built (megatron.training.as_built). One that was still building its
-engine keeps nothing, and builds it again, as a rank that is forked does.
+engine keeps none of these, and builds it again, as a rank that is forked does. Either keeps a checkpoint engine whose
+own process is at rest.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import dataclasses
 import gc
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing.engines.registry import why_not_returning
+from megatron.checkpointing.engines.registry import create_engine, why_not_returning
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.processes.in_process_restart import at_return, check_not_asked, is_possible
 
 if TYPE_CHECKING:
+    from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions
+    from megatron.checkpointing.manager import Checkpointer
     from megatron.startup.initialize import Runtime
     from megatron.training.as_built import AsBuilt
 
@@ -51,6 +54,7 @@ class Kept:
 
 
 _kept: list[Kept] = []  # of this process, once it has built its engine
+_checkpoint_engines: list[CheckpointEngine] = []  # of this process: the one, if any, that can serve its next start
 
 
 def prepare_to_return(config: Config) -> None:
@@ -88,6 +92,24 @@ def keep_engine(engine: Any, config: Config, runtime: Runtime) -> None:
         leave_between_layers(engine.module)
         _kept.append(Kept(engine, config, list(runtime.communicators.groups), AsBuilt(engine)))
         gc.freeze()  # it stays: no later collection looks through it again
+
+
+def checkpoint_engine(name: str, options: EngineOptions) -> CheckpointEngine:
+    """The one that the start before has left, if it is the same, or a new one; raises as create_engine."""
+    for engine in _checkpoint_engines:
+        if (engine.name, engine.options) == (name, options):
+            return engine
+    while _checkpoint_engines:
+        _checkpoint_engines.pop().close()
+    return create_engine(name, options)
+
+
+def leave_checkpoints(checkpointer: Checkpointer) -> None:
+    """After an error: close it, but for an engine that can serve the next start of this process, if there is one."""
+    if is_possible():
+        _checkpoint_engines[:] = [checkpointer.context.checkpoint_engine] if checkpointer.leave() else []
+    else:
+        checkpointer.close(after_error=True)
 
 
 def leave_between_layers(model: Any) -> None:

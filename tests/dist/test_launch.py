@@ -192,10 +192,12 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     assert_engine_kept(trace, 1, 1 - lost)
 
 
+FORMATS = {"lazy-shared": ["--checkpoint-files-per-node", "1"], "lazy-compressed": ["--checkpoint-compression", "zstd"]}
+
+
 def engine_flags(name: str) -> list[str]:
-    """Those of an engine, or of `lazy-shared`: lazy, whose ranks of a node share a file."""
-    engine = name.removesuffix("-shared")
-    return ["--checkpoint-engine", engine, *(["--checkpoint-files-per-node", "1"] if name != engine else [])]
+    """Those of an engine, or of lazy with another format of files."""
+    return ["--checkpoint-engine", "lazy" if name in FORMATS else name, *FORMATS.get(name, [])]
 
 
 @pytest.mark.slow
@@ -264,12 +266,13 @@ def size_of(process: psutil.Process) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     "engine",
     [
-        "torch", "lazy", "lazy-shared", "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp",
+        "torch", "lazy", *FORMATS, "memory", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp",
         "dcp-async", "dcp-process",
     ],
 )  # fmt: skip
 def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, dataset: list[str], engine: str) -> None:
-    """Its threads, descriptors and memory while it waits for the rank that is killed next, after the 2nd and the last.
+    """Its threads, descriptors, memory and helper, while it waits for the rank that is killed next; after the 2nd and
+    last.
 
     RETURNS=100 tries it as often as a process may return by default.
     """
@@ -277,7 +280,7 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
     flags = ["--save", str(save), "--load", str(save), "--train-iters", "1000", "--pipeline-model-parallel-size", "2"]
     flags += engine_flags(engine)
     command = [*LAUNCHER, "--max-restarts", str(RETURNS), "--in-process-restart", "--return-timeout", str(HANGS_S)]
-    sizes = []
+    sizes, helpers = [], []
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
             [*command, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *flags],
@@ -291,11 +294,15 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
             # Resumes from the save at 5, 10 and so on; rank 0 is in the iteration after the one that both have done.
             done = 5 * cycle + 6
             wait_for(
-                lambda done=done, cycle=cycle: job.poll() is not None or all_held(trace, done, cycle),
+                lambda done=done, cycle=cycle: (
+                    job.poll() is not None
+                    or (all_held(trace, done, cycle) and done - 1 in [end["step"] for end in save_ends(save)])
+                ),
                 f"iteration {done}",
             )
             assert job.poll() is None, (tmp_path / "log").read_text()[-4000:]
             lives, victim = (psutil.Process(records(trace, cycle, rank)[0]["pid"]) for rank in (0, 1))
+            helpers.append([one.pid for one in lives.children() if "import main" in " ".join(one.cmdline())])
             # The smallest of several: a thread of the last save may still remove an old checkpoint.
             sizes.append((lives.pid, *map(min, *(size_of(lives) for _ in range(20)))))
             if cycle < RETURNS:
@@ -306,6 +313,7 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
     early, late = sizes[2], sizes[RETURNS]
     assert late[:3] == early[:3], "the process, its threads and descriptors"
     assert late[3] - early[3] < max(16, RETURNS // 5) << 20, sizes
+    assert helpers[2] == helpers[RETURNS] and len(helpers[2]) == (engine in ("fastpersist-decoupled", "dcp-process"))
 
 
 @pytest.mark.slow

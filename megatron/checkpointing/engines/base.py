@@ -531,6 +531,14 @@ class CheckpointEngine(ABC):
         """Release threads, processes and memory. No save may be pending."""
         return None
 
+    def leave(self) -> bool:
+        """As `close`, in a process that starts again. Returns whether the engine can serve that start, too.
+
+        It then keeps what takes long to make and is at rest, and must forget what it has told of the start before.
+        """
+        self.close()
+        return False
+
     def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
         raise NotImplementedError(f"{type(self).__name__} must implement _save_file or override save")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler, send_handle
 from pathlib import Path
@@ -52,6 +53,13 @@ class CheckpointProcess:
         process = self._process
         return None if process is None else process.pid
 
+    def wait_until_ready(self, unless: Callable[[], bool]) -> bool:
+        """Start it if there is none, and wait for it; False if `unless()` becomes true before. Raises as `write`."""
+        try:
+            return self._started().wait_until_ready(unless)
+        except CheckpointException as exc:
+            raise cause_of(exc) from None
+
     def write(self, content: dict[str, Any], root: Path) -> Report:
         """Write a state whose tensors are in shared memory.
 
@@ -59,7 +67,7 @@ class CheckpointProcess:
         """
         process = self._started()
         try:
-            process.wait_until_ready()
+            process.wait_until_ready(lambda: False)
             return report_of(process.save(content, _SentWriter(root, self._options)))
         except CheckpointException as exc:
             raise cause_of(exc) from None
@@ -76,6 +84,11 @@ class CheckpointProcess:
         process = self._process
         if process is not None:
             process.kill_soon()
+
+    def stay(self) -> bool:
+        """As HelperProcess.stay; False if there is no process."""
+        process = self._process
+        return process is not None and process.stay()
 
     def close(self) -> None:
         """As `kill`, but no save starts another: nobody would end it before the rank does."""
@@ -102,10 +115,11 @@ class _Process(HelperProcess):
         super().__init__("megatron.checkpointing.engines.dcp.process", os.getpid())
         self._ready = False
 
-    def wait_until_ready(self) -> None:
-        if not self._ready:
+    def wait_until_ready(self, unless: Callable[[], bool]) -> bool:
+        if not self._ready and self.wait_for_word(unless):
             self._answer()
             self._ready = True
+        return self._ready
 
     def save(self, content: dict[str, Any], writer: _SentWriter) -> Any:
         """The library's metadata of what it has written."""

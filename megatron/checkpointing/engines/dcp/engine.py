@@ -118,6 +118,7 @@ class DcpAsyncEngine(DcpEngine):
         super().__init__(options)
         self._held = Copies(shared=self.in_a_process)
         self.process = CheckpointProcess(options) if self.in_a_process else None
+        self.is_writing = False  # for a save, on another thread
 
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
         return CheckpointEngine.save(self, files, directory, op)
@@ -142,6 +143,13 @@ class DcpAsyncEngine(DcpEngine):
         self.drop_copies()
         if self.process is not None:
             self.process.close()
+
+    def leave(self) -> bool:
+        if self.process is None or self.is_writing or not self.process.stay():
+            self.close()
+            return False
+        self.drop_copies()
+        return True
 
     def drop_copies(self, error: BaseException | None = None) -> None:
         """Give back the memory of copies; `error`: also what those have of it that were not made for want of it."""
@@ -194,7 +202,7 @@ class _PendingStates(PendingSave):
 
     def give_up(self, why: str) -> None:
         self.given_up = why
-        if self.engine.process is not None:
+        if self.engine.process is not None and self.engine.is_writing:
             self.engine.process.kill_soon()
 
     def wait(self) -> list[SavedFile]:
@@ -213,6 +221,9 @@ class _PendingStates(PendingSave):
         try:
             contents = self._copies()
             start = now_ns()
+            if self.engine.process is not None:
+                self.engine.process.wait_until_ready(lambda: bool(self.given_up))
+            self.engine.is_writing = True
             for name in list(contents):
                 if self.given_up:
                     raise CheckpointSaveError(self.given_up)
@@ -221,7 +232,9 @@ class _PendingStates(PendingSave):
                 end = now_ns()
                 self.engine.report_written(self.op, name, report, (start, end))
                 start = end
+            self.engine.is_writing = False
         except BaseException as exc:
+            self.engine.is_writing = False
             self.result.set_exception(CheckpointSaveError(self.given_up) if self.given_up else exc)
         else:
             self.result.set_result(saved)

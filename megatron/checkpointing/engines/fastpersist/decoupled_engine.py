@@ -26,7 +26,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -71,9 +71,10 @@ class FastPersistDecoupledEngine(TorchFilesEngine):
         with op.span("device_to_host") as span:
             states = capture.copy_into(memory)
             span.bytes = capture.tensor_bytes
-        with op.span("serialize"):
-            process.send(Request(os.fspath(directory), states))
-        return _DecoupledSave(process, self._notice, self.options, op, now_ns())
+        request = Request(os.fspath(directory), states)
+        if process.is_ready:
+            process.hand_over(request)
+        return _DecoupledSave(process, request, self._notice, self.options, op, now_ns())
 
     def _started(self) -> tuple[SharedMemory, WriterProcess]:
         """The memory and a process that lives: first of all, so that its imports run beside the copying."""
@@ -94,10 +95,19 @@ class FastPersistDecoupledEngine(TorchFilesEngine):
             self._memory.close()
         self._process = self._memory = None
 
+    def leave(self) -> bool:
+        if self._process is None or self._memory is None or not self._process.stay():
+            self.close()
+            return False
+        self._memory.give_back()
+        self._notice = WriterNotice(self.name, self.options.rank)
+        return True
+
 
 @dataclass
 class _DecoupledSave(PendingSave):
     process: WriterProcess
+    request: Request
     notice: WriterNotice
     options: EngineOptions
     op: Operation
@@ -109,12 +119,13 @@ class _DecoupledSave(PendingSave):
 
     def give_up(self, why: str) -> None:
         self.given_up = why
-        self.process.kill_soon()
+        if self.process.is_busy:
+            self.process.kill_soon()
 
     def wait(self) -> list[SavedFile]:
         """Raises CheckpointSaveError, with its exit code, if the process has died."""
         try:
-            reply = self.process.receive()
+            reply = self.process.carry_out(self.request, lambda: bool(self.given_up))
         except CheckpointSaveError:
             if self.given_up:
                 raise CheckpointSaveError(self.given_up) from None
@@ -143,19 +154,46 @@ class WriterProcess(HelperProcess):
         arguments = (memory_fd, os.getpid(), main_thread)
         module = "megatron.checkpointing.engines.fastpersist.process"
         super().__init__(module, *arguments, pass_fds=(memory_fd,), env=_environment())
-        self.send(options)
+        self.is_busy = False  # with a request that it has not answered
+        self.is_ready = False  # to be handed a request
+        self._send(options)
 
-    def send(self, message: EngineOptions | Request) -> None:
+    def stay(self) -> bool:
+        """As HelperProcess.stay; False also in the middle of a save."""
+        return not self.is_busy and super().stay()
+
+    def hand_over(self, request: Request) -> None:
+        self.is_busy = True
+        self._send(request)
+
+    def carry_out(self, request: Request, is_given_up: Callable[[], bool]) -> Reply:
+        """The reply to a request, which it gets once it is ready if it has not got it by `hand_over`.
+
+        Raises CheckpointSaveError if the process dies, or the save is given up before it has the request.
+        """
+        if not self.is_busy:
+            if self.wait_for_word(is_given_up):
+                self._receive()
+                self.is_ready = True
+            self.is_busy = True  # from here on who gives the save up ends the process
+            if is_given_up():
+                self.is_busy = False
+                raise CheckpointSaveError("the save was given up before the checkpoint writer had begun it")
+            self._send(request)
+        reply = pickle.loads(self._receive())
+        self.is_busy = False
+        return reply
+
+    def _send(self, message: EngineOptions | Request) -> None:
         """A few kilobytes at most, which the system takes at once, whether the process is listening yet or not."""
         try:
             self.connection.send_bytes(pickle.dumps(message))
-        except OSError:  # it has died: `receive` says how
+        except OSError:  # it has died: `_receive` says how
             logger.debug("the checkpoint writer does not listen", exc_info=True)
 
-    def receive(self) -> Reply:
-        """Wait for the reply to a request. Raises CheckpointSaveError if the process dies instead."""
+    def _receive(self) -> bytes:
         try:
-            return pickle.loads(self.connection.recv_bytes())
+            return self.connection.recv_bytes()
         except (EOFError, OSError) as exc:
             self.end()
             raise CheckpointSaveError(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from megatron.checkpointing.engines.fastpersist.writer import StateWriter
 
 
+READY = b"ready"  # sent once, when all is imported
+
+
 @dataclass(frozen=True)
 class Request:
     """Write these states, in this order, into `directory`."""
@@ -66,9 +69,11 @@ def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool
     from megatron.checkpointing.engines.fastpersist.writer import StateWriter
 
     memory, writer = SharedMemory(memory_fd), StateWriter(options)
+    # If nobody is left to hear of it, the thread ends the process.
+    with contextlib.suppress(BrokenPipeError):
+        connection.send_bytes(READY)
     while True:
         reply = _carry_out(pickle.loads(received.get()), writer, memory)
-        # If nobody is left to hear of it, the thread ends the process.
         with contextlib.suppress(BrokenPipeError):
             connection.send_bytes(pickle.dumps(reply))
 

@@ -84,6 +84,11 @@ class SharedMemory:
         memory: Any = self.bytes(offset, num_bytes).numpy()
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
+    def give_back(self) -> None:
+        """Have no more than `reserve` takes again. The other process must be done with it."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        os.ftruncate(self.fd, 0)
+
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self.fd)

@@ -245,6 +245,20 @@ in_process_restart.note_step()
 
 
 @pytest.mark.slow
+def test_a_thread_that_keeps_nothing_of_its_start_may_stay(start: Start) -> None:  # noqa: F811
+    script = """in_process_restart._THREADS_S = 0.1
+one = threading.Thread(target=time.sleep, args=[LONG], daemon=True)
+one.start()
+in_process_restart.let_stay(one)
+"""
+    job = start(SCRIPT + script + WAITS.removeprefix(SCRIPT), *FLAGS, "2")
+    for restart in (0, 1):
+        job.note(f"waits_0_{restart}")
+        os.kill(job.pid(1, restart), signal.SIGKILL)
+        assert job.pid(0, restart + 1) == job.pid(0)
+
+
+@pytest.mark.slow
 def test_a_process_that_grows_is_replaced(start: Start) -> None:  # noqa: F811
     """What its starts leave behind is compared with what the first had left."""
     job = start(SCRIPT + LEAKS + WAITS.removeprefix(SCRIPT), *FLAGS, "2")

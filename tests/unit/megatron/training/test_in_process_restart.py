@@ -17,7 +17,9 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch._C._distributed_c10d import HashStore
 
 from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
+from megatron.checkpointing.engines.base import EngineOptions
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError
+from megatron.checkpointing.engines.none.engine import NoneEngine
 from megatron.checkpointing.load.memory import SameLayout, Source
 from megatron.config import CheckpointConfig
 from megatron.parallel import reconnecting
@@ -26,7 +28,13 @@ from megatron.peers.client import Peer
 from megatron.processes import in_process_restart
 from megatron.training import in_process_restart as training
 from megatron.training.checkpoints import CheckpointSaves
-from megatron.training.in_process_restart import drop_world, keep_engine, leave_between_layers, refusal
+from megatron.training.in_process_restart import (
+    drop_world,
+    keep_engine,
+    leave_between_layers,
+    leave_checkpoints,
+    refusal,
+)
 from megatron.training.trainer import is_its_own
 from restart_trace.recorder import untraced_operation
 from restart_trace.schema import PEER
@@ -196,6 +204,51 @@ def test_an_engine_that_is_kept_leaves_between_layers(asked: threading.Event, mo
     asked.set()
     with pytest.raises(in_process_restart.AskedToReturnError):
         layer(torch.ones(1))
+
+
+class AtRest(NoneEngine):
+    """An engine whose process is at rest, or is not."""
+
+    serves, closed = True, 0
+
+    def leave(self) -> bool:
+        return self.serves
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> AtRest:
+    """What a start has left for the next."""
+    engine = AtRest(EngineOptions())
+    monkeypatch.setattr(training, "_checkpoint_engines", [engine])
+    return engine
+
+
+def test_the_engine_of_the_start_before_serves_one_with_the_same_options(kept: AtRest) -> None:
+    for _ in range(2):  # a start that leaves nothing may have come between
+        assert training.checkpoint_engine("none", EngineOptions()) is kept
+    assert training.checkpoint_engine("none", EngineOptions(fsync=False)) is not kept and kept.closed == 1
+    assert training.checkpoint_engine("none", EngineOptions()) is not kept
+
+
+@pytest.mark.parametrize(("returns", "serves"), [(True, True), (True, False), (False, True)])
+def test_an_engine_is_closed_where_it_serves_no_other_start(
+    kept: AtRest, monkeypatch: pytest.MonkeyPatch, returns: bool, serves: bool
+) -> None:
+    monkeypatch.setattr(in_process_restart, "_here", [SimpleNamespace()] if returns else [])
+    engine, ended = AtRest(EngineOptions()), []
+    engine.serves = serves
+    checkpointer: Any = SimpleNamespace(
+        context=SimpleNamespace(checkpoint_engine=engine),
+        leave=lambda: ended.append("left") or engine.leave(),
+        close=lambda after_error: ended.append("closed"),
+    )
+    leave_checkpoints(checkpointer)
+    assert ended == ["left" if returns else "closed"]
+    if returns:
+        assert (training.checkpoint_engine("none", EngineOptions()) is engine) == serves
 
 
 def test_it_is_known_whether_an_exchange_is_under_way() -> None:

@@ -115,6 +115,67 @@ def test_a_save_that_is_given_up_waits_for_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_process_at_rest_serves_the_next_start(tmp_path: Path) -> None:
+    """But not one that writes; and the copies, which are memory of the rank, are given back."""
+    op, engine = untraced_operation(), dcp_process()
+    try:
+        served = []
+        for name in ("first", "next start"):
+            (tmp_path / name).mkdir()
+            pending = engine.begin_save(STATES, tmp_path / name, op)
+            saved = {file.name: file for file in pending.wait()}
+            pending.give_up("another rank has failed")
+            served.append(checkpoint_process(engine))
+            assert engine.leave() and engine._held._stager is None
+            found = engine.load(["1.pt"], SavedCheckpoint(tmp_path / name, saved), op)
+            assert found["1.pt"]["a"][0].item() == 1.0
+        assert served[0] == served[1]
+        served[0].send_signal(signal.SIGSTOP)
+        pending = engine.begin_save(STATES, tmp_path / "writes", op)
+        assert not engine.leave() and is_gone(served[0])
+        with pytest.raises(CheckpointSaveError):
+            pending.wait()
+    finally:
+        engine.close()
+
+
+def test_a_process_that_was_not_ready_for_a_save_that_was_given_up_serves_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held before its first line."""
+    released = tmp_path / "released"
+    monkeypatch.setattr(sys, "executable", str(held_interpreter(tmp_path, released)))
+    op, engine = untraced_operation(), dcp_process()
+    try:
+        pending = engine.begin_save(STATES, tmp_path / "given up", op)
+        wait_for(lambda: engine.process is not None and engine.process.pid is not None, "the process")
+        process = checkpoint_process(engine)
+        pending.give_up("another rank has failed")
+        with pytest.raises(CheckpointSaveError, match="^another rank has failed$"):
+            pending.wait()
+        assert engine.leave()
+        released.write_text("\n")
+        (tmp_path / "next start").mkdir()
+        engine.save(STATES, tmp_path / "next start", op)
+        assert checkpoint_process(engine) == process
+    finally:
+        engine.close()
+
+
+def held_interpreter(directory: Path, released: Path) -> Path:
+    """One that waits until somebody writes to the FIFO `released`, which this makes."""
+    interpreter = directory / "held"
+    interpreter.write_text(f'#!/bin/sh\nread line < {released}\nexec {sys.executable} -X importtime "$@"\n')
+    interpreter.chmod(0o700)
+    os.mkfifo(released)
+    return interpreter
+
+
+def test_an_engine_without_a_process_serves_no_other_start() -> None:
+    assert not dcp_process().leave() and not create_engine("dcp-async", EngineOptions()).leave()
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_or_hangs_fails_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op = untraced_operation()
     engine = dcp_process()
@@ -269,10 +330,8 @@ def test_no_process_outlives_a_killed_rank(zygote: Zygote, tmp_path: Path, held:
 
 def test_no_process_outlives_a_rank_that_was_killed_while_it_came_up(zygote: Zygote, tmp_path: Path) -> None:
     """The process is held before its first line until the rank is gone."""
-    interpreter, released = tmp_path / "held", tmp_path / "released"
-    interpreter.write_text(f'#!/bin/sh\nread line < {released}\nexec {sys.executable} -X importtime "$@"\n')
-    interpreter.chmod(0o700)
-    os.mkfifo(released)
+    released = tmp_path / "released"
+    interpreter = held_interpreter(tmp_path, released)
     imported = kill_rank(zygote, tmp_path, f"""
         sys.executable = {str(interpreter)!r}
         pending = engine.begin_save(STATES, DIRECTORY, untraced_operation())

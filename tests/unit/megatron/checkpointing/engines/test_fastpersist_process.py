@@ -20,6 +20,7 @@ from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist import decoupled_engine
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
+from megatron.checkpointing.engines.fastpersist.writer import WRITER_EVENT
 from restart_trace.clock import now_ns
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
@@ -131,6 +132,52 @@ def test_a_save_that_is_given_up_waits_for_no_process(decoupled: FastPersistDeco
         pending.wait()
     save(decoupled, tmp_path / "second")
     assert process_of(decoupled) != first
+
+
+def test_a_process_at_rest_serves_the_next_start(decoupled: FastPersistDecoupledEngine, tmp_path: Path) -> None:
+    """Its memory does not count to what the rank keeps; and each start's trace says which writer it is."""
+    assert not decoupled.leave(), "it has no process yet"
+    pending = decoupled.begin_save([FileState(NAME, state())], tmp_path, untraced_operation())
+    pending.wait()
+    pending.give_up("another rank has failed")
+    first = process_of(decoupled)
+    assert decoupled.leave() and decoupled.leave()
+    assert decoupled._memory is not None and os.fstat(decoupled._memory.fd).st_size == 0
+    saved = save(decoupled, tmp_path / "next start")
+    assert process_of(decoupled) == first and differences(load(decoupled, saved), state()) == []
+    assert [r["phase"] for r in saved.traced.records.all if r["type"] == "event"] == [WRITER_EVENT]
+
+
+def test_a_process_that_was_not_ready_for_a_save_that_was_given_up_serves_the_next_start(tmp_path: Path) -> None:
+    engine = FastPersistDecoupledEngine(EngineOptions(fsync=False))
+    engine._started()
+    process = psutil.Process(process_of(engine))
+    process.suspend()
+    pending = engine.begin_save([FileState(NAME, {"a": torch.ones(10)})], tmp_path, untraced_operation())
+    pending.give_up("another rank has failed")
+    with pytest.raises(CheckpointSaveError, match="^another rank has failed$"):
+        pending.wait()
+    assert engine.leave()
+    process.resume()
+    saved = save(engine, tmp_path / "next start")
+    assert process_of(engine) == process.pid and differences(load(engine, saved), state()) == []
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["writes", "was given up", "has ended"])
+def test_another_process_ends_with_its_start(decoupled: FastPersistDecoupledEngine, tmp_path: Path, how: str) -> None:
+    save(decoupled, tmp_path / "first")
+    process = psutil.Process(process_of(decoupled))
+    if how == "has ended":
+        assert decoupled._process is not None
+        process.kill()
+        decoupled._process._process.wait(300.0)  # a zombie may have threads that are not gone yet
+    else:
+        process.suspend()
+        pending = decoupled.begin_save([FileState(NAME, {"a": torch.ones(10)})], tmp_path, untraced_operation())
+        process.resume() if how == "writes" else pending.give_up("another rank has failed")
+    assert not decoupled.leave() and decoupled._process is None
+    assert not process.is_running()
 
 
 def test_death_of_the_process_is_told_whoever_holds_its_connection(
