@@ -18,7 +18,7 @@ from megatron.parallel.sequence import replicated
 class _RMSNormOnCPU(torch.autograd.Function):
     """RMSNorm as torch's fused kernel for CUDA has it: in float32, rounded once; its input and one statistic are kept.
 
-    torch 2.6 to 2.14 compose it on CPUs of operations that keep the input and the result in float32 beside these.
+    torch 2.6 to 2.15 compose it on CPUs of operations that keep the input and the result in float32 beside these.
     """
 
     @staticmethod
