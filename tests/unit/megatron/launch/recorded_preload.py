@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,9 @@ def record(module: Any, name: str) -> None:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "?")
-        if not caller.startswith("torch.") and caller != __name__:  # which its own functions ask for in turn
+        # Triton, of builds for CUDA, asks as it is imported: torch answers without the driver if no device is visible.
+        sees_none = caller.startswith("triton.") and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if not caller.startswith("torch.") and caller != __name__ and not sees_none:  # torch's own ask in turn
             asked.append((f"{module.__name__}.{name}", caller))
         return function(*args, **kwargs)
 
