@@ -45,9 +45,9 @@ def grown(samples: Sequence[Usage], usual: Callable[[Iterable[int]], int] = medi
 
     Work that is in progress when a sample is taken, such as a save in the background, is in some samples only; a leak
     is in every later sample. `max` as `usual` is for few samples: a leak that continues exceeds the maximum, too. With
-    fewer than three samples the growth is 0.
+    fewer than four samples, whose first half is one in which such work may be missing, the growth is 0.
     """
-    if len(samples) < 3:
+    if len(samples) < 4:
         return Usage()
     half = len(samples) // 2
     before, after = zip(*samples[:half], strict=True), zip(*samples[half:], strict=True)
