@@ -11,8 +11,8 @@ from megatron.checkpointing.store.ownership import claim
 CLOSE = Checkpointer.close
 
 
-def close_and_lose(self: Checkpointer) -> None:
-    CLOSE(self)
+def close_and_lose(self: Checkpointer, *, after_error: bool = False) -> None:
+    CLOSE(self, after_error=after_error)
     claim(Path(self.context.config.checkpoint.save or ""), take_over=True).release()
 
 
