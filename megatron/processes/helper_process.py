@@ -38,8 +38,8 @@ class _WatchedConnection(Connection):
     number of its file may then be another file's. `closing` is held while that must not change."""
 
     def __init__(self, handle: int) -> None:
-        super().__init__(handle)
         self.closing = threading.Lock()
+        super().__init__(handle)
 
     def close(self) -> None:
         with self.closing:

@@ -496,6 +496,13 @@ def leaves():
         return other.recv(1) == b""
     except BlockingIOError:
         return False
+
+def starts_again():
+    restarts._launcher = os.getpid()
+    restarts.follows(restart.AskedToReturnError())
+    restart.send_start(launcher, {"NEXT": "1"})
+    assert restarts.wait_for_start() == {"NEXT": "1"}
+    os._exit(0)
 """
 
 
@@ -570,11 +577,7 @@ restart._THREADS_S = 1.0
 environment = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RESTART_TRACE_LAUNCH_ID": str(os.getpid())}
 assert once_per_host(lambda: "found", environment, 600.0) == "found"
 asked()
-restarts._launcher = os.getpid()
-restarts.follows(restart.AskedToReturnError())
-restart.send_start(launcher, {"NEXT": "1"})
-assert restarts.wait_for_start() == {"NEXT": "1"}
-os._exit(0)
+starts_again()
 """)
     assert done.returncode == 0, done.stderr
 
@@ -588,11 +591,7 @@ restart.when_shut(called.set)
 restart.when_shut(lambda: [].pop())
 asked()
 called.wait()
-restarts._launcher = os.getpid()
-restarts.follows(restart.AskedToReturnError())
-restart.send_start(launcher, {"NEXT": "1"})
-assert restarts.wait_for_start() == {"NEXT": "1"}
-os._exit(0)
+starts_again()
 """)
     assert done.returncode == 0, done.stderr
     assert "IndexError: pop from empty list" in done.stderr
