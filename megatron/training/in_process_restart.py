@@ -166,7 +166,8 @@ def drop_world() -> None:
     from megatron.parallel.reconnecting import forget_groups
     from megatron.parallel.tree import close_trees
 
-    if _kept:
+    frozen = bool(_kept)
+    if frozen:
         gc.unfreeze()  # what `keep_engine` has frozen is not among the collector's objects
     _kept.clear()
     close_trees()
@@ -189,3 +190,5 @@ def drop_world() -> None:
     pipes: Any = p2p
     pipes._groups = pipes._grid = None
     gc.collect()
+    if frozen:
+        gc.freeze()  # imports, for the most part

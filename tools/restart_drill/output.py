@@ -123,7 +123,7 @@ def _entry(
     }
     if restart is None or restart["restart_s"] is None:  # the next fault came before its first step
         return entry | dict.fromkeys(_OF_A_RESTART)
-    phases = _phases(restart, injection.drill_s)
+    phases = _phases(restart["parts"], injection.drill_s)
     return entry | {
         "restart_s": restart["restart_s"],
         "phases": phases,
@@ -134,43 +134,9 @@ def _entry(
     }
 
 
-def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
-    """Consecutive phases from the failure to the end of the first step, in seconds, on the critical rank.
-
-    `drill`: the drill's own work before it relaunched. `launcher`: from the relaunch until that rank's process existed,
-    or negative, by how much sooner a rank that returns saw the failure than its launcher.
-    """
-    failure, startup = restart["failure"], restart["wall"]["at_critical_s"] + restart["after_critical_s"]
-    moments = [failure[name] for name in ("detected_s", "stopped_s", "relaunched_s")]
-    began_s = restart["restart_s"] - startup
-    if restart["phases"].get("abort", {}).get("at_critical_s"):  # what that rank did meanwhile are phases of its own
-        moments = [min(moment, max(began_s, 0.0)) for moment in moments]
-    detected, stopped, relaunched = moments
-    found = {
-        "detect": detected,
-        "stop": stopped - detected,
-        "drill": drill_s,
-        "relaunch": relaunched - stopped - drill_s,
-        "launcher": began_s - relaunched,
-    }
-    for name, phase in restart["phases"].items():
-        if name == "caught_up":
-            continue
-        if name == "load":
-            found |= _parts_of_load(phase)
-            continue
-        found[name] = phase["at_critical_s"]
-    return found | {"unattributed": restart["restart_s"] - sum(found.values())}
-
-
-def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
-    """The phases of a load, made consecutive: time in which threads were in two phases is taken from the longer."""
-    parts = {part: values["at_critical_s"] for part, values in phase.get("details", {}).items()}
-    twice = sum(parts.values()) - phase["at_critical_s"]
-    if parts and twice > 0:
-        longest = max(parts, key=lambda part: parts[part])
-        parts[longest] = max(0.0, parts[longest] - twice)
-    return parts
+def _phases(parts: dict[str, float], drill_s: float) -> dict[str, float]:
+    """The parts of a restart; `drill` is what the drill itself did before it relaunched."""
+    return parts | {"drill": drill_s, "relaunch": parts["relaunch"] - drill_s}
 
 
 def table(content: dict[str, Any]) -> str:

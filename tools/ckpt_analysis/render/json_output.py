@@ -10,6 +10,7 @@ from typing import Any
 
 from ..metrics.budget import Budget
 from ..metrics.device_copies import DeviceCopies
+from ..metrics.restart_parts import parts_of
 from ..metrics.results import FailureTimes, OperationStats, PhaseStats, Spread, StartStats, Stats
 from ..report import Report
 
@@ -136,6 +137,7 @@ def _start(start: StartStats) -> dict[str, Any]:
     result |= {"time_to_first_step_s": start.wall.max_s if start.wall else None} | _wall(start)
     result |= _fields(start, f"{_LOST} after_critical_s failure_to_caught_up_s returned_ranks new_ranks return_s")
     result["failure"] = _failure(start.failure) if start.failure else None
+    result["parts"] = parts_of(start) if start.wall else None
     return result | _coverage_and_phases(start)
 
 

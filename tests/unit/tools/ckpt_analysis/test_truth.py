@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole ru
 _NOT_IN_TRUTH = {
     "cycles", "per_rank", "critical_path", "findings", "model", "budget", "targets", "storage",
     # tests/unit/tools/ckpt_analysis/metrics has these:
-    "tier", "tiers", "replication", "compression", "reads", "store_traffic",
+    "parts", "tier", "tiers", "replication", "compression", "reads", "store_traffic",
 }  # fmt: skip
 _SHAPES = {
     "sync": Shape(ranks=24, saves=4),

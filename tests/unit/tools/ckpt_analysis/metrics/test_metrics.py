@@ -402,7 +402,7 @@ def failures(rows: list[tuple[int, str, str | None, int, str]]) -> pl.DataFrame:
 
 def keys_of(value: Any) -> set[str]:
     """Every key of the JSON but those that are names of phases, versions or the like."""
-    named_by_data = {"phases", "details", "versions", "data", "layout"}
+    named_by_data = {"phases", "details", "parts", "versions", "data", "layout"}
     if isinstance(value, dict):
         inner: set[str] = set()
         for key, child in value.items():
