@@ -11,12 +11,13 @@ program, so it receives signals directly and its exit code is passed on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from restart_trace.command_line import CommandParser
@@ -75,10 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.error("no command is given: restart-trace run -- torchrun ... train.py ...")
     if parsed.otlp is not None and (reason := refusal(parsed.otlp)):
         run.error(f"--otlp {parsed.otlp}: {reason}")
-    _prepare_directory(run, parsed)
-    if parsed.otlp is not None:
-        _follow(run, _trace_directory(parsed), parsed.otlp)
-    return _replace_process(command, parsed)
+    made = _prepare_directory(run, parsed)
+    follower = None if parsed.otlp is None else _follow(run, _trace_directory(parsed), parsed.otlp, made)
+    status = _replace_process(command, parsed)
+    if follower is not None:  # which has nothing to send, and would miss its directory
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(follower, signal.SIGKILL)
+    _remove(made)
+    return status
 
 
 def run_program(arguments: Sequence[str] | None = None) -> int:
@@ -125,26 +130,32 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def _follow(parser: argparse.ArgumentParser, directory: Path, endpoint: str) -> None:
-    """Start the process that sends the spans of the cycles to come. Exits with status 2 if that fails.
+def _follow(parser: argparse.ArgumentParser, directory: Path, endpoint: str, made: Iterable[Path]) -> int:
+    """Start the process that sends the spans of the cycles to come: its id. Exits with status 2 if that fails.
 
     It is no child of this process, in whose place the command will be: that may wait until it has no children.
+    `made`: the directories to remove then.
     """
     try:
         newest = newest_cycle(directory)
     except OSError as error:
         parser.error(f"--trace-dir {directory}: {error.filename}: {error.strerror}")
     first, pid = 0 if newest is None else newest[0] + 1, os.getpid()
+    started, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        status = 1
         try:
-            start_follower(directory, endpoint, f"{first}-", pid)
-            status = 0
+            os.write(tell, b"%d" % start_follower(directory, endpoint, f"{first}-", pid).pid)
         finally:
-            os._exit(status)
-    if os.waitpid(child, 0)[1] != 0:
+            os._exit(0)
+    os.close(tell)
+    with open(started, "rb") as answer:
+        follower = answer.read()
+    os.waitpid(child, 0)
+    if not follower:
+        _remove(made)
         parser.error(f"--otlp {endpoint}: {sys.executable} cannot be started; drop it")
+    return int(follower)
 
 
 def _scripts_without_pythonpath(command: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -179,18 +190,31 @@ def _trace_directory(options: argparse.Namespace) -> Path:
     return Path(options.trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace")
 
 
-def _prepare_directory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Create the directory of the trace, so that a mistake ends the job before it starts. Exits with status 2."""
+def _prepare_directory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Path]:
+    """Create the directory of the trace, so that a mistake ends the job before it starts. Exits with status 2 then.
+
+    Returns it and its parents, as far as they were missing: to be removed if the command does not start.
+    """
     directory = _trace_directory(options)
+    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
         make_directory(directory)
         reason = "" if os.access(directory, os.W_OK | os.X_OK) else "cannot be written to"
     except OSError as error:
         reason = f"cannot be created: {error.strerror or error}"
     if reason:
+        _remove(made)
         given = f" (of {DIRECTORY_VARIABLE})" if not options.trace_dir and os.environ.get(DIRECTORY_VARIABLE) else ""
         fix = "give a directory that all hosts of the job can write to"
         parser.error(f"--trace-dir {directory}{given}: {reason}; {fix}")
+    return made
+
+
+def _remove(made: Iterable[Path]) -> None:
+    """Remove these directories, but for those that hold something: another job may write there by now."""
+    for directory in made:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

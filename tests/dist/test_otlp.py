@@ -145,6 +145,15 @@ def test_a_job_of_others_is_sent_while_it_runs(collector: SpanCollector, tmp_pat
     assert len([span for span in got.values() if span[2] == "nvrx.ft.cycle"]) == 2
 
 
+def test_nothing_is_left_of_a_command_that_cannot_be_started(collector: SpanCollector, tmp_path: Path) -> None:
+    """The process that sends would say that its directory is missing."""
+    trace = tmp_path / "trace"
+    job = restart_trace("run", "--trace-dir", str(trace), "--otlp", collector.endpoint, "--", "no-such-command")
+    said = job.communicate(timeout=HANGS_S)[1]  # until the last process that has its stderr has ended
+    assert job.returncode == 127 and said == "restart-trace: no-such-command: No such file or directory\n"
+    assert list(tmp_path.iterdir()) == followers(trace) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

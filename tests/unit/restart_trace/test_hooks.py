@@ -794,6 +794,26 @@ def test_exit_codes_and_signals_are_the_commands(tmp_path: Path, command: str, c
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     done = trace_command("run", "--", "no-such-command", cwd=tmp_path)
     assert done.returncode == 127 and "no-such-command: No such file" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_does_not_start_leaves_the_directories_that_were_there(tmp_path: Path) -> None:
+    script, there = tmp_path / "script", tmp_path / "there"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    there.mkdir()
+    for place in ("there/a/b", "there"):
+        done = trace_command("run", "--trace-dir", place, "--", str(script), cwd=tmp_path)
+        assert done.returncode == 127 and not list(there.iterdir()), done.stderr
+    (there / "cycle_0.json").touch()
+    assert trace_command("run", "--trace-dir", "there", "--", str(tmp_path), cwd=tmp_path).returncode == 126
+    assert [path.name for path in there.iterdir()] == ["cycle_0.json"]
+
+
+def test_a_trace_directory_that_is_made_in_part_is_removed(tmp_path: Path) -> None:
+    done = trace_command("run", "--trace-dir", "a/b/" + "c" * 300, "--", "true", cwd=tmp_path)
+    assert done.returncode == 2 and "cannot be created: File name too long" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
