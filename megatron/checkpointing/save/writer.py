@@ -39,6 +39,7 @@ from megatron.fileio.files import sync_file
 from megatron.fileio.no_links import make_directory
 from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.lost_peers import comes_from_another_rank
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder, untraced_operation
@@ -431,8 +432,12 @@ class CheckpointWriter:
         )
 
     def _failed(self, save: Save, exc: BaseException) -> None:
-        """Note why this rank could not save its files; the first reason counts."""
-        logger.error("rank %d could not save", self._control.rank, exc_info=exc)
+        """Note why this rank could not save its files; the first reason counts.
+
+        What an engine tells, or another rank has caused, is said in one line: where it was raised says nothing more.
+        """
+        told = isinstance(exc, CheckpointSaveError) or comes_from_another_rank(exc)
+        logger.error("rank %d could not save %s: %s", self._control.rank, save.tag, exc, exc_info=None if told else exc)
         save.error = save.error or f"{type(exc).__name__}: {exc}"
 
     def _write_extra(self, save: Save, name: str, content: bytes) -> SavedFile:

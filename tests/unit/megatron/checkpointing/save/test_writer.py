@@ -21,6 +21,7 @@ from megatron.checkpointing.store.manifest import Manifest
 from megatron.checkpointing.store.ownership import Ownership, claim
 from megatron.checkpointing.store.search import discover
 from megatron.parallel.control_plane import ControlPlane
+from megatron.processes.in_process_restart import AskedToReturnError
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import PROCESS, read
@@ -85,7 +86,9 @@ def test_an_asynchronous_engine_needs_a_control_plane_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "lazy"])
-def test_a_state_that_cannot_be_collected_is_a_failed_save(tmp_path: Path, engine: str) -> None:
+def test_a_state_that_cannot_be_collected_is_a_failed_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
+) -> None:
     writer = writer_of(engine)
     directory = SaveDirectory(tmp_path)
     told = "checkpoint global_step1 was not saved: rank 0: IndexError: no such tensor"
@@ -97,9 +100,29 @@ def test_a_state_that_cannot_be_collected_is_a_failed_save(tmp_path: Path, engin
         writer.background.drain()
         assert [save.error for save in writer.background.finished()] == [told]
     assert list(tmp_path.iterdir()) == []
+    assert caplog.records[0].exc_info  # where it was raised, which its message does not tell
     writer.save(directory, 2, lambda: STATE)
     writer.background.drain()
     assert tags(tmp_path) == ["global_step2"]
+    writer.engine.close()
+
+
+@pytest.mark.parametrize("when", ["collected", "written"])
+def test_an_error_of_another_rank_has_no_traceback_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    """After one of another rank, as a restart in this process follows, each that lives says what has happened."""
+    writer = writer_of("lazy")
+    if when == "written":
+        writer.ranks_are_disconnected()
+        writer.save(SaveDirectory(tmp_path), 1, lambda: STATE)
+    else:
+        writer.save(SaveDirectory(tmp_path), 1, lambda: fails(AskedToReturnError("another rank has failed")))
+    writer.background.drain()
+    (line,) = caplog.records
+    assert line.exc_info is None
+    assert line.getMessage().startswith("rank 0 could not save global_step1: another rank has failed")
+    assert len(writer.background.finished()) == 1 and tags(tmp_path) == []
     writer.engine.close()
 
 
