@@ -317,6 +317,16 @@ def test_a_process_that_starts_again_and_again_keeps_its_size(tmp_path: Path, da
 
 
 @pytest.mark.slow
+def test_the_size_of_a_process_is_compared_from_its_first_return_after_a_step_on(
+    zygote: Zygote, dataset: list[str], tmp_path: Path
+) -> None:
+    flags = [*TRAINING, "--train-iters", "1", "--save", tmp_path / "save"]
+    script = Path(__file__).with_name("scripts") / "grows.py"
+    run = Launcher(zygote, dataset, tmp_path).run(Layout(1, 1, 1), *flags, script=str(script))
+    assert run.exit_codes == [1] and "MiB since its first return after a step\n" in run.output, run.output[-4000:]
+
+
+@pytest.mark.slow
 @pytest.mark.nightly(minutes=1)
 def test_what_standby_ranks_do_ahead_leaves_no_trace_in_a_training_from_its_beginning(
     tmp_path: Path, dataset: list[str]
