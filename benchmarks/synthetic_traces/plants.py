@@ -60,6 +60,7 @@ def problems_of(shape: Shape, last_tag: str, visible: list[int]) -> list[dict[st
     host = shape.planted_host("clock-offset")
     if host is not None:
         add("clock_offset", hosts=[f"node{host:04d}"])
-    if shape.hosts > 1:
-        add("several_clocks", clocks=shape.hosts)
+    trusted = shape.hosts - (host is not None)
+    if trusted > 1:
+        add("several_clocks", clocks=trusted)
     return found

@@ -1,6 +1,6 @@
 """pretrain_gpt.py as a rank that returns twice, and has grown by 300 MiB in between: the second time it ends.
 
-Only if the training has noted its steps is the first return a measure of the second, before which this script notes one.
+Only if the training has noted its steps is the first return a measure of the second, before which a step is noted here.
 """
 
 from __future__ import annotations

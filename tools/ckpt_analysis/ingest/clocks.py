@@ -6,6 +6,7 @@ exact, also between cycles. Between hosts the comparison is as exact as their wa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ..common.problems import Problem
@@ -28,8 +29,11 @@ def offsets_ns(processes: list[dict[str, Any]]) -> dict[str, int]:
     return {clock: offset for clock, (_, offset) in best.items()}
 
 
-def check_clocks(processes: list[dict[str, Any]]) -> list[Problem]:
-    """Several clocks, and wall clocks that were stepped between processes."""
+def check_clocks(processes: list[dict[str, Any]], corrected: Collection[str]) -> list[Problem]:
+    """Several clocks, and wall clocks that were stepped between processes.
+
+    `corrected`: the clocks whose times were shifted by what barriers show, so they no longer rest on a wall clock.
+    """
     problems: list[Problem] = []
     hosts: dict[str, set[str]] = {}
     offsets: dict[str, list[int]] = {}
@@ -37,9 +41,11 @@ def check_clocks(processes: list[dict[str, Any]]) -> list[Problem]:
         clock = clock_of(process)
         hosts.setdefault(clock, set()).add(process["host"])
         offsets.setdefault(clock, []).append(process["wall_ns"] - process["monotonic_ns"])
-    if len(hosts) > 1:
-        message = f"times between hosts are as exact as their {len(hosts)} wall clocks, on a rank exact"
-        problems.append(Problem("several_clocks", message, {"clocks": len(hosts)}))
+    trusted = len(hosts.keys() - corrected)
+    if trusted > 1:
+        which = "the other hosts" if trusted < len(hosts) else "hosts"
+        message = f"times between {which} are as exact as their {trusted} wall clocks, on a rank exact"
+        problems.append(Problem("several_clocks", message, {"clocks": trusted}))
     for clock, values in offsets.items():
         step = max(values) - min(values)
         if step > _STEP_NS:

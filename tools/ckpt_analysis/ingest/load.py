@@ -69,8 +69,8 @@ def load_trace(
     if len(of_run) < len(heads):
         records, measured = only_files(records, pl.col(FILE).is_in(of_run)), None
     processes = [heads[index].process for index in of_run]
-    records, found = _align(records, heads, processes)
-    problems += found + check_clocks(processes)
+    records, ahead = _align(records, heads, processes)
+    problems += describe_offsets(ahead, processes) + check_clocks(processes, ahead)
     records = replace(records, events=_with_hosts(records.events, heads))
     return Trace(
         directory=listing.directory,
@@ -136,15 +136,20 @@ def _choose_run(processes: list[dict[str, Any]], asked: str | None, directory: P
     return chosen, [Problem("mixed_runs", message, {"analysed": chosen, "left_out": others})]
 
 
-def _align(records: Records, heads: list[Head], processes: list[dict[str, Any]]) -> tuple[Records, list[Problem]]:
-    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show."""
+def _align(
+    records: Records, heads: list[Head], processes: list[dict[str, Any]]
+) -> tuple[Records, dict[str, tuple[int, int]]]:
+    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show.
+
+    Returns these, too, as `measure_offsets`.
+    """
     offsets = offsets_ns(processes)
     clocks = [clock_of(head.process) for head in heads]
     records = _grouped(_shift(records, [offsets.get(clock) for clock in clocks]))
     ahead = measure_offsets(records, clocks)
     if ahead:
         records = _grouped(_shift(records, [-ahead.get(clock, (0, 0))[0] for clock in clocks]))
-    return records, describe_offsets(ahead, processes)
+    return records, ahead
 
 
 def _grouped(records: Records) -> Records:

@@ -270,6 +270,21 @@ def test_several_hosts_give_the_same_numbers(tmp_path: Path, sound: dict[str, An
     assert main(["--strict", str(tmp_path)]) == 0  # a note does not count
 
 
+@pytest.mark.parametrize(("hosts", "corrected", "trusted"), [(2, ["node0", "node1"], []), (4, ["node1", "node3"], [2])])
+def test_a_clock_that_barriers_correct_is_none_of_those_that_are_trusted(
+    tmp_path: Path, hosts: int, corrected: list[str], trusted: list[int]
+) -> None:
+    """The last host is 2 s ahead. Of two, barriers correct both; of four, another one is late in the trace as it is."""
+    write_trace(tmp_path, Options(hosts=hosts))
+    wrong = Options(hosts=hosts, wall_ns=Options().wall_ns + 2000 * MS)
+    for rank in range(RANKS - RANKS // hosts, RANKS):
+        for cycle in (0, 1):
+            dump(file_of(tmp_path, rank, cycle), rank_log(wrong, rank, cycle).records)
+    found = {problem["kind"]: problem["data"] for problem in result(tmp_path)["problems"]}
+    assert found["clock_offset"]["hosts"] == corrected
+    assert [data["clocks"] for kind, data in found.items() if kind == "several_clocks"] == trusted
+
+
 def test_background_flush_does_not_block(tmp_path: Path) -> None:
     report = result(write_trace(tmp_path, Options(background_flush=True)))
     save = report["saves"][0]
