@@ -27,6 +27,7 @@ from megatron.config.data import parse_blend, parse_split
 from megatron.config.errors import ConfigError
 from megatron.config.flags import FlagSpec, flag_name, spec_of
 from megatron.fileio.content_identity import content_identity
+from megatron.processes.in_process_restart import at_return
 
 logger = logging.getLogger(__name__)
 
@@ -376,11 +377,12 @@ def _shown(value: Any) -> str:
 
 @functools.cache
 def input_contents(data: DataConfig) -> dict[str, list[str]]:
-    """Setting -> the identity of each file that it names, in order, read once in a process.
+    """Setting -> the identity of each file that it names, in order, as the first call of a start has found them.
 
     Of a dataset, that of its index and tokens. A setting with a file that cannot be read is left out: the checks of a
     start refuse it, and a plan may be made without the files.
     """
+    at_return(input_contents.cache_clear)  # the next start opens the files that are there by then
     named = list(_files_by_setting(data))
     files = [(name, file) for name, paths in named for path in paths for file in _files_of(name, path)]
     found: dict[str, list[str]] = {name: [] for name, _ in named}
@@ -409,9 +411,16 @@ def _files_of(name: str, path: str) -> list[str]:
 
 def _identity(file: tuple[str, str]) -> str | None:
     try:
-        return content_identity(file[1])
+        found = os.stat(file[1])
+        return _content_of(file[1], found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     except OSError:
         return None
+
+
+@functools.cache
+def _content_of(path: str, *_state: int) -> str:
+    """Read again in a later start of this process only if another file is there, or it was written to."""
+    return content_identity(path)
 
 
 def _by_path(name: str, identities: list[str]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,44 @@ def test_the_contents_of_all_files_of_a_run(tmp_path: Path) -> None:
     assert found["train_data_path"][1:] == found["valid_data_path"] and len(set(sum(found.values(), []))) == 4
     without = dataclasses.replace(data, vocab_file=str(tmp_path / "gone"))
     assert input_contents(without).keys() == found.keys() - {"vocab_file"}
+
+
+STARTS = """
+import os, signal, socket, sys
+from pathlib import Path
+from megatron.checkpointing.state.changed_flags import input_contents
+from megatron.config import DataConfig
+from megatron.processes.in_process_restart import REPORT_SIGNAL, InProcessRestarts, send_start
+
+signal.signal(REPORT_SIGNAL, signal.SIG_IGN)
+launcher, mine = socket.socketpair(type=socket.SOCK_SEQPACKET)
+restarts = InProcessRestarts(mine, os.getpid(), 1.0)
+kept, replaced = Path(sys.argv[1], "kept"), Path(sys.argv[1], "replaced")
+data = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(kept), merge_file=str(replaced))
+opened = []
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+for content in ("one", "two", "two"):
+    replaced.with_name("new").write_text(content)
+    replaced.with_name("new").rename(replaced)
+    found = input_contents(data)
+    replaced.with_name("new").write_text("six")
+    replaced.with_name("new").rename(replaced)
+    assert input_contents(data) == found
+    print(*found["vocab_file"], *found["merge_file"], opened.count(str(kept)))
+    send_start(launcher, os.environ)
+    restarts.wait_for_start()
+"""
+
+
+def test_each_start_of_a_process_finds_the_files_that_are_there_by_then(tmp_path: Path) -> None:
+    """Within a start they stay those that it has opened. Those that are the same are not read again."""
+    (tmp_path / "kept").write_text("kept")
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (kept, one, _), *later = (line.split() for line in done.stdout.splitlines())
+    assert len(later) == 2 and len({kept, one, later[0][1]}) == 3
+    assert later == [[kept, later[0][1], "1"]] * 2
 
 
 def upstream_args() -> argparse.Namespace:
