@@ -3,7 +3,8 @@ cluster of namespaces (tests/cluster), which not every machine allows.
 
 Tests marked `nightly` are the cases of a large set that the suite leaves to .ci/nightly: they run with NIGHTLY=1 only.
 
-No property fails because a machine is slow: hypothesis has a deadline of its own for each example otherwise.
+No property fails because a machine is slow: hypothesis has a deadline of its own for each example otherwise. Nor by
+chance: the suite tries the same examples each time, the nightly run others.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ FIRST = (
     "unit/megatron/adapters/test_faults.py", "unit/megatron/checkpointing/store/bucket/test_prefix.py",
     "unit/megatron/checkpointing/store/bucket/test_saving.py",
 )  # fmt: skip
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=NIGHTLY not in os.environ
+)
 settings.load_profile("any machine")
 # What a command prints into a pipe must not depend on the terminal of pytest. Its width is in the environment that
 # processes inherit once readline was imported, where os.environ does not show it.

@@ -227,8 +227,9 @@ def test_what_ranks_refuse_over_hosts_is_not_tried_again(
 ) -> None:
     """The first only the ranks can see, by the names that hosts have for themselves; a spare has joined by then."""
     job = preset.job(
-        f"refusal{flags[0]}", cluster.compute_nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory"
-    )
+        f"refusal{flags[0]}", cluster.compute_nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", HEARTBEAT_TIMEOUT="100",
+        ENGINE="memory",
+    )  # fmt: skip
     racks = job.directory / "racks"
     racks.write_text("another 0\n")
     job.settings["EXTRA_ARGS"] += " ".join(["", *flags]).replace("racks", str(racks))

@@ -111,7 +111,7 @@ def test_megatron_launch_in_an_allocation(cluster: Cluster, preset: Preset, slur
     script = f'scontrol show hostnames "$SLURM_JOB_NODELIST" > {hosts}; exec bash {SCRIPT}'
     settings = (f"HOSTFILE={hosts}", "LAUNCHER=fork", "MAX_RESTARTS=3", f"GPUS_PER_NODE={RANKS_PER_NODE}")
     allocation = (f"--nodes={len(nodes)}", f"--ntasks-per-node={RANKS_PER_NODE}", named_nodes(job))
-    job.command = ("salloc", *allocation, "env", *settings, "bash", "-c", script)
+    job.command = ("salloc", *allocation, "env", *settings, "HEARTBEAT_TIMEOUT=100", "bash", "-c", script)
     assert job.start().wait(HANGS_S) == 0, job.log[-6000:]
     assert job.hosts(0) == [node.name for node in nodes for _ in range(RANKS_PER_NODE)]
 

@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Sequence
 
 import pytest
 
-from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import Preset
+from tests.cluster.cluster import Cluster, Node
+from tests.cluster.jobs import Job, Preset
 from tests.dist.harness import HANGS_S, losses, wait_for
 
 pytestmark = pytest.mark.slow
+DEADLINES = ("0.2", "1", "4")  # minutes
+
+
+def trains(
+    preset: Preset, name: str, nodes: Sequence[Node], flags: str = "", **settings: str
+) -> tuple[Job, subprocess.Popen[bytes], str]:
+    """A job of which all ranks have done two iterations, its launch, and its deadline for what it waits for.
+
+    On a machine that is so busy that ranks wait for one another as long as the first deadline says, it ends before;
+    then another one gets longer. The longest is more than any machine needs.
+    """
+    for minutes in DEADLINES:
+        job, deadline = preset.job(f"{name}_{minutes}", nodes), f"--distributed-timeout-minutes {minutes}"
+        job.settings |= {"ITERS": "100000", "HOSTFILE": str(preset.hostfile(job)), "TRACE_DIR": str(job.trace)}
+        job.settings |= {"EXTRA_ARGS": f"--split 100,0,0 {flags} {deadline}"} | settings
+        started = job.start()
+        if done_by_all(job, started):
+            return job, started, deadline
+        started.wait(HANGS_S)
+    pytest.fail(job.log[-6000:])
+
+
+def done_by_all(job: Job, started: subprocess.Popen[bytes]) -> bool:
+    """Whether all ranks have done two iterations; False if the launch has ended before."""
+
+    def done() -> bool:
+        return job.trace.exists() and all(2 in losses(job.trace, 0, rank) for rank in range(job.world_size))
+
+    wait_for(lambda: started.poll() is not None or done(), "two iterations")
+    return started.poll() is None
 
 
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.nightly(minutes=1))])
 def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(launcher: str, cluster: Cluster, preset: Preset) -> None:
     near, cut = cluster.compute_nodes[:2]
-    job = preset.job(f"cut_link_{launcher}", [near, cut], ITERS="100000", SAVE_INTERVAL="100000", LAUNCHER=launcher)
-    deadline = "--distributed-timeout-minutes 0.25"
-    job.settings |= {"HOSTFILE": str(preset.hostfile(job)), "EXTRA_ARGS": f"{job.settings['EXTRA_ARGS']} {deadline}"}
-    started = job.start()
-    ranks = range(job.world_size)
-    wait_for(
-        lambda: (
-            started.poll() is not None
-            or (job.trace.exists() and all(2 in losses(job.trace, 0, rank) for rank in ranks))
-        ),
-        "two iterations",
-    )
-    assert started.poll() is None, job.log[-6000:]
+    job, started, deadline = trains(preset, f"cut_{launcher}", [near, cut], SAVE_INTERVAL="100000", LAUNCHER=launcher)
     cut.cut_link()
     try:
         assert started.wait(HANGS_S) != 0
@@ -57,14 +77,9 @@ def test_a_disk_that_hangs_is_named(cluster: Cluster, preset: Preset) -> None:
     device = nodes[0].run("findmnt", "-n", "-o", "SOURCE", mounted).stdout.strip()
     nodes[1].run("mount", device, mounted)
 
-    job = preset.job("frozen", nodes, ITERS="100000", SAVE_INTERVAL="9", LAUNCHER="fork", SAVE_DIR=str(mounted / "c"))
-    job.settings |= {"TRACE_DIR": str(job.trace), "HOSTFILE": str(preset.hostfile(job))}
-    flags = "--split 100,0,0 --keep-last 2 --distributed-timeout-minutes 0.15"
-    started = job.start(EXTRA_ARGS=flags)
-    wait_for(
-        lambda: started.poll() is not None or (job.trace.exists() and 2 in losses(job.trace, 0, 0)), "two iterations"
+    job, started, _ = trains(
+        preset, "frozen", nodes, "--keep-last 2", SAVE_INTERVAL="9", LAUNCHER="fork", SAVE_DIR=str(mounted / "c")
     )
-    assert started.poll() is None, job.log[-6000:]
     nodes[0].run("fsfreeze", "--freeze", mounted)
     try:
         wait_for(lambda: "error on rank" in job.log or started.poll() is not None, "a message")

@@ -183,8 +183,8 @@ ALIKE |= {"refused by all": ", ".join(REFUSED_BY_ALL)}
 SHOWN = [heading for heading in COLUMNS if heading not in ALIKE]
 
 
-def _children() -> int:
-    return len(psutil.Process().children(recursive=True))
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def observe(name: str, directory: Path) -> dict[str, str]:
@@ -193,7 +193,7 @@ def observe(name: str, directory: Path) -> dict[str, str]:
     subject = Subject(name)
     try:
         saved = subject.save(example_states(), directory / "saved")
-        started = _children() - before
+        started = len(_children() - before)  # those of others may end meanwhile
         synchronised = subject.save(example_states(), directory / "synchronised", fsync=True, checksum=False)
         seen = Seen(subject, directory, saved, synchronised, started)
         return {heading: observed(seen) for heading, observed in COLUMNS.items()}

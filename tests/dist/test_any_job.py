@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.net.free_port import free_port
 from restart_trace.schema import check_record
 from tests.dist.harness import Run, Zygote, records
 from tests.dist.job_table import Logs, check_row, clock, covered, enough, matched, operations, sizes
@@ -284,9 +285,13 @@ def test_a_shell_script_is_traced_and_its_job_the_row_of_the_table(program: str,
     plain, traced = tmp_path / "plain", tmp_path / "traced"
     for directory in (plain, traced):
         directory.mkdir()
-    width = "2048" if program == SPAWNING else str(WIDTH)  # of one layer, and of four
-    untraced = subprocess.run([script], env=environment() | {"WIDTH": width}, cwd=plain, capture_output=True, text=True)
-    done = trace_command(traced, str(script), WIDTH=width)
+
+    def given() -> dict[str, str]:
+        width = "2048" if program == SPAWNING else str(WIDTH)  # of one layer, and of four
+        return {"WIDTH": width, "PORT": str(free_port())}
+
+    untraced = subprocess.run([script], env=environment() | given(), cwd=plain, capture_output=True, text=True)
+    done = trace_command(traced, str(script), **given())
     assert (done.returncode, untraced.returncode) == (0, 0), done.stderr[-3000:] + untraced.stderr[-3000:]
     logs = printed(traced)
     assert [re.findall(r"^step .*", log, re.MULTILINE) for log in logs] == [
@@ -306,7 +311,7 @@ def test_a_shell_script_is_traced_and_its_job_the_row_of_the_table(program: str,
             break
         again = tmp_path / f"again{attempt}"
         again.mkdir()
-        assert trace_command(again, str(script), WIDTH=width).returncode == 0
+        assert trace_command(again, str(script), **given()).returncode == 0
         trace_dir = again / "trace"
     assert enough(shares), shares
     check_row(f"job.sh {program}", traced / "trace", [logs], report, saved.stat().st_size, shares)

@@ -49,7 +49,10 @@ def trained(directory: Path, plan: Plan) -> Path:
         return started[-1]
 
     try:
-        coordinator = start(*LAUNCHER, "coordinate", "--nnodes", "2", "--port-file", str(directory / "port"), *script)
+        coordinator = start(
+            *LAUNCHER, "coordinate", "--nnodes", "2", "--heartbeat-timeout", str(HANGS_S), "--port-file",
+            str(directory / "port"), *script,
+        )  # fmt: skip
         wait_for((directory / "port").exists, "the coordinator")
         where = "127.0.0.1:" + (directory / "port").read_text().strip()
         agents = ["2", "--coordinator", where, "--node-rank", "NODE", "--address", "127.0.0.1", *script]

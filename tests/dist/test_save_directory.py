@@ -19,7 +19,7 @@ import pytest
 
 from megatron.checkpointing.store.search import discover
 from megatron.net.free_port import free_port
-from tests.dist.harness import LLAMA_STYLE, ROOT, end_all, losses, processes_with, records, wait_for
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, end_all, losses, processes_with, records, wait_for
 from tests.dist.tiny_runs import NO_DROPOUT
 
 TRAINING = [
@@ -33,7 +33,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 FORK = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", PROGRAM]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
 MARK = "SAVE_DIRECTORY_TEST"
-PATIENCE_S = 200.0
 
 
 @dataclass
@@ -101,7 +100,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, dataset: list[str], launc
     assert_nothing_is_lost(save)
     before = committed(save)
     with job(save, dataset, FORK, "--exit-interval", "5") as second:
-        assert second.process.wait(PATIENCE_S) == 0, second.log.read_text()[-3000:]
+        assert second.process.wait(HANGS_S) == 0, second.log.read_text()[-3000:]
     assert_nothing_is_lost(save)
     assert before < committed(save)
     one, other = (losses(save / "restart_trace", cycle) for cycle in (0, 1))
@@ -115,18 +114,18 @@ def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[
     with job(save, dataset, ALONE, *engine) as first:
         more_commits(save, 1)
         with job(save, dataset, ALONE, *engine) as refused:
-            assert refused.process.wait(PATIENCE_S) == 2
+            assert refused.process.wait(HANGS_S) == 2
         (error,) = refused.errors()
         assert re.search(rf"--save {save}: launch \w+ \(generation 1, .*pid {first.process.pid}, .*--take-over", error)
         more_commits(save, len(committed(save)))  # the first one is not disturbed
 
         with job(save, dataset, ALONE, *engine, "--take-over", "--exit-interval", "50") as second:
-            assert first.process.wait(PATIENCE_S) == 2
+            assert first.process.wait(HANGS_S) == 2
             (error,) = first.errors()
             assert re.search(rf"launch \w+ \(generation 2, .*pid {second.process.pid}, .*has superseded", error)
             told = first.log.read_text()
             assert "Traceback" not in told and told.count("has superseded this one") == 1
-            assert second.process.wait(PATIENCE_S) == 0, second.log.read_text()[-3000:]
+            assert second.process.wait(HANGS_S) == 0, second.log.read_text()[-3000:]
     assert_nothing_is_lost(save)
     assert json.loads((save / ".generations" / "00000002").read_text())["pid"] == second.process.pid
     assert [path.name for path in save.glob(".incomplete_*")] == []
@@ -140,8 +139,8 @@ def test_two_keepers(tmp_path: Path, dataset: list[str]) -> None:
     with job(save, dataset, FORK, *keep) as first:
         more_commits(save, 3)
         with job(save, dataset, FORK, *keep, "--take-over", "--exit-interval", "40") as second:
-            assert first.process.wait(PATIENCE_S) != 0
-            assert second.process.wait(PATIENCE_S) == 0, second.log.read_text()[-3000:]
+            assert first.process.wait(HANGS_S) != 0
+            assert second.process.wait(HANGS_S) == 0, second.log.read_text()[-3000:]
     candidates, problems = discover(save, None)
     assert problems == [] and "passed over" not in second.log.read_text()
     steps = sorted(int(tag.removeprefix("global_step")) for tag in committed(save))
@@ -153,7 +152,7 @@ def test_a_launch_that_is_superseded_after_its_last_save_says_so(tmp_path: Path,
     """Its checkpoint is there, and the later launch may not have seen it."""
     script = Path(__file__).with_name("scripts") / "superseded_at_the_end.py"
     with job(tmp_path / "save", dataset, [sys.executable, str(script)], "--exit-interval", "2") as launch:
-        assert launch.process.wait(PATIENCE_S) == 2
+        assert launch.process.wait(HANGS_S) == 2
         (error,) = launch.errors()
         assert "has superseded this one" in error
     assert_nothing_is_lost(tmp_path / "save")

@@ -15,8 +15,8 @@ import pytest
 from megatron.checkpointing.store.search import discover
 from megatron.net.free_port import free_port
 from megatron.processes.standby import WAITS
-from tests.dist.harness import records, wait_for
-from tests.dist.test_save_directory import ALONE, DEEPSPEED, FORK, PATIENCE_S, PROGRAM, TORCHRUN, Job, job, more_commits
+from tests.dist.harness import HANGS_S, records, wait_for
+from tests.dist.test_save_directory import ALONE, DEEPSPEED, FORK, PROGRAM, TORCHRUN, Job, job, more_commits
 from tests.dist.tiny_runs import load_file
 
 ON_A_NODE = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "1"]
@@ -62,7 +62,7 @@ def test_data_workers_do_not_end_before_the_rank_has_saved(
     with job(save, without_workers_of_its_own(dataset), command, "--exit-signal-handler") as started:
         more_commits(save, 0)
         ask(started)
-        code = started.process.wait(PATIENCE_S)
+        code = started.process.wait(HANGS_S)
         wait_for(lambda: started.processes() == [], "the end of all processes")
         told = started.log.read_text()
     stopped = re.search(r"stopping after iteration (\d+): SIGTERM was received", told)
@@ -88,7 +88,7 @@ def test_the_launcher_waits_for_the_save_that_an_exit_signal_asks_for(
         if options:
             wait_for(lambda: [one.name() for one in started.processes()].count(WAITS) == 2, "the standby ranks")
         to_all(started, signal.SIGUSR1)
-        code = started.process.wait(PATIENCE_S)
+        code = started.process.wait(HANGS_S)
         wait_for(lambda: started.processes() == [], "the end of all processes")
         told = started.log.read_text()
     assert code == 0 and "SIGUSR1 was received and passed on to the ranks" in told, told[-4000:]
@@ -103,7 +103,7 @@ def test_a_stop_during_the_start_ends_it_at_once(tmp_path: Path, dataset: list[s
         trace = save / "restart_trace"
         wait_for(lambda: trace.is_dir() and any(r.get("phase") == "imports" for r in records(trace)), "the imports")
         started.process.send_signal(signal.SIGTERM)
-        assert started.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert started.process.wait(HANGS_S) == 128 + signal.SIGTERM
         wait_for(lambda: started.processes() == [], "the end of all processes")
         told = started.log.read_text()
     assert "SIGTERM was received and passed on to the ranks" in told
@@ -118,7 +118,7 @@ def test_a_stop_that_takes_longer_than_the_launcher_waits_is_told_of(tmp_path: P
     with job(save, dataset, fork, "--exit-signal-handler") as started:
         wait_for(lambda: "a stop takes" in started.log.read_text(), "the warning")
         started.process.send_signal(signal.SIGTERM)
-        assert started.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert started.process.wait(HANGS_S) == 128 + signal.SIGTERM
         told = started.log.read_text()
     assert told.count("the ranks are killed 0 s after the signal (MEGATRON_SHUTDOWN_TIMEOUT") == 1
     assert "killed after --shutdown-timeout 0, since they had not ended after SIGTERM: ranks 0, 1" in told
@@ -145,7 +145,7 @@ def test_an_evaluation_ends_early(tmp_path: Path, dataset: list[str], name: str)
         trace = save / "restart_trace"
         wait_for(lambda: trace.is_dir() and any(r.get("step") == 2 for r in records(trace)), "iteration 2")
         started.process.send_signal(signal.Signals[name])
-        assert started.process.wait(PATIENCE_S) == 0
+        assert started.process.wait(HANGS_S) == 0
         told = started.log.read_text()
     assert re.search(rf"validation after iteration 2 ends after \d+ of {batches} batches: {name} was received", told), (
         told

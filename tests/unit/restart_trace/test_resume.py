@@ -96,9 +96,9 @@ def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
     whole = time.monotonic() - injected
 
     report = to_dict(analyse(load_trace(tmp_path)).report)
-    kinds = {problem["kind"] for problem in report["problems"]}
-    assert kinds - {"low_coverage"} == {"unfinished_operation"}  # a loaded machine gets between two spans of a few ms
-    assert report["problems"][0]["data"]["last_phases"] == {"collect": [0, 1]}
+    # A loaded machine gets between two spans of a few ms.
+    (problem,) = [problem for problem in report["problems"] if problem["kind"] != "low_coverage"]
+    assert (problem["kind"], problem["data"]["last_phases"]) == ("unfinished_operation", {"collect": [0, 1]})
     assert [(save["tag"], save["outcome"]) for save in report["saves"]] == [
         ("global_step5", "ok"),
         ("global_step99", "unfinished"),

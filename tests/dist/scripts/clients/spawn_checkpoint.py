@@ -1,12 +1,11 @@
 # type: ignore  (as users write it)
 """A DDP training that starts its ranks itself, as PyTorch's DDP tutorial shows it; it knows nothing of being traced.
 
-spawn_checkpoint.py [STEPS]
+spawn_checkpoint.py [STEPS]; PORT: where its ranks meet
 """
 
 import contextlib
 import os
-import socket
 import sys
 import time
 
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def setup(rank, world_size, port):
     os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_PORT"] = port
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
 
@@ -52,7 +51,4 @@ def run(rank, *arguments):
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, args=(2, port, int(sys.argv[1]) if len(sys.argv) > 1 else 3), nprocs=2, join=True)
+    mp.spawn(run, args=(2, os.environ["PORT"], int(sys.argv[1]) if len(sys.argv) > 1 else 3), nprocs=2, join=True)

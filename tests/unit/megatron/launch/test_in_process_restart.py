@@ -20,6 +20,7 @@ import pytest
 from megatron.launch.cli import parse_arguments
 from megatron.launch.ranks import Forks, Ranks
 from megatron.processes import in_process_restart
+from tests.descriptors import open_descriptors
 from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
 
 # A rank of the starts before the last waits for another one, over a connection of its process.
@@ -152,7 +153,8 @@ def test_a_rank_that_does_not_return_is_killed_and_forked_anew(start: Start) -> 
         job.note(f"waits_{rank}_0")
     os.kill(job.pid(1), signal.SIGKILL)
     assert job.pid(0, 1) != job.pid(0)
-    assert "killed after --return-timeout 0.5, since they had not returned: ranks 0\n" in job.said
+    # Rank 2 may need longer, too, on a busy machine.
+    assert re.search(r"killed after --return-timeout 0\.5, since they had not returned: ranks 0(, 2)?\n", job.said)
 
 
 def test_a_rank_that_is_killed_at_once_has_time_to_end() -> None:
@@ -163,6 +165,15 @@ def test_a_rank_that_is_killed_at_once_has_time_to_end() -> None:
         told = ranks.kill_overdue(0.0)
     assert told == "killed after --return-timeout 0, since they had not returned: ranks 3"
     assert ranks.deadline is not None and ranks.deadline >= before + 1
+
+
+def test_a_rank_that_has_returned_is_not_killed_for_one_that_has_not() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as late, subprocess.Popen(["sleep", "1000"]) as returned:
+        told = Ranks({late.pid: 1, returned.pid: 2}, deadline=0.0, returned={returned.pid}).kill_overdue(0.0)
+        ended, lives = late.wait(300), returned.poll() is None
+        returned.kill()
+    assert told == "killed after --return-timeout 0, since they had not returned: ranks 1"
+    assert ended == -signal.SIGKILL and lives
 
 
 def test_a_rank_that_cannot_be_told_of_its_start_is_killed_so_that_it_is_forked_anew(
@@ -443,7 +454,7 @@ while not restart.is_asked():
     time.sleep(0.01)
 time.sleep(0.3)
 other.sendall(b"the rest")
-assert len(ours.recv(100)) == 25
+assert len(ours.recv(25, socket.MSG_WAITALL)) == 25
 assert ours.recv(1) == b"", "it is shut then"
 called.wait()
 assert to_store.recv(9) == b"an object", "this one goes to no rank"
@@ -463,12 +474,12 @@ def test_connections_are_shut_when_nothing_is_under_way() -> None:
 def test_a_descriptor_that_is_no_socket_any_more_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may close a socket after it was listed, and open a file in its place."""
     with (tmp_path / "file").open("wb") as file:
-        before = psutil.Process().num_fds()
+        before = open_descriptors()
         with monkeypatch.context() as patched:
             patched.setattr(in_process_restart.os, "readlink", lambda _: "socket:[1]")
             patched.setattr(in_process_restart.os, "listdir", lambda _: [str(file.fileno())])
             in_process_restart.shut_connections()
-        assert psutil.Process().num_fds() == before
+        assert open_descriptors() - before == set()
         file.write(b"still open")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -23,6 +22,7 @@ import pytest
 
 from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.write import write_run
+from megatron.net.free_port import free_port
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, result
 from tests.unit.tools.ckpt_analysis.metrics.test_absent_records import strip
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import analysis_of
@@ -220,9 +220,7 @@ def prometheus(directory: Path, target_port: int) -> Iterator[Server]:
     ]
     config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrape}
     (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["prometheus", f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
     with (directory / "log").open("w") as log:
         server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
