@@ -7,6 +7,7 @@ secret. Passwords in URLs are removed everywhere.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ _FLAG = re.compile(r"^--?[A-Za-z][\w.-]*$")
 _HEADER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 
 
+@functools.lru_cache(maxsize=4096)  # a rank that starts again in its process redacts the same words
 def is_secret_name(name: str) -> bool:
     """Whether the name of a flag or variable indicates that it holds a secret."""
     bare = name.lstrip("-")
@@ -35,6 +37,7 @@ def is_secret_name(name: str) -> bool:
     return words[-1] in _SECRET_ENDINGS or any(word in _SECRET_WORDS for word in words)
 
 
+@functools.lru_cache(maxsize=4096)
 def redact_text(text: str) -> str:
     """`text` without passwords in URLs, values of secret assignments, and authorization headers."""
     text = text.encode("utf-8", "replace").decode("utf-8")  # an argument that is not UTF-8 could not be written

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -91,6 +92,7 @@ def on_off(text: str) -> bool:
     return text == "on"
 
 
+@functools.cache
 def spec_of(field: dataclasses.Field[Any]) -> FlagSpec | None:
     """The flag that sets `field`, or None when no flag does."""
     if _KEY not in field.metadata:

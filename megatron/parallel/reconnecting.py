@@ -47,6 +47,10 @@ class ReconnectingGroup(dist.ProcessGroup):
             self._use(gloo, dist.ProcessGroup.BackendType.GLOO)
             self.is_connected = True
 
+    def connect_as(self, other: ReconnectingGroup) -> None:
+        """Take over the connections of a group of the same ranks in the same order, and the same timeout."""
+        self.inner, self.is_connected = other.inner, other.is_connected
+
     def disconnect(self) -> None:
         self.is_connected = False
         self._use(FakeProcessGroup._create_internal(self.rank(), self.size()), dist.ProcessGroup.BackendType.CUSTOM)
@@ -106,9 +110,19 @@ def create_world(rank: int, world_size: int, timeout: Any) -> None:
 
 
 def connect_groups(store: Any) -> None:
-    """Connect all groups of this process with those of the other ranks, which meet at `store`; collective."""
-    for group in _groups:
-        group.connect(store)
+    """Connect all groups of this process with those of the other ranks, which meet at `store`; collective.
+
+    The smallest first: most of these are of ranks that wait for the one that is started anew, which all others need.
+    Groups of the same ranks share their connections.
+    """
+    connected: dict[Any, ReconnectingGroup] = {}
+    for group in sorted(_groups, key=lambda one: one.size()):  # stable: the same order on all ranks
+        alike = (tuple(dist.get_process_group_ranks(group)), group.timeout)
+        if alike in connected:
+            group.connect_as(connected[alike])
+        else:
+            group.connect(store)
+            connected[alike] = group
 
 
 def disconnect_groups() -> None:

@@ -41,6 +41,7 @@ _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _QUIET_S = 0.03  # without a transfer, before connections are shut
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
+_LOST_AFTER = 2  # timeouts in a row of what is sent: the first two take 0.6 s
 _STUCK_ROUNDS = 10  # of shutting connections, for a collective to end; more time where processors are busy
 _THREADS_S = 5.0  # for threads of the start before to end
 _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
@@ -371,10 +372,17 @@ def wait_for_transfers(left: threading.Event) -> None:
 
 
 def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:
-    """Whether bytes have arrived that are not read, or have been sent that have not arrived (tcp(7), SIOCINQ)."""
+    """Whether bytes have arrived that are not read, or have been sent and may still arrive (tcp(7), SIOCINQ)."""
     with contextlib.suppress(OSError):
-        return any(any(fcntl.ioctl(one, request, bytes(4))) for request in watched)
+        found = [request for request in watched if any(fcntl.ioctl(one, request, bytes(4)))]
+        return found == [termios.TIOCOUTQ] and _is_answered(one) or termios.FIONREAD in found
     return False
+
+
+def _is_answered(one: socket.socket) -> bool:
+    """Whether its other end acknowledges: what the host of a lost node was sent is sent again and again (tcp(7))."""
+    retransmits = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2]
+    return retransmits < _LOST_AFTER
 
 
 def _connections() -> Iterator[socket.socket]:

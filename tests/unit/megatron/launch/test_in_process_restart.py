@@ -540,6 +540,24 @@ def test_connections_are_shut_at_once_where_nothing_was_exchanged(before: str, s
     assert done.returncode == 0, done.stderr
 
 
+def test_what_was_sent_to_a_lost_host_is_not_waited_for() -> None:
+    """A filter drops what comes to the other end, so that nothing that is sent there is acknowledged."""
+    done = returning("""
+import ctypes, fcntl, struct, termios
+drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0, no byte of the packet
+SO_ATTACH_FILTER = 26
+other.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop)))
+restart._SENT_S = 600.0
+ours.sendall(b"to a lost host")
+assert restart._has_bytes(ours, [termios.TIOCOUTQ]), "it may still arrive"
+restart._wait_until_sent()
+restart.wait_for_transfers(threading.Event())
+assert any(fcntl.ioctl(ours, termios.TIOCOUTQ, bytes(4))), "it has not arrived"
+os._exit(0)
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_ends_whose_exchange_does_not_end_with_its_connection() -> None:
     """gloo wakes no wait for a message of which a part has arrived: it would be killed after --return-timeout."""
     done = returning(
