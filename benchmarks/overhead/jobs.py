@@ -19,6 +19,7 @@ from benchmarks.common.ranks import ROOT, MeasurementError, own_directory
 from benchmarks.common.rounds import add_directory, add_repeat, in_turn
 from benchmarks.overhead.client import call_s
 from benchmarks.overhead.report import TARGET, spread, table_of
+from megatron.net.free_port import free_port
 from tools.common.cli import make_parser
 from tools.common.machine import machine
 
@@ -136,7 +137,7 @@ def measure(name: str, directory: Path, arguments: argparse.Namespace, *, traced
     environment = kept | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": str(_RANKS), "WIDTH": str(arguments.width),
-        "SAVE_EVERY": str(arguments.save_every),
+        "SAVE_EVERY": str(arguments.save_every), "PORT": str(free_port()),
     }  # fmt: skip
     command = JOBS[name].command(steps_of(name, arguments))
     if traced:
