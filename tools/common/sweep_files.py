@@ -10,8 +10,10 @@ OUT/aside/NAME.N/       cells that a kill interrupted, or whose failure was repe
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -84,10 +86,20 @@ class Cell:
         return f"{self.index:04d}_r{self.repeat}_{words}"
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether it is a replay that divides the model itself among its ranks, by --sharding full in its flags."""
+        if self.mode != "replay":
+            return False
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--sharding", nargs="?")  # without a value the replay refuses it
+        return parser.parse_known_args(shlex.split(self.settings.get("flags", "")))[0].sharding == "full"
+
+    @property
     def plan_name(self) -> str:
         """Of the plan of its checkpoint."""
         vocabulary = self.settings.get("vocab_size")
-        return f"{self.model}_{self.layout}_{self.engine}{f'_vocab{vocabulary}' if vocabulary else ''}"
+        divided = "_fully_sharded" if self.fully_sharded else ""
+        return f"{self.model}_{self.layout}_{self.engine}{f'_vocab{vocabulary}' if vocabulary else ''}{divided}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"name": self.name}

@@ -90,6 +90,8 @@ def _plan(cell: Cell) -> dict[str, Any]:
     if cell.engine in (*RAW, CONNECTOR):
         what = RAW.get(cell.engine, "a library, which divides its files itself")
         return {"error": f"{cell.engine} is {what}; ckpt-plan knows the files of engines", "command": []}
+    if cell.fully_sharded:
+        return {"error": "--sharding full: ckpt-plan knows the files of ZeRO-1 alone", "command": []}
     words = ["--model", cell.model, "--engine", cell.engine]
     words += ["--tp", str(cell.tp), "--pp", str(cell.pp), "--dp", str(cell.dp), "--format", "json"]
     if "vocab_size" in cell.settings:

@@ -66,6 +66,17 @@ def test_all_saves_that_a_replay_keeps_are_counted(asked: Path) -> None:
     assert {sizes.written(cell) for cell in cells} == {7 << 20}
 
 
+def test_the_plan_of_a_training_is_none_of_a_replay_with_another_sharding(
+    asked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked.write_text(FILE.replace("limit_bytes: 1MiB}", "limit_bytes: 1MiB, flags: --sharding full}"))
+    lines = dry_run(capsys, asked, "--models", "1b", "--engines", "lazy")
+    (reason,) = [line for line in lines if line.startswith("no plan of")]
+    assert reason == "no plan of 1 layout: --sharding full: ckpt-plan knows the files of ZeRO-1 alone"
+    cells = {cell[3]: cell[-3:] for cell in (line.split() for line in lines if line[:1].isdigit())}
+    assert cells["replay"] == ["-", "-", "-"] and "-" not in cells["train"]  # files, bytes, what it writes
+
+
 def test_a_part_of_it(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, asked, "--models", "1b", "--engines", "lazy, none")
     assert lines[-4] == "parts: 8 cells in 2 repeats: 2 storage, 2 replay, 4 train"
