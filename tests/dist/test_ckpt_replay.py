@@ -18,6 +18,8 @@ from megatron.fileio.objects.s3 import Bucket
 from tests.dist.harness import ROOT, records, wait_for
 from tests.object_storage import BUCKET, FaultProxy, environment_of, serving
 from tools.ckpt_analysis.cli import main as analysis
+from tools.ckpt_analysis.ingest.load import load_trace
+from tools.ckpt_analysis.report import analyse
 from tools.ckpt_replay.cli import main as replay_here
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
@@ -261,6 +263,9 @@ def test_libraries_that_save_in_the_background(
     assert flushes == ({"write", "fsync"} if durability == "fsync" else {"write"})
     assert {span["bytes"] for span in spans if span.get("detail") == "write"} == set(found["written_bytes"])
     assert all(span["start_ns"] <= span["end_ns"] for span in spans)
+    saves = analyse(load_trace(tmp_path / "trace")).report.saves
+    assert {save.durable for save in saves} == {durability == "fsync"}
+    assert {save.durable_s is not None for save in saves} == {durability == "fsync"}
     # The steps that are simulated meanwhile, on the main thread, are no part of the save.
     assert {span.get("thread") for span in spans if span.get("blocking") is False} == {"commit"}
 
@@ -311,6 +316,8 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     assert found["engines"]["lazy"]["operations"]["save"]["requests"] >= 4
     spans = [record for record in records(tmp_path / "trace") if record["type"] == "span"]
     assert {"upload", "download"} <= {span.get("detail") for span in spans}
+    for save in analyse(load_trace(tmp_path / "trace")).report.saves:
+        assert save.durable and save.durable_s, save.engine
     assert not list((tmp_path / "node").glob("*")), "something was left"
 
 

@@ -151,6 +151,7 @@ class CollectiveDcp:
         op.num_files = min(self._threads, tensors)
 
     def _complete(self, op: Operation, place: Path) -> None:
+        op.durable = False
         if self._fsync:
             make_durable(op, self._unflushed(place), place, self._wait_for_all)
 

@@ -66,7 +66,7 @@ class Connector:
         with self._recorder.operation("save", tag=names.tag_of(step), step=step, engine=kind) as op:
             done = LibrarySave(op, now_ns())
             content = self._names.content(files)
-            writer, spent, plans = _writer(str(place), self._threads, self._config)
+            writer, spent, plans, published = _writer(str(place), self._threads, self._config)
             save(content, storage_writer=writer)
             done.committed_ns = now_ns()
             done.blocked_ns = done.committed_ns - done.start_ns
@@ -76,7 +76,12 @@ class Connector:
             op.num_files = min(self._threads, tensors)
             op.add("barrier", None, done.start_ns, begun)
             op.add("flush", "upload", begun, ended, num_bytes=op.bytes)
+            for first, last in published:  # on rank 0: of the metadata, without which nothing is a checkpoint
+                op.add("barrier", None, ended, first)
+                op.add("commit", "publish", first, last)
+                ended = last
             op.add("barrier", None, ended, done.committed_ns)
+            op.durable = True  # the store has answered each request that completes an object
         return done
 
     def load_into(
@@ -103,28 +108,30 @@ def _timed(
 ) -> Callable[..., Any]:
     """`call`, whose begins and ends `spent` gets, and `plans` its first argument."""
 
-    def timed(*arguments: Any) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
         if plans is not None:
             plans.append(arguments[0])
         begun = now_ns()
         try:
-            return call(*arguments)
+            return call(*arguments, **named)
         finally:
             spent.append((begun, now_ns()))
 
     return timed
 
 
-def _writer(uri: str, threads: int, config: Any) -> tuple[Any, list[tuple[int, int]], list[Any]]:
+def _writer(uri: str, threads: int, config: Any) -> tuple[Any, list[tuple[int, int]], list[Any], list[tuple[int, int]]]:
+    """(writer of DCP; begin and end of its write of this rank's tensors, with the plan of it; and of its metadata)."""
     from s3torchconnector.dcp import S3StorageWriter
     from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
     region, client = _client(config)
-    writer, spent, plans = S3StorageWriter(region, uri, thread_count=threads), [], []
+    writer, spent, plans, published = S3StorageWriter(region, uri, thread_count=threads), [], [], []
     writer.fs = S3FileSystem(region, s3_client=client)
     writer.fs.init_path(uri)
     writer.write_data = _timed(writer.write_data, spent, plans)
-    return writer, spent, plans
+    writer.finish = _timed(writer.finish, published)
+    return writer, spent, plans, published
 
 
 def _reader(uri: str, config: Any) -> tuple[Any, list[tuple[int, int]]]:

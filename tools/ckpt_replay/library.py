@@ -96,7 +96,7 @@ class BackgroundSave(LibrarySave):
 
 
 def make_durable(op: Operation, files: Iterable[Path], place: Path, wait_for_all: Callable[[], None]) -> None:
-    """Flush `files`, in the checkpoint `place`, and the names; returns when all ranks have."""
+    """Flush `files`, in the checkpoint `place`, and the names, which is its commit; returns when all ranks have."""
     with op.span("flush", "fsync", blocking=False):
         for path in files:
             descriptor = open_file(path, os.O_RDONLY)
@@ -104,10 +104,12 @@ def make_durable(op: Operation, files: Iterable[Path], place: Path, wait_for_all
                 sync_file(descriptor)
             finally:
                 os.close(descriptor)
+    with op.span("commit", "publish", blocking=False):
         sync_directory(place)
         sync_directory(place.parent)
     with op.span("barrier", blocking=False):
         wait_for_all()
+    op.durable = True
 
 
 class Library(Protocol[PlaceT]):

@@ -70,6 +70,7 @@ class TorchCheckpointing:
         """Wait for the other ranks, and until the checkpoint that all have written is on storage."""
         with op.span("barrier", blocking=False):
             self._wait_for_all()  # rank 0 changes the name of the directory once all have written
+        op.durable = False
         if self._fsync:
             files = [place / f"{item}_{self._rank}.pt" for item in items]
             make_durable(op, files, place, self._wait_for_all)
