@@ -1,4 +1,4 @@
-"""Helper processes of engines, and those of --export-hf-interval, forked instead of begun with an interpreter each.
+"""Helper processes of engines, exports and replays, forked instead of begun with an interpreter each.
 
 What they import takes two or three seconds of a processor. What such a process is given, what it does and how it ends
 is as ever. They are forked either from the process that begins them, a rank of the zygote, which has imported all that
@@ -7,7 +7,7 @@ a rank has a process group, which the helper of engine dcp-process makes for its
 
 They begin as users begin them in tests/unit/megatron/checkpointing/engines/test_fastpersist_process.py and
 test_dcp_process.py there, tests/unit/megatron/training/test_hf_exports.py, tests/conformance/test_engine_processes.py,
-one training of test_engines_training.py, and one of test_hf_exports.py.
+one training of test_engines_training.py, one of test_hf_exports.py, and one replay of test_ckpt_replay.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from megatron.processes import helper_process
 from megatron.processes.parent_process import end_with_parent
@@ -176,6 +176,21 @@ def installed(server: ForkServer) -> Iterator[None]:
         helper_process.subprocess = hf_exports.subprocess = before
 
 
+@contextmanager
+def forked_replays(server: ForkServer) -> Iterator[None]:
+    """In the body, a replay that this process runs (tools.ckpt_replay) has `server` fork what forks its ranks."""
+    from tools.ckpt_replay import launch
+
+    before = launch.subprocess
+    launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        **vars(subprocess) | {"Popen": functools.partial(ForkedModule, server)}
+    )
+    try:
+        yield
+    finally:
+        launch.subprocess = before
+
+
 class ForkedInterpreter:
     """What they use of subprocess.Popen([python, "-c", CODE], stdin=DEVNULL, env=..., pass_fds=... or stdout=PIPE)."""
 
@@ -218,6 +233,39 @@ class ForkedInterpreter:
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkedModule(ForkedInterpreter):
+    """What tools.ckpt_replay uses of subprocess.Popen([python, "-m", MODULE], stdin=PIPE, stdout=PIPE, ...)."""
+
+    def __init__(
+        self, server: ForkServer, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: bool, stdin: int,
+        stdout: int, stderr: IO[bytes],
+    ) -> None:  # fmt: skip
+        python, option, module = command
+        assert (python, option, text, stdin, stdout) == (sys.executable, "-m", True, subprocess.PIPE, subprocess.PIPE)
+        self.returncode = None
+        asked, ask = os.pipe()
+        answers, answer = os.pipe()
+        code = (
+            f"import os, sys; os.chdir({str(cwd)!r}); os.dup2({asked}, 0); sys.stdin = open(0, closefd=False)\n"
+            "sys.path[:0] = filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep))\n"
+            f"sys.argv[1:] = []; from {module} import main; main()"
+        )
+        self.pid = server.fork(code, env, [asked], (answer, stderr.fileno()))
+        os.close(asked)
+        os.close(answer)
+        self.stdin, self.stdout = os.fdopen(ask, "w"), os.fdopen(answers)
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = super().wait(timeout)
+        self.stdin.close()
+        self.stdout.close()
+        return code
 
 
 def _run(

@@ -1,4 +1,8 @@
-"""The replay end to end: real engines, real processes, files of some MiB on a real directory."""
+"""The replay end to end: real engines, real processes, files of some MiB on a real directory.
+
+Its command runs within this process, and the process of its ranks is forked (tests/dist/forked_writers.py); in
+`test_nothing_is_left_after_a_termination` both are interpreters, as users start them.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,22 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fileio.objects.bucket import open_bucket
 from megatron.fileio.objects.s3 import Bucket
-from tests.dist.harness import ROOT, records, wait_for
+from tests.dist.forked_writers import forked_replays
+from tests.dist.harness import ROOT, Zygote, records, wait_for
 from tests.object_storage import BUCKET, FaultProxy, environment_of, serving
 from tools.ckpt_analysis.cli import main as analysis
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.report import analyse
-from tools.ckpt_replay.cli import main as replay_here
+from tools.ckpt_replay.cli import main as run_replay
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
 
@@ -110,22 +118,46 @@ class Torn(CheckpointEngine):
 '''
 
 
-def replay(argv: list[str], directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *argv, "--dir", str(directory)], cwd=ROOT, env=os.environ | environment, capture_output=True,
-        text=True, check=False, timeout=300,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Replay:
+    """Runs the command for one test. Called: the exit code; then what it printed on stdout and on stderr."""
 
+    _capture: pytest.CaptureFixture[str]
 
-def figures(argv: list[str], directory: Path, **environment: str) -> dict[str, Any]:
-    done = replay([*argv, "--format", "json"], directory, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    def __call__(self, argv: list[str]) -> tuple[int, str, str]:
+        self._capture.readouterr()
+        open_bucket.cache_clear()  # each test has a server of its own
+        code, printed = run_replay(argv), self._capture.readouterr()
+        return code, printed.out, printed.err
+
+    def figures(self, argv: list[str], directory: Path) -> dict[str, Any]:
+        code, told, errors = self([*OPTIONS, *argv, "--format", "json", "--dir", str(directory)])
+        assert code == 0, errors
+        return json.loads(told)
+
+    def stored(self, argv: list[str]) -> dict[str, Any]:
+        """The report of a replay in object storage, which leaves nothing there."""
+        with serving() as server:
+            return self.stored_at(server.environment(), argv)
+
+    def stored_at(self, store: dict[str, str], argv: list[str]) -> dict[str, Any]:
+        """As `stored`, where the environment `store` leads to."""
+        with environment_of(store):
+            code, told, errors = self([*argv, "--format", "json"])
+            assert code == 0, errors
+            assert list(Bucket(BUCKET).list("")) == [], "something was left"
+        return json.loads(told)
 
 
 @pytest.fixture
-def with_plugins(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the engines of PLUGINS are installed."""
+def replay(zygote: Zygote, own_environment: None, capsys: pytest.CaptureFixture[str]) -> Iterator[Replay]:
+    with forked_replays(zygote.forks):
+        yield Replay(capsys)
+
+
+@pytest.fixture
+def with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here and in what is started, the engines of PLUGINS are installed."""
     site = tmp_path / "site"
     (site / "plugins-1.dist-info").mkdir(parents=True)
     (site / "plugin_engines.py").write_text(PLUGINS)
@@ -134,13 +166,14 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
         "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
         "flaky = plugin_engines:Flaky\npatchy = plugin_engines:Patchy\n"
     )
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
 
 
-def test_two_ranks_of_70b_with_two_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_of_70b_with_two_engines(tmp_path: Path, replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
     target, trace = tmp_path / "target", tmp_path / "trace"
     repeats = 1  # of more: test_engines_that_fail_are_named_and_the_others_are_measured
-    found = figures(
+    found = replay.figures(
         [
             "--model", "70b", "--tp", "8", "--pp", "8", "--ranks", "0-1", "--engine", "torch,lazy",
             "--repeat", str(repeats), "--cold", "--limit-bytes", "8MiB", "--steps-between", "0.2",
@@ -174,10 +207,10 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path, capsys: pytest.Captur
     _check_trace(trace, json.loads(capsys.readouterr().out), repeats)
 
 
-def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) -> None:
+def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path, replay: Replay) -> None:
     target, trace = tmp_path / "target", tmp_path / "trace"
     flags = ["--ranks", "0-1", "--repeat", "2", "--no-storage", "--trace-dir", str(trace)]
-    found = figures([*SMALL, *flags, "--engine", "memory,memory-peer"], target)
+    found = replay.figures([*SMALL, *flags, "--engine", "memory,memory-peer"], target)
     for name, engine in found["engines"].items():
         assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("MemoryEngine", True, None), name
         assert [len(engine[measure]["samples"]) for measure in ("in_memory_s", "load_warm_s")] == [2, 2]
@@ -193,20 +226,22 @@ def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) 
     [pytest.param([], 1, marks=pytest.mark.nightly(minutes=1)), (["--checkpoint-files-per-node", "3"], 3)],
     ids=str,
 )
-def test_files_that_ranks_share_beside_files_of_each_rank(tmp_path: Path, flags: list[str], files: int) -> None:
+def test_files_that_ranks_share_beside_files_of_each_rank(
+    tmp_path: Path, replay: Replay, flags: list[str], files: int
+) -> None:
     target = tmp_path / "target"
     argv = [*SMALL, "--ranks", "0-3", "--repeat", "1", "--no-storage", "--engine", "lazy,lazy-shared", "--keep", *flags]
-    found = figures(argv, target)["engines"]
+    found = replay.figures(argv, target)["engines"]
     for name, engine in found.items():
         assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("LazyEngine", True, None), name
     written = {name: len(list(target.glob(f"*/{name}/global_step*/*.safetensors"))) for name in found}
     assert written == {"lazy": 4, "lazy-shared": files}
 
 
-def test_compressed_files_beside_others(tmp_path: Path) -> None:
+def test_compressed_files_beside_others(tmp_path: Path, replay: Replay) -> None:
     """Of the same state, which is like that of a trained model."""
     argv = [*SMALL, "--ranks", "0-1", "--repeat", "1", "--no-storage", "--engine", "lazy,lazy-zstd", "--keep"]
-    found = figures(argv, tmp_path / "target")["engines"]
+    found = replay.figures(argv, tmp_path / "target")["engines"]
     for name, engine in found.items():
         assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("LazyEngine", True, None), name
     written = {
@@ -239,7 +274,7 @@ LIBRARIES = {
     ],
 )
 def test_libraries_that_save_in_the_background(
-    tmp_path: Path, durability: str, options: list[str], library: str
+    tmp_path: Path, replay: Replay, durability: str, options: list[str], library: str
 ) -> None:
     """What they load is what was saved; a save counts to the end of an fsync."""
     argv = [
@@ -248,13 +283,10 @@ def test_libraries_that_save_in_the_background(
         "--checkpoint-durability", durability, "--trace-dir", str(tmp_path / "trace"), "--dir", str(tmp_path / "out"),
     ]  # fmt: skip
     (tmp_path / "out").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code, told, errors = replay(argv)
+    assert code == 0, errors
     assert not list((tmp_path / "out").iterdir()), "something was left"
-    found = json.loads(done.stdout)["engines"][library]
+    found = json.loads(told)["engines"][library]
     assert found["verified"] and found["asynchronous"] and found["engine_used"] == LIBRARIES[library]
     assert found["blocked_s"]["median"] < found["durable_s"]["median"]
     assert (found["load_cold_s"] is None) == ("--no-cold" in options) and found["load_warm_s"]
@@ -275,33 +307,15 @@ needs_connector = pytest.mark.skipif(
 )
 
 
-def replay_stored(argv: list[str]) -> dict[str, Any]:
-    """The report of a replay in object storage, which leaves nothing there."""
-    with serving() as server:
-        return replay_at(server.environment(), argv)
-
-
-def replay_at(store: dict[str, str], argv: list[str]) -> dict[str, Any]:
-    """As replay_stored, where the environment `store` leads to."""
-    with environment_of(store):
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
-            timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert list(Bucket(BUCKET).list("")) == [], "something was left"
-    return json.loads(done.stdout)
-
-
 @needs_connector
-def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
+def test_object_storage_beside_the_s3_connector(tmp_path: Path, replay: Replay) -> None:
     """Each rank an equal part; what every engine, ours and the connector, loads is what was saved."""
     argv = [
         "--model", "tiny", "--sharding", "full", "--dp", "4", "--ranks", "0-1", "--engine", "lazy,dcp,s3torchconnector",
-        "--repeat", "1", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"), "--format", "json",
+        "--repeat", "1", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"),
         "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/replay",
     ]  # fmt: skip
-    found = replay_stored(argv)
+    found = replay.stored(argv)
     assert found["sharding"] == "full" and len(set(found["bytes_of_ranks"])) == 1
     for name, engine in found["engines"].items():
         assert engine["verified"], name
@@ -322,14 +336,14 @@ def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
 
 
 @needs_connector
-def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: Path) -> None:
+def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: Path, replay: Replay) -> None:
     """As by FSDP's hybrid sharding, two groups of two ranks: DCP has all four write, ours two."""
     argv = [
         "--model", "tiny", "--sharding", "full", "--dp", "2", "--ranks", "0-1", "--copies", "2", "--repeat", "1",
         "--engine", "lazy,s3torchconnector", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"),
-        "--format", "json", "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/copies",
+        "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/copies",
     ]  # fmt: skip
-    found = replay_stored(argv)
+    found = replay.stored(argv)
     assert found["ranks"] == [0, 1, 0, 1] and len(set(found["bytes_of_ranks"])) == 1
     once = 2 * found["bytes_per_rank"]
     for name, engine in found["engines"].items():
@@ -347,11 +361,11 @@ def test_what_several_processes_hold_is_saved_once_and_loaded_by_each(tmp_path: 
 
 
 @needs_connector
-def test_the_connectors_client_takes_parts_and_a_throughput_target() -> None:
+def test_the_connectors_client_takes_parts_and_a_throughput_target(replay: Replay) -> None:
     """A tensor of 12 MiB goes to the store in three parts of at most 5 MiB; without the flag in two."""
     argv = [
         "--small-tensors", "1", "--small-tensor-bytes", "12MiB", "--engine", "s3torchconnector", "--repeat", "1",
-        "--warmup-saves", "0", "--steps-between", "0", "--no-verdict", "--format", "json", "--dir", f"s3://{BUCKET}/parts",
+        "--warmup-saves", "0", "--steps-between", "0", "--no-verdict", "--dir", f"s3://{BUCKET}/parts",
     ]  # fmt: skip
     asked = ["--io-block-size", "5", "--throughput-target-gbps", "300", "--io-threads", "2"]
     for flags, client, parts in (
@@ -359,7 +373,7 @@ def test_the_connectors_client_takes_parts_and_a_throughput_target() -> None:
         (asked, {"threads": 2, "part_bytes": 5 * MIB, "throughput_target_gbps": 300.0}, {"1", "2", "3"}),
     ):
         with serving() as server, FaultProxy(server).running() as proxy:
-            found = replay_at(proxy.environment(), [*argv, *flags])
+            found = replay.stored_at(proxy.environment(), [*argv, *flags])
         assert found["engines"]["s3torchconnector"]["client"] == client
         assert found["options"]["throughput_target_gbps"] == (300 if flags else None)
         assert found["engines"]["s3torchconnector"]["verified"]
@@ -383,32 +397,35 @@ def _check_trace(trace: Path, report: dict[str, Any], repeats: int) -> None:
     assert all(load["outcome"] == "ok" for load in loads)
 
 
-def test_files_in_memory_are_never_said_to_be_cold() -> None:
+def test_files_in_memory_are_never_said_to_be_cold(replay: Replay) -> None:
     memory = Path("/dev/shm")
     if filesystem_of(memory) != "tmpfs":
         pytest.skip("no tmpfs at /dev/shm")
     target = memory / f"ckpt_replay_test_{os.getpid()}"
     try:
-        done = replay([*SMALL, "--engine", "torch", "--repeat", "1", "--cold", "--no-storage"], target)
-        assert done.returncode == 0, done.stderr
-        assert "torch: no load_cold_s: the page cache could not be made cold: it was warm" in done.stdout
-        row = next(line for line in done.stdout.splitlines() if line.startswith("  torch "))
+        argv = [*OPTIONS, *SMALL, "--engine", "torch", "--repeat", "1", "--cold", "--no-storage"]
+        code, told, errors = replay([*argv, "--dir", str(target)])
+        assert code == 0, errors
+        assert "torch: no load_cold_s: the page cache could not be made cold: it was warm" in told
+        row = next(line for line in told.splitlines() if line.startswith("  torch "))
         assert " - " in row
-        assert "load, cold files: not measured" in done.stdout
+        assert "load, cold files: not measured" in told
     finally:
         if target.exists():
             target.rmdir()  # fails if the replay left anything
 
 
-def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+@pytest.mark.usefixtures("with_plugins")
+def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path, replay: Replay) -> None:
     """One cannot write on the second rank; a checkpoint of the other is torn, and is found out."""
     argv = [*SMALL, "--engine", "faulty,torn,torch", "--ranks", "0-1", "--repeat", "2", "--no-storage"]
-    done = replay([*argv, "--output", str(tmp_path / "out.json")], tmp_path / "target", **with_plugins)
-    assert done.returncode == 1
-    assert "FAILED: faulty" in done.stdout and "FAILED: torn" in done.stdout
-    assert "was saved as" in " ".join(done.stdout.split())
-    assert done.stdout.startswith("Fewer than two engines were measured: there is nothing to compare.\n")
-    assert done.stdout.rpartition("\n\n")[2].startswith("Answer for 16 small tensors on ")
+    argv += ["--output", str(tmp_path / "out.json"), "--dir", str(tmp_path / "target")]
+    code, told, _ = replay([*OPTIONS, *argv])
+    assert code == 1
+    assert "FAILED: faulty" in told and "FAILED: torn" in told
+    assert "was saved as" in " ".join(told.split())
+    assert told.startswith("Fewer than two engines were measured: there is nothing to compare.\n")
+    assert told.rpartition("\n\n")[2].startswith("Answer for 16 small tensors on ")
     engines = json.loads((tmp_path / "out.json").read_text())["engines"]
     assert "No space left on device" in engines["faulty"]["failed"] and "was saved as" in engines["torn"]["failed"]
     assert engines["faulty"]["durable_s"] is None
@@ -424,10 +441,10 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     # With failures: test_of_all_saves_those_that_failed_are_not_loaded.
     ["save", pytest.param("saves_then_loads", marks=pytest.mark.nightly(minutes=1))],
 )
-def test_readers_load_an_earlier_checkpoint_beside_saves(tmp_path: Path, operations: str) -> None:
+def test_readers_load_an_earlier_checkpoint_beside_saves(tmp_path: Path, replay: Replay, operations: str) -> None:
     argv = [*SMALL, "--engine", "lazy,dcp-collective", "--ranks", "0-1", "--repeat", "2", "--readers", "2"]
     argv += ["--no-storage", "--operations", operations, "--warmup-saves", "0"]
-    found = figures(argv, tmp_path / "target")
+    found = replay.figures(argv, tmp_path / "target")
     assert found["readers"] == 2
     for name, engine in found["engines"].items():
         assert engine["failed"] is None, name
@@ -440,11 +457,13 @@ def test_readers_load_an_earlier_checkpoint_beside_saves(tmp_path: Path, operati
     assert not list((tmp_path / "target").iterdir())
 
 
-def test_failed_saves_and_readers_are_counted(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+@pytest.mark.usefixtures("with_plugins")
+def test_failed_saves_and_readers_are_counted(tmp_path: Path, replay: Replay) -> None:
     argv = [*SMALL, "--engine", "flaky,torch", "--repeat", "2", "--readers", "2", "--no-storage", "--warmup-saves", "0"]
-    done = replay([*argv, "--output", str(tmp_path / "out.json")], tmp_path / "target", **with_plugins)
-    assert done.returncode == 1
-    assert "FAILED: flaky" in done.stdout and "flaky: of 2 saves 2 failed" in done.stdout
+    argv += ["--output", str(tmp_path / "out.json"), "--dir", str(tmp_path / "target")]
+    code, told, _ = replay([*OPTIONS, *argv])
+    assert code == 1
+    assert "FAILED: flaky" in told and "flaky: of 2 saves 2 failed" in told
     engines = json.loads((tmp_path / "out.json").read_text())["engines"]
     assert engines["flaky"]["attempts"]["save"] == {"done": 0, "failed": 2}
     readers = engines["flaky"]["attempts"]["load_beside"]
@@ -453,21 +472,22 @@ def test_failed_saves_and_readers_are_counted(tmp_path: Path, with_plugins: dict
     assert engines["torch"]["verified"] and not engines["flaky"]["verified"]
 
 
-def test_of_all_saves_those_that_failed_are_not_loaded(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+@pytest.mark.usefixtures("with_plugins")
+def test_of_all_saves_those_that_failed_are_not_loaded(tmp_path: Path, replay: Replay) -> None:
     argv = [*SMALL, "--engine", "patchy", "--repeat", "2", "--readers", "1", "--operations", "saves_then_loads"]
     argv += ["--no-storage", "--warmup-saves", "0", "--output", str(tmp_path / "out.json")]
-    assert replay(argv, tmp_path / "target", **with_plugins).returncode == 1
+    assert replay([*OPTIONS, *argv, "--dir", str(tmp_path / "target")])[0] == 1
     found = json.loads((tmp_path / "out.json").read_text())["engines"]["patchy"]
     assert found["attempts"]["save"] == {"done": 1, "failed": 1}
     assert found["attempts"]["load_warm"] == {"done": 1, "failed": 0}
     assert "No space left on device" in found["failed"]
 
 
-def test_readers_wait_for_the_save_that_is_measured(tmp_path: Path) -> None:
+def test_readers_wait_for_the_save_that_is_measured(tmp_path: Path, replay: Replay) -> None:
     """The processes of the trace are, in this order or another, a save's and a reader's."""
     trace = tmp_path / "trace"
     argv = [*SMALL, "--engine", "lazy", "--ranks", "0", "--repeat", "1", "--readers", "1", "--operations", "save"]
-    found = figures([*argv, "--no-storage", "--trace-dir", str(trace)], tmp_path / "target")
+    found = replay.figures([*argv, "--no-storage", "--trace-dir", str(trace)], tmp_path / "target")
     (beside,) = found["samples"]["engines"]["lazy"]["load_beside"]
     begun = sorted((r["start_ns"], r["operation"]) for r in records(trace) if r["type"] == "operation_begin")
     order = [operation for _, operation in begun if operation in ("save", "load")]
@@ -476,22 +496,22 @@ def test_readers_wait_for_the_save_that_is_measured(tmp_path: Path) -> None:
     assert found["engines"]["lazy"]["operations"]["save"]["processing_s"] is None
 
 
-def test_readers_in_object_storage(tmp_path: Path) -> None:
+def test_readers_in_object_storage(tmp_path: Path, replay: Replay) -> None:
     argv = [
         *SMALL, "--engine", "lazy,lazy-zstd", "--ranks", "0-1", "--repeat", "1", "--readers", "1",
-        "--steps-between", "0", "--operations", "save", "--storage-cache", str(tmp_path / "node"), "--format", "json",
+        "--steps-between", "0", "--operations", "save", "--storage-cache", str(tmp_path / "node"),
         "--dir", f"s3://{BUCKET}/beside",
     ]  # fmt: skip
-    for engine in replay_stored(argv)["engines"].values():
+    for engine in replay.stored(argv)["engines"].values():
         assert engine["failed"] is None and engine["operations"]["save"]["processing_s"] is None
         beside = engine["operations"]["load_beside"]
         assert beside["requests"] >= 2 and beside["requests_per_s"] > 0 and beside["success_ratio"] == 1
 
 
 @pytest.mark.nightly(minutes=1)
-def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path) -> None:
+def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path, replay: Replay) -> None:
     argv = ["--small-tensors", "2", "--repeat", "1", "--warmup-saves", "0", "--no-storage"]
-    found = figures(argv, tmp_path)
+    found = replay.figures(argv, tmp_path)
     assert {"torch", "lazy"} <= set(found["engines"])
     assert "writes no files" in found["left_out"]["none"]
     assert "none" not in found["engines"]
@@ -505,14 +525,12 @@ def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path)
         (["--engine", "torch", "--small-tensor-bytes", "900TiB", "--small-tensors", "1"], ["GB free"]),
     ],
 )
-@pytest.mark.usefixtures("own_environment")
 def test_what_cannot_be_done_is_said_before_anything_is_written(
-    tmp_path: Path, argv: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, replay: Replay, argv: list[str], messages: list[str]
 ) -> None:
     what = [] if "--model" in argv or "--small-tensors" in argv else SMALL
-    assert replay_here([*OPTIONS, *what, *argv, "--dir", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert [message for message in messages if message not in told] == []
+    code, _, told = replay([*OPTIONS, *what, *argv, "--dir", str(tmp_path)])
+    assert (code, [message for message in messages if message not in told]) == (2, [])
     assert not list(tmp_path.iterdir())
 
 
@@ -545,20 +563,19 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_all_saves_that_are_kept_need_room_before_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_saves_that_are_kept_need_room_before_the_first(tmp_path: Path, replay: Replay) -> None:
     """Of a million gigabytes, for which no machine that runs this has room."""
     argv = [*SMALL, "--engine", "torch", "--repeat", str(10**9), "--operations", "saves_then_loads", "--no-storage"]
-    assert replay_here([*argv, "--dir", str(tmp_path)]) == 2
-    assert f", {10**9} checkpoints); give another, or --limit-bytes" in capsys.readouterr().err
+    code, _, told = replay([*argv, "--dir", str(tmp_path)])
+    assert code == 2 and f", {10**9} checkpoints); give another, or --limit-bytes" in told
     assert not list(tmp_path.iterdir())
 
 
-def test_all_saves_are_kept_until_all_are_loaded(tmp_path: Path) -> None:
+def test_all_saves_are_kept_until_all_are_loaded(tmp_path: Path, replay: Replay) -> None:
     target, trace = tmp_path / "target", tmp_path / "trace"
     target.mkdir()
     argv = [*SMALL, "--engine", "torch,lazy", "--repeat", "2", "--operations", "saves_then_loads", "--no-storage"]
-    found = figures([*argv, "--warmup-saves", "0", "--cold", "--trace-dir", str(trace), "--keep"], target)
+    found = replay.figures([*argv, "--warmup-saves", "0", "--cold", "--trace-dir", str(trace), "--keep"], target)
     assert found["operations"] == "saves_then_loads"
     for name in ("torch", "lazy"):
         engine = found["engines"][name]
