@@ -391,7 +391,7 @@ class Agent:
         self._close_store()
         try:
             plan = self._plan
-            self._store = RendezvousStore(plan.address, plan.master_port or 0, plan.bind, plan.towards)
+            self._store = RendezvousStore(plan.address, plan.master_port or 0, plan.bind, plan.towards).serve()
         except OSError as error:
             why = (
                 f"--master-port {self._plan.master_port}: the rendezvous cannot be served there on "

@@ -26,7 +26,9 @@ PROCESS_NAME = "rendezvous"  # as ps shows it
 
 
 class RendezvousStore:
-    """A store on a port of this host, until `close`. The caller must have one thread, since it forks.
+    """A store on a port of this host, from `serve` until `close`: ranks that connect before wait to be served.
+
+    The caller must have one thread, since `serve` forks. A process that is forked between the two calls `leave`.
 
     `name`: by which ranks reach this host; the store listens at its `address_for_store`, or at `bind`. `port`:
     0 for a free one. `master_addr`: by what the ranks of this host reach it. Raises OSError if the port is taken.
@@ -37,18 +39,30 @@ class RendezvousStore:
         listening = listen_on(address, port)
         self.master_addr = name_here(name, address)
         self.port = int(listening.getsockname()[1])
+        self._listening, self._address = listening, address
+        self._pid: int | None = None
+
+    def serve(self) -> RendezvousStore:
+        """Fork the process that serves it."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _serve(listening, address, parent)
-        listening.close()
+            _serve(self._listening, self._address, parent)
+        self._listening.close()
+        return self
+
+    def leave(self) -> None:
+        """In another process: the port is none of its own."""
+        self._listening.close()
 
     def close(self) -> None:
         """End the process; the port is free then."""
-        os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
-        os.waitpid(self._pid, 0)
+        self._listening.close()
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
+            os.waitpid(self._pid, 0)
 
 
 def _serve(listening: socket.socket, address: str, parent: int) -> NoReturn:

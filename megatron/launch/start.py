@@ -56,6 +56,8 @@ class Start:
 
         def in_child(local_rank: int) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if self._store is not None:
+                self._store.leave()
             if asks:
                 os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
             if plan.standby_load:
@@ -73,6 +75,8 @@ class Start:
             self._forks.complete(None)
         else:
             self._forks.fork_lost(before)
+        if self._store is not None:
+            self._store.serve()  # the ranks, which have much to do before they connect, have begun by now
         for reader, _ in pipes:
             os.close(reader)
 

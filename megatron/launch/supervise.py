@@ -67,13 +67,15 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
         began_ns = now_ns()
         try:
             start = following or standby.release()
-            if before is not None:
-                before.close()
+            if before is not None and plan.master_port is not None:
+                before.close()  # its port is the one of this start
             if start is None:
                 start = Start(plan, restart, preloaded if restart == 0 else None, mask)
             elif following is not None and before is not None:
                 start.complete(before.ranks)
             trace.relaunched(began_ns)
+            if before is not None:
+                before.close()  # waits until a process has ended
             stopped_by, following = _run_to_end(start, watched, plan, trace, standby, mask)
         except RendezvousError as error:
             say(f"error: {error}")
@@ -152,10 +154,11 @@ def _run_to_end(
                     say(killed)
             else:
                 ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
-            trace.detected(start.number, ranks.failures[0], at_ns)
             if may_return:
-                start.close()  # its port may be the one of the following start
+                if plan.master_port is not None:
+                    start.close()
                 following = Start(plan, start.number + 1, None, mask, before=ranks)
+            trace.detected(start.number, ranks.failures[0], at_ns)
         if ranks.settled:
             if failed:
                 trace.stopped()

@@ -110,7 +110,7 @@ def serve() -> None:
             serve_forks_beside(int(sys.argv[1]))
             print(json.dumps({}), flush=True)
             continue
-        store = RendezvousStore("127.0.0.1", 0)
+        store = RendezvousStore("127.0.0.1", 0).serve()
         nproc = request["nproc"]
         hold_slots(nproc)  # as a launcher does, for one launch
         environments = [rank_environment(rank, nproc, store.port, STORE_VARIABLES) for rank in range(nproc)]

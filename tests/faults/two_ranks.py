@@ -118,7 +118,7 @@ class TwoRanks:
 
     def _run(self, of: str, step: int, fault: Fault | None) -> list[Traced]:
         """Of each rank."""
-        store = RendezvousStore("127.0.0.1", 0)
+        store = RendezvousStore("127.0.0.1", 0).serve()
         environments = [rank_environment(rank, len(_RANKS), store.port, STORE_VARIABLES) for rank in _RANKS]
         other = 1 - self._rank
         beside = Repeated(lambda: run_traced(self._as(environments[other], of, step), lambda path: False, None))

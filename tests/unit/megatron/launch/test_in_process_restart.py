@@ -72,6 +72,21 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [["--in-process-restart"], []], ids=["in process", "in place"])
+def test_all_starts_meet_at_the_port_that_was_given(start: Start, how: list[str]) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ends = "note(f'port_{rank}_{restart}', os.environ['MASTER_PORT'])\nif restart == 1:"
+    script = WAITS.replace("if restart == 2:", ends)
+    job = start(script, "--max-restarts", "1", "--nproc-per-node", "2", "--master-port", port, *how)
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1, 0), signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    assert [job.note(f"port_{rank}_{restart}") for rank in range(2) for restart in range(2)] == [port] * 4
+
+
+@pytest.mark.slow
 def test_a_lost_rank_is_forked_while_the_others_return(start: Start) -> None:  # noqa: F811
     waits = """
 def until_it_is_forked():

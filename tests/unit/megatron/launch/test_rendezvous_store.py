@@ -20,11 +20,11 @@ from tests.unit.trace_helpers import ROOT
 SERVER = """
 import sys
 from megatron.launch.rendezvous_store import RendezvousStore
-store = RendezvousStore(sys.argv[1], int(sys.argv[2]))
+store = RendezvousStore(sys.argv[1], int(sys.argv[2])).serve()
 print(store.port, flush=True)
 sys.stdin.readline()
 store.close()
-print(RendezvousStore(sys.argv[1], store.port).port)
+print(RendezvousStore(sys.argv[1], store.port).serve().port)
 """
 
 

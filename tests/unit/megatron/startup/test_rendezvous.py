@@ -93,7 +93,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 from megatron.launch.rendezvous_store import STORE_VARIABLES, RendezvousStore
 from megatron.startup import rendezvous
 of_rank_0 = next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
-served = RendezvousStore("127.0.0.1", 0)
+served = RendezvousStore("127.0.0.1", 0).serve()
 os.environ.update(STORE_VARIABLES, MASTER_PORT=str(served.port))
 next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
 served.close()
