@@ -160,7 +160,7 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
             box = drawn.nth(index).locator(".main-svg").first.bounding_box()
             assert box and box["width"] > 400 and box["height"] > 150
             marks = drawn.nth(index).locator(".point, .heatmaplayer image, .lines path, .textpoint")
-            assert marks.count() > 0, figure.name
+            marks.first.wait_for(state="attached")  # they come after the layers
     opened.assert_quiet(report)
 
 
@@ -285,12 +285,19 @@ def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
     assert other.get_attribute("aria-pressed") == "true"
 
 
+def resize(page: Any, width: int) -> None:
+    """Return when all is drawn for a window of this width: `drawn` tells of the one before at first, and the page may
+    be through with this one before this process looks."""
+    if page.viewport_size["width"] != width:
+        page.evaluate("delete document.documentElement.dataset.drawn")
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
+
+
 def test_no_legend_covers_a_plot_after_the_window_was_resized(opened: Watched) -> None:
     opened.page.evaluate("for (const part of document.querySelectorAll('details.small')) part.open = true")
     for width in (800, 500, 1280):  # the last as it was
-        opened.page.set_viewport_size({"width": width, "height": 900})
-        opened.page.wait_for_function("document.documentElement.dataset.drawn === undefined")
-        opened.page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
+        resize(opened.page, width)
         assert opened.page.evaluate(LEGENDS_OVER_PLOTS) == [], width
         if width == 500:
             assert opened.page.evaluate(TICKS_OVER_TICKS) == []
@@ -353,12 +360,11 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
     assert page.locator("#comparison .plot .point").count() > 6
     for width, colours in VIEWS:  # the verdict and the four numbers are seen first
         page.emulate_media(color_scheme=colours)
-        page.set_viewport_size({"width": width, "height": 900})
+        resize(page, width)
         numbers = page.locator("#numbers").bounding_box()
         verdict = page.locator("#summary > .answer").bounding_box()
         assert verdict and numbers and 0 < verdict["y"] < numbers["y"] and numbers["y"] + numbers["height"] < 900
         assert page.locator("#numbers thead th").count() == 6 and page.locator("#numbers tbody tr").count() == 2
-        page.wait_for_function("document.documentElement.dataset.drawn === 'all'")
         for wrong in (TEXTS_OUTSIDE, TICKS_OVER_TICKS, TEXTS_ON_LINES, WIDER_THAN_THE_PAGE):
             assert page.evaluate(wrong) == [], (width, colours)
     watched.assert_quiet(path)
