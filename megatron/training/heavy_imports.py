@@ -55,8 +55,8 @@ def import_everything(imports: Interruptions | None = None) -> None:
 def import_for_forks(arguments: Iterable[str] = (), *, compiler: bool = False) -> None:
     """`import_everything`, and the modules that a rank imports before and after it: for a process that forks ranks.
 
-    `arguments`: of the ranks. The modules of a checkpoint engine that one of them names are imported, too; an
-    engine that is not installed is for the ranks to report. `compiler`: torch's too.
+    `arguments`: of the ranks. The modules of a checkpoint engine that one of them names are imported, too, and what
+    the client of an object store needs; one that is not installed is for the ranks to report. `compiler`: torch's too.
     """
     import_everything()
     if compiler:
@@ -66,9 +66,12 @@ def import_for_forks(arguments: Iterable[str] = (), *, compiler: bool = False) -
     import megatron.checkpointing.engines.memory.early_copy
     import megatron.checkpointing.engines.memory.engine
     import megatron.checkpointing.engines.torch.engine
+    import megatron.checkpointing.load.bucket
     import megatron.checkpointing.preflight.directories
     import megatron.checkpointing.preflight.prefetch
     import megatron.checkpointing.preflight.repeated_errors
+    import megatron.checkpointing.store.bucket.generations
+    import megatron.checkpointing.store.bucket.saving
     import megatron.data.given_index
     import megatron.parallel.cross_entropy
     import megatron.parallel.reconnecting
@@ -82,8 +85,11 @@ def import_for_forks(arguments: Iterable[str] = (), *, compiler: bool = False) -
     from megatron.checkpointing.engines.errors import EngineUnavailableError
     from megatron.checkpointing.engines.registry import builtin_engines, engine_class
     from megatron.config.arguments import build_parser
+    from megatron.fileio.objects.bucket import preload_clients
     from restart_trace.process import versions
 
+    arguments = list(arguments)
+    preload_clients(arguments)
     words = {word.rpartition("=")[2] for word in arguments}
     for name in builtin_engines():
         if name in words:

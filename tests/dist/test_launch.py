@@ -5,6 +5,7 @@ Relaunches of the whole launch are verified and accounted for in test_restart_dr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -406,16 +407,22 @@ finally:
 
 
 @pytest.mark.slow
-def test_no_rank_imports_what_its_launcher_could_have_imported(tmp_path: Path, dataset: list[str]) -> None:
+@pytest.mark.parametrize("stored", [False, True], ids=["directory", "object storage"])
+def test_no_rank_imports_what_its_launcher_could_have_imported(
+    tmp_path: Path, dataset: list[str], stored: bool
+) -> None:
     """Each rank of each start would import it again. Both stages, rank 0, which is lost, and one that returns."""
     (tmp_path / "notes.py").write_text(NOTES_IMPORTS)
-    trained_and_killed(
-        tmp_path, [*dataset, "--pipeline-model-parallel-size", "2"], "--in-process-restart",
-        "--return-timeout", str(HANGS_S), killed=(0,), script=tmp_path / "notes.py",
-    )  # fmt: skip
+    engine = ["--checkpoint-engine", "lazy"] if stored else []
+    with serving() if stored else contextlib.nullcontext() as server:
+        trained_and_killed(
+            tmp_path, [*dataset, "--pipeline-model-parallel-size", "2", *engine], "--in-process-restart",
+            "--return-timeout", str(HANGS_S), killed=(0,), script=tmp_path / "notes.py",
+            stored=f"s3://{BUCKET}/runs/imports" if stored else "",
+            variables=None if server is None else server.environment(),
+        )  # fmt: skip
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("imported_*")}
     assert sorted(found) == ["imported_0_1", "imported_1_0", "imported_1_1"]
     again = {name for names in found.values() for name in names} - {"megatron.startup.injected_faults"}  # by its flag
-    assert [
-        name for name in again if name.startswith(("torch", "deepspeed", "numpy", "megatron", "restart_trace"))
-    ] == []
+    preloaded = ("torch", "deepspeed", "numpy", "megatron", "restart_trace", "botocore", "urllib3", "encodings")
+    assert [name for name in sorted(again) if name.startswith(preloaded)] == []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 from megatron.fileio.objects.s3 import Bucket, ObjectInfo, SentPart, Traffic, Uploaded
 
-__all__ = ["CLIENTS", "Bucket", "ObjectInfo", "SentPart", "Traffic", "Uploaded", "open_bucket"]
+__all__ = ["CLIENTS", "Bucket", "ObjectInfo", "SentPart", "Traffic", "Uploaded", "open_bucket", "preload_clients"]
 
 CLIENTS = {"s3": Bucket}  # scheme -> client; stores.py has the same schemes
 
@@ -18,3 +19,11 @@ def open_bucket(scheme: str, name: str, deadline_s: float = 120.0) -> Bucket:
     `deadline_s`: how long a request may take with all its retries. Raises ObjectStoreError if its library is missing.
     """
     return CLIENTS[scheme](name, deadline_s=deadline_s)
+
+
+def preload_clients(arguments: Iterable[str]) -> None:
+    """As `Bucket.preload`, of each client that a URI among the words `arguments` names."""
+    words = list(arguments)
+    for scheme, client in CLIENTS.items():
+        if any(f"{scheme}://" in word for word in words):
+            client.preload()

@@ -138,6 +138,26 @@ class Bucket:
             OSError,
         )
 
+    @staticmethod
+    def preload() -> None:
+        """Import and read all that a client needs, in a process that forks those which make one.
+
+        The client that is made for this signs nothing, so no credentials are looked for, and sends nothing. What is
+        wrong with botocore or its settings is told where a bucket is opened.
+        """
+        with contextlib.suppress(ModuleNotFoundError):
+            import encodings.idna  # noqa: F401  as the first request does
+
+            import botocore.config
+            import botocore.exceptions
+            import botocore.session
+
+            config = botocore.config.Config(signature_version=botocore.UNSIGNED, defaults_mode="legacy")
+            with contextlib.suppress(botocore.exceptions.BotoCoreError, ValueError):
+                session = botocore.session.get_session()
+                session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+                session.create_client("s3", region_name="us-east-1", config=config)
+
     def uri(self, key: str = "") -> str:
         return f"s3://{self.name}/{key}"
 
