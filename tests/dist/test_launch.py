@@ -5,7 +5,6 @@ Relaunches of the whole launch are verified and accounted for in test_restart_dr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -152,6 +151,18 @@ def assert_taken_over(trace: Path, tmp_path: Path) -> None:
     assert "MEGATRON_STANDBY" not in records(trace, 0, 1)[0]["environment"]
 
 
+# Runs pretrain_gpt.py, and notes which modules that has imported.
+NOTES_IMPORTS = f"""
+import json, os, runpy, sys
+before = set(sys.modules)
+try:
+    runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
+finally:
+    with open("imported_" + os.environ["RANK"] + "_" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w") as file:
+        json.dump([name for name in sys.modules if name not in before], file)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "engine"),
@@ -170,10 +181,11 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     tmp_path: Path, dataset: list[str], lost: int, engine: str
 ) -> None:
     """In place of rank 0 or 1 another process comes, in each of two stages; rank 0 owns --save."""
+    (tmp_path / "notes.py").write_text(NOTES_IMPORTS)
     flags = ["--pipeline-model-parallel-size", "2", *engine_flags(engine)]
     trace = trained_and_killed(
         tmp_path, [*dataset, *DROPOUT, *flags], "--in-process-restart", "--return-timeout", str(HANGS_S),
-        killed=(lost,),
+        killed=(lost,), script=tmp_path / "notes.py",
     )  # fmt: skip
     pids = [[records(trace, cycle, rank)[0]["pid"] for cycle in (0, 1)] for rank in (0, 1)]
     assert [before == after for before, after in pids] == [rank != lost for rank in (0, 1)]
@@ -193,6 +205,16 @@ def test_a_rank_that_lives_goes_on_exactly_in_its_process(
     assert [gap.message for gap in gaps if gap.data["coverage"] < LEAST_ACCOUNTED] == []
     assert cycles_imported_once(load_trace(trace).ranks) == {0, 1}
     assert_engine_kept(trace, 1, 1 - lost)
+    assert_nothing_imported_again(tmp_path, lost)
+
+
+def assert_nothing_imported_again(tmp_path: Path, lost: int) -> None:
+    """Neither the rank that comes nor the one that returns imports what their launcher could have imported."""
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("imported_*")}
+    assert found.keys() == {f"imported_{lost}_1", f"imported_{1 - lost}_0", f"imported_{1 - lost}_1"}
+    again = {name for names in found.values() for name in names} - {"megatron.startup.injected_faults"}  # by its flag
+    preloaded = ("torch", "deepspeed", "numpy", "megatron", "restart_trace", "botocore", "urllib3", "encodings")
+    assert [name for name in sorted(again) if name.startswith(preloaded)] == []
 
 
 FORMATS = {"lazy-shared": ["--checkpoint-files-per-node", "1"], "lazy-compressed": ["--checkpoint-compression", "zstd"]}
@@ -206,14 +228,16 @@ def engine_flags(name: str) -> list[str]:
 @pytest.mark.slow
 def test_a_rank_goes_on_exactly_in_its_process_from_object_storage(tmp_path: Path, dataset: list[str]) -> None:
     """Its connections to the store are not shut, which an answer of this one would need longer than that is left."""
+    (tmp_path / "notes.py").write_text(NOTES_IMPORTS)
     with serving() as server:
         trained_and_killed(
             tmp_path, [*dataset, *DROPOUT, "--checkpoint-engine", "lazy"], "--in-process-restart",
             "--return-timeout", str(HANGS_S), killed=(1,), stored=f"s3://{BUCKET}/runs/returns",
-            variables=server.environment(),
+            variables=server.environment(), script=tmp_path / "notes.py",
         )  # fmt: skip
     trace = tmp_path / "save" / "restart_trace"
     assert records(trace, 0, 0)[0]["pid"] == records(trace, 1, 0)[0]["pid"]
+    assert_nothing_imported_again(tmp_path, 1)
 
 
 # Of DeepSpeed's engine everything that a step changes: pipeline and recomputation, the loss scale, divided experts and
@@ -392,37 +416,3 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
     assert sum(span["duration_ns"] for span in spans(trace, 0, "process_start")) >= forked - first["end_ns"]
     begin, forked = start_of(trace, 1)
     assert begin == forked
-
-
-# Runs pretrain_gpt.py, and notes which modules that has imported.
-NOTES_IMPORTS = f"""
-import json, os, runpy, sys
-before = set(sys.modules)
-try:
-    runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
-finally:
-    with open("imported_" + os.environ["RANK"] + "_" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w") as file:
-        json.dump([name for name in sys.modules if name not in before], file)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stored", [False, True], ids=["directory", "object storage"])
-def test_no_rank_imports_what_its_launcher_could_have_imported(
-    tmp_path: Path, dataset: list[str], stored: bool
-) -> None:
-    """Each rank of each start would import it again. Both stages, rank 0, which is lost, and one that returns."""
-    (tmp_path / "notes.py").write_text(NOTES_IMPORTS)
-    engine = ["--checkpoint-engine", "lazy"] if stored else []
-    with serving() if stored else contextlib.nullcontext() as server:
-        trained_and_killed(
-            tmp_path, [*dataset, "--pipeline-model-parallel-size", "2", *engine], "--in-process-restart",
-            "--return-timeout", str(HANGS_S), killed=(0,), script=tmp_path / "notes.py",
-            stored=f"s3://{BUCKET}/runs/imports" if stored else "",
-            variables=None if server is None else server.environment(),
-        )  # fmt: skip
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("imported_*")}
-    assert sorted(found) == ["imported_0_1", "imported_1_0", "imported_1_1"]
-    again = {name for names in found.values() for name in names} - {"megatron.startup.injected_faults"}  # by its flag
-    preloaded = ("torch", "deepspeed", "numpy", "megatron", "restart_trace", "botocore", "urllib3", "encodings")
-    assert [name for name in sorted(again) if name.startswith(preloaded)] == []
