@@ -21,6 +21,8 @@ from restart_trace.recorder import Operation, Recorder
 
 from .library import BackgroundSave, make_durable, state_of, targets_of, tensors_of
 
+_BEGINS_S = 300  # for its process to import torch: on a busy host that is longer than the 30 s of the library
+
 
 class TorchCheckpointing:
     """The library for one rank of the default process group.
@@ -36,6 +38,7 @@ class TorchCheckpointing:
         self, options: EngineOptions, recorder: Recorder, wait_for_all: Callable[[], None], *, saves: bool
     ) -> None:
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
         from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -44,7 +47,12 @@ class TorchCheckpointing:
         writer.file_write_max_threads = options.io_threads or writer.file_write_max_threads
         # O_DIRECT, the default, fails on ext4 in 0.1.1: what torch.save writes is not aligned.
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        saver = (AsyncCheckpointSaverConfig if saves else SyncCheckpointSaverConfig)(writer_config=writer)
+        process = CheckpointProcessConfig(subprocess_init_timeout_secs=_BEGINS_S)
+        saver = (
+            AsyncCheckpointSaverConfig(writer_config=writer, process_config=process)
+            if saves
+            else SyncCheckpointSaverConfig(writer_config=writer)
+        )
         self._manager = CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
         self._recorder = recorder
         self._wait_for_all = wait_for_all
