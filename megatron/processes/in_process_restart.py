@@ -39,7 +39,8 @@ REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a r
 
 _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
-_QUIET_S = 0.03  # without a transfer, before connections are shut
+_QUIET_S = 0.01  # at least without a transfer, before connections are shut
+_TIME_SLICE_S = 0.003  # of the kernel's scheduler, as long as a thread may wait for each other one
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
 _LOST_AFTER = 2  # timeouts in a row of what is sent: the first two take 0.6 s
 _STUCK_ROUNDS = 10  # of shutting connections, for a collective to end; more time where processors are busy
@@ -359,16 +360,26 @@ def wait_for_transfers(left: threading.Event) -> None:
     has arrived, or has been sent: such a rank would not return.
     """
     begun = time.monotonic()
+    quiet_s = max(_QUIET_S, _turn_s())
     quiet_since: float | None = None
-    while (now := time.monotonic()) < begun + _READ_S and (quiet_since is None or now - quiet_since < _QUIET_S):
+    while (now := time.monotonic()) < begun + _READ_S and (quiet_since is None or now - quiet_since < quiet_s):
         # What is sent to a host that is cut off never arrives.
         watched = (termios.FIONREAD, termios.TIOCOUTQ) if now < begun + _SENT_S else (termios.FIONREAD,)
         if any(_has_bytes(one, watched) for one in _connections()):
             quiet_since = None
         elif quiet_since is None:
             quiet_since = now
-        if left.wait(_QUIET_S / 4):
+        if left.wait(quiet_s / 4):
             return
+
+
+def _turn_s() -> float:
+    """How long a thread of another rank may wait for a processor before it goes on with a message (proc(5), loadavg).
+
+    Of the whole host, as its processors are.
+    """
+    running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    return _TIME_SLICE_S * running / (os.cpu_count() or 1)
 
 
 def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:

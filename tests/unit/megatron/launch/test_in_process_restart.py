@@ -435,6 +435,9 @@ def waits():
 
 restart._SENT_S = restart._READ_S = 600.0
 waits().join()  # nothing is under way
+turn_s, restart._turn_s = restart._turn_s, lambda: 600.0
+assert waits().is_alive(), "where a rank may wait so long for a processor, nothing is said by its silence"
+restart._turn_s = turn_s
 other.sendall(b"part of a message")
 waiting = waits()
 assert waiting.is_alive(), "what has arrived was not read"
