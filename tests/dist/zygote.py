@@ -98,11 +98,13 @@ def serve() -> None:
     gc.disable()
     import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
     from tests.dist.forked_writers import serve_forks_beside
+    from tests.huge_pages import gather_memory
 
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()  # a collection in a rank would look at all that, and copy its memory
     gc.enable()
+    gather_memory()
 
     for line in sys.stdin:
         request = json.loads(line)

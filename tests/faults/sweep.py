@@ -47,6 +47,7 @@ from tests.faults.verdicts import (
     digest,
     passed_over,
 )
+from tests.huge_pages import gather_memory
 
 if TYPE_CHECKING:
     from tests.faults.launches import Ended, Trained
@@ -271,6 +272,7 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | T
             like = made.get(flags)
             scenarios.append(TwoRanks(name, flags, TWO_RANKS[name], root / "data", root / name, like))
             made.setdefault(flags, scenarios[-1])
+        gather_memory()
         yield scenarios
         return
     trained = launches.Trained(root / "data")
@@ -287,6 +289,7 @@ def prepared(names: Sequence[str], root: Path) -> Iterator[Sequence[Scenario | T
             for scenario in scenarios if step != NEW else ():
                 scenario.reset()
                 scenario.prepare(step)
+        gather_memory()
         yield scenarios
 
 
