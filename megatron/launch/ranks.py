@@ -79,7 +79,8 @@ class Ranks:
     def start_again(self, before: Ranks, plan: Plan, restart: int, port: int) -> None:
         """Take over the ranks that have returned from the start before, and have them start as this restart.
 
-        One that cannot be told is killed, so that it is forked anew: the others would wait for it.
+        One that cannot be told is killed, so that it is forked anew: the others would wait for it. One that was stopped
+        after it had returned is let run.
         """
         launcher = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
         for pid in sorted(before.returned):
@@ -91,6 +92,7 @@ class Ranks:
             self.running[pid] = before.running.pop(pid)
             self.connections[pid] = before.connections.pop(pid)
             self.returns[pid] = before.returns.get(pid, 0) + 1
+            _send_to_group(pid, signal.SIGCONT)
         before.returned.clear()
         before.kill_now()
 

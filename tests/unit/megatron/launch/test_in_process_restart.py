@@ -362,6 +362,35 @@ def where_one_has_returned(start: Start, *flags: str) -> Job:  # noqa: F811
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_after_it_has_returned_starts_again(start: Start) -> None:  # noqa: F811
+    holds = """
+starts = in_process_restart._here[0]._starts
+class Told:
+    put = starts.put
+    def get(self):
+        note(f"returned_{rank}_{restart}")
+        return starts.get()
+in_process_restart._here[0]._starts = Told()
+def hold():
+    while rank == 0 and restart == 0 and not os.path.exists("go_on"):
+        time.sleep(0.005)
+in_process_restart.at_return(hold)
+"""
+    script = WAITS.replace("restart == 2", "restart == 1").replace("signal.signal(", holds + "signal.signal(", 1)
+    job = start(
+        script, "--max-restarts", "1", "--in-process-restart", "--return-timeout", "300", "--nproc-per-node", "3"
+    )
+    for rank in range(3):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(2, 0), signal.SIGKILL)
+    job.note("returned_1_0")
+    os.kill(job.pid(1, 0), signal.SIGSTOP)
+    (job.directory / "go_on").touch()
+    assert job.wait() == 0, job.said
+    assert job.pid(1, 1) == job.pid(1, 0)
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_after_it_has_returned_is_forked_anew(start: Start) -> None:  # noqa: F811
     job = where_one_has_returned(start)
     os.kill(job.pid(0), signal.SIGKILL)
