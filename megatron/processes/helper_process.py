@@ -78,11 +78,12 @@ class HelperProcess:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether it serves: it has not ended, nor been killed, which takes a while."""
+        return not self._is_killed and self._process.poll() is None
 
     def stay(self) -> bool:
         """Have it outlive this start of a rank that returns, or return False if it ends. It must be at rest."""
-        if self._is_killed or not self.is_alive():
+        if not self.is_alive():
             return False
         let_stay(self._watch)
         return True

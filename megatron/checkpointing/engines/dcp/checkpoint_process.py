@@ -103,7 +103,8 @@ class CheckpointProcess:
                     "the checkpoint engine was closed before the state was written; wait for the save before closing it"
                 )
             if self._process is not None and not self._process.is_alive():
-                logger.warning("the library's checkpoint process has ended; starting another")
+                self._process.close()  # one that was killed may still write
+                logger.warning("the library's checkpoint process %s; starting another", self._process.describe_end())
                 self._process = None
             if self._process is None:
                 self._process = _Process()

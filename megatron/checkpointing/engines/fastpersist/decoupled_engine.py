@@ -81,8 +81,8 @@ class FastPersistDecoupledEngine(TorchFilesEngine):
         if self._memory is None:
             self._memory = SharedMemory()
         if self._process is not None and not self._process.is_alive():
+            self._process.close()  # one that was killed may still write
             logger.warning("the checkpoint writer %s; starting another", self._process.describe_end())
-            self._process.close()
             self._process = None
         if self._process is None:
             self._process = WriterProcess(self.options, self._memory.fd)

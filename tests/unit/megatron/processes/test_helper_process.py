@@ -99,6 +99,18 @@ def test_a_closed_helper_is_gone(module: str) -> None:
     assert not helper.is_alive() and helper.describe_end() == f"(process {helper.pid}) ended with exit code 1"
 
 
+def test_a_helper_that_was_killed_serves_nobody_while_it_ends(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the save after one that was given up would be handed to it, and fail."""
+    helper = HelperProcess(module, "hello")
+    assert helper.connection.recv() == "hello"
+    monkeypatch.setattr(helper._process, "poll", lambda: None)  # that may take a while
+    assert helper.is_alive()
+    helper.kill_soon()
+    assert not helper.is_alive()
+    helper.close()
+    assert helper.describe_end() == f"(process {helper.pid}) was killed by SIGKILL, exit code -9"
+
+
 def test_a_connection_that_is_freed_says_that_it_is_closed(module: str) -> None:
     """The thread that watches the helper may get hold of it meanwhile, when its number is another file's already."""
     helper = HelperProcess(module, "ready")
