@@ -172,6 +172,14 @@ def kill_all(pids: list[int]) -> None:
                 continue
 
 
+def runs(pid: int) -> bool:
+    """Whether the process runs. One that has ended may still have to be reaped, which may happen at any moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def processes_with(name: str, value: str) -> list[psutil.Process]:
     """Processes in whose environment the variable `name` is `value`; none that has ended and is not reaped yet.
 

@@ -12,7 +12,7 @@ import pytest
 from megatron.checkpointing.store.ownership import claim
 from megatron.parallel.topology import Layout
 from megatron.training.hf_exports import NOTICE
-from tests.dist.harness import Zygote, kill_all, records, wait_for
+from tests.dist.harness import Zygote, kill_all, records, runs, wait_for
 from tests.dist.light_starts import IMPORTS, light_starts
 from tests.dist.test_hf import STYLES, TRAINING
 from tests.dist.tiny_runs import SINGLE, Launcher, parallel
@@ -137,7 +137,7 @@ def test_an_export_ends_with_its_training_and_the_next_start_makes_it(
         else:
             process.send_signal(number)
             os.kill(pids[0], number)
-        wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the end of the export")
+        wait_for(lambda: not runs(process.pid), "the end of the export")
 
     run = launcher.run(SINGLE, *flags, during=during, env=held.environment)
     assert run.exit_codes == [0 if number == signal.SIGTERM else -signal.SIGKILL], run.output[-4000:]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron.processes import parent_process
-from tests.dist.harness import HANGS_S, kill_all
+from tests.dist.harness import HANGS_S, kill_all, runs
 
 ROOT = Path(__file__).resolve().parents[4]
 RANK = """
@@ -57,13 +57,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def launcher_of(out: Path, command: list[str], variables: dict[str, str], **own: str) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from restart_trace.clock import boot_id
+from tests.dist.harness import runs
 from tools.common.stopping import StoppedBySignal
 from tools.restart_drill.faults import inject
 from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
@@ -97,7 +98,7 @@ def test_one_rank_is_killed_alone(launch: Launch) -> None:
     first, last = launch.ranks()
     assert inject("sigkill-one", launch) == 1
     until(lambda: launch.ranks() == [first], "the end of the last rank")
-    assert not last.is_running() or last.status() == "zombie"
+    assert not runs(last.pid)
 
 
 def test_a_process_of_another_launch_is_no_rank(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_rank_that_is_to_be_harmed_while_it_returns_has_not_returned_before(
     def has_failed() -> bool:
         steps.append("waits")
         until(lambda: stopped(first), "the rank that would return does not stop")
-        return not last.is_running() or last.status() == psutil.STATUS_ZOMBIE
+        return not runs(last.pid)
 
     monkeypatch.setattr(supervisor, "has_failed", has_failed)
     with supervisor.while_ranks_return(lambda: inject("sigkill-one", launch)) as killed:

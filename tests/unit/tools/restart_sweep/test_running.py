@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.dist.harness import runs
 from tools.restart_sweep.running import MARK, end_all, run
 
 LEAVES_A_CHILD = (
@@ -42,7 +43,7 @@ def test_what_a_cell_leaves_running_is_ended(tmp_path: Path) -> None:
     ended = run([sys.executable, "-c", LEAVES_A_CHILD], dict(os.environ), tmp_path / "log", mark, 300)
     assert ended.exit_code == 0 and ended.took_s > 0
     child = int((tmp_path / "log").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not runs(child)
     assert marked(mark) == []
 
 

@@ -29,7 +29,7 @@ from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import untraced_operation
 from tests.descriptors import open_descriptors
 from tests.dist import forked_writers
-from tests.dist.harness import HANGS_S, ROOT, Zygote, wait_for
+from tests.dist.harness import HANGS_S, ROOT, Zygote, runs, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +45,6 @@ def dcp_process() -> DcpProcessEngine:
 def checkpoint_process(engine: DcpProcessEngine) -> psutil.Process:
     assert engine.process is not None and engine.process.pid is not None
     return psutil.Process(engine.process.pid)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Whether it has ended; it may still have to be reaped."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -110,7 +105,7 @@ def test_a_save_that_is_given_up_waits_for_no_process(tmp_path: Path) -> None:
             pending.give_up("another rank has failed")
             with pytest.raises(CheckpointSaveError, match="^another rank has failed$"):
                 pending.wait()
-            assert is_gone(process)
+            assert not runs(process.pid)
     finally:
         engine.close()
 
@@ -133,7 +128,7 @@ def test_a_process_at_rest_serves_the_next_start(tmp_path: Path) -> None:
         assert served[0] == served[1]
         served[0].send_signal(signal.SIGSTOP)
         pending = engine.begin_save(STATES, tmp_path / "writes", op)
-        assert not engine.leave() and is_gone(served[0])
+        assert not engine.leave() and not runs(served[0].pid)
         with pytest.raises(CheckpointSaveError):
             pending.wait()
     finally:
@@ -205,7 +200,7 @@ def test_a_process_that_dies_or_hangs_fails_one_save(tmp_path: Path, monkeypatch
         last = checkpoint_process(engine)
     finally:
         engine.close()
-    assert is_gone(last)
+    assert not runs(last.pid)
 
 
 @contextlib.contextmanager
@@ -260,7 +255,7 @@ def test_an_engine_closes_while_its_process_comes_up(tmp_path: Path, monkeypatch
         wait_for(lambda: engine.process is not None and engine.process.pid is not None, "the process")
     starting = checkpoint_process(engine)
     engine.close()
-    assert is_gone(starting)
+    assert not runs(starting.pid)
     with pytest.raises(CheckpointSaveError, match="exit code -9"):
         pending.wait()
 
@@ -366,16 +361,17 @@ def kill_rank(
     def kill(ranks: list[int]) -> None:
         rank, left = psutil.Process(ranks[0]), list[psutil.Process]()
         try:
-            wait_for(lambda: is_gone(rank) or (saved.is_file() and saved.read_text() != ""), "the save")
+            wait_for(lambda: not runs(rank.pid) or (saved.is_file() and saved.read_text() != ""), "the save")
             left += rank.children(recursive=True)
             assert len(left) == processes
             rank.kill()
-            wait_for(lambda: is_gone(rank), "the end of the rank")
+            wait_for(lambda: not runs(rank.pid), "the end of the rank")
             after()
             (process,) = (it for it in left if it.pid == int(saved.read_text()))
-            wait_for(lambda: is_gone(process), "its end")
+            wait_for(lambda: not runs(process.pid), "its end")
         finally:
-            for each in (it for it in left if it.is_running()):
-                each.kill()
+            for each in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
     return zygote.run([], 1, directory / "logs", script=str(script), during=kill).output
