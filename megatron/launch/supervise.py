@@ -154,11 +154,11 @@ def _run_to_end(
                     say(killed)
             else:
                 ranks.end(signal.SIGTERM, plan.shutdown_timeout_s)
+            trace.detected(start.number, ranks.failures[0], at_ns)
             if may_return:
                 if plan.master_port is not None:
                     start.close()
                 following = Start(plan, start.number + 1, None, mask, before=ranks)
-            trace.detected(start.number, ranks.failures[0], at_ns)
         if ranks.settled:
             if failed:
                 trace.stopped()

@@ -278,7 +278,8 @@ def test_ranks_that_live_return(tmp_path: Path, dataset: list[str], fault: str, 
     assert (last["verified"], last["state_hashes"]) == (True, "equal")
     report = report_of(out)
     returned = [len(start.returned_ranks or ()) for start in report.restarts]
-    assert returned[0] == (2 if point == "mid-return" else 3)
+    # The drill stops one of them meanwhile: who waits for the rest of a message from that one ends, too.
+    assert returned[0] in ((1, 2) if point == "mid-return" else (3,))
     assert_restarts_agree(out, report)
 
 
