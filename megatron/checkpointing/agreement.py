@@ -7,7 +7,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointError
+from megatron.checkpointing.engines.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    EngineUnavailableError,
+    UnknownEngineError,
+)
+from megatron.config import ConfigError
+from megatron.fileio.objects.errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.lost_peers import comes_from_another_rank, text_of
 from restart_trace.recorder import Operation
@@ -32,7 +39,13 @@ class FailedAloneError(RuntimeError):
     """This rank failed where others waited for it, outside of an agreement: its process has to end."""
 
 
-class _NotAnsweredError(CheckpointError):
+class RankFailedError(CheckpointError):
+    """A rank failed in an agreement by an error that is not of its input: another start may go well."""
+
+    exit_code = 1
+
+
+class _NotAnsweredError(RankFailedError):
     """Another rank did not answer a rank: where that one, or a third, tells what is wrong, this says nothing more."""
 
 
@@ -66,8 +79,9 @@ def run_on_all_ranks(
     """Run `work()` on every rank, then `conclude(results by rank)` on rank 0; all ranks return its result.
 
     If any rank raises, all ranks raise the same: CheckpointRejectedError for CheckpointDamagedError or OSError, any
-    other CheckpointError as it is, and a CheckpointError that names rank and exception for anything else. Waits for the
-    slowest rank. `phase`: of `op`, which the time of `work` belongs to; None: `work` records its phases itself.
+    other CheckpointError as it is, a CheckpointError that names the rank for what else is wrong with its input, and
+    RankFailedError, which names rank and exception, for anything else. Waits for the slowest rank. `phase`: of `op`,
+    which the time of `work` belongs to; None: `work` records its phases itself.
     """
     return _agreed(control, op, work, phase, conclude, control.broadcast)
 
@@ -139,5 +153,7 @@ def _attempt(work: Callable[[], Any], rank: int, op: Operation, phase: str | Non
         return exc, exc
     except Exception as exc:  # any error: the other ranks wait for an answer
         logger.exception("rank %d: a step of the load failed", rank)
-        kind = _NotAnsweredError if comes_from_another_rank(exc) else CheckpointError
+        of_input = isinstance(exc, (ConfigError, EngineUnavailableError, UnknownEngineError, ObjectStoreError))
+        of_another_rank = comes_from_another_rank(exc)
+        kind = CheckpointError if of_input else _NotAnsweredError if of_another_rank else RankFailedError
         return kind(f"rank {rank}: {type(exc).__name__}: {exc}"), exc
