@@ -5,13 +5,16 @@
                          process is unusable; on CPUs, only raises the exception that such a failure ends in
 
 Python runs signal handlers in the main thread between two of its instructions: a rank that is inside a collective
-meets the error when that returns. Without the flag nothing is installed.
+meets the error when that returns, and one that is inside the trace or a log after that, since those let no error of
+their own through. Without the flag nothing is installed.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -19,6 +22,8 @@ from restart_trace.devices import accelerator_in_use
 
 EXCEPTION_SIGNAL = signal.SIGRTMIN + 1
 DEVICE_ERROR_SIGNAL = signal.SIGRTMIN + 2
+_KEEP_ERRORS = ("restart_trace", "logging")  # packages that raise nothing in their callers
+_AGAIN_S = 0.001
 
 
 class InjectedFault(RuntimeError):
@@ -27,15 +32,31 @@ class InjectedFault(RuntimeError):
 
 def allow_injected_faults() -> None:
     """Install the handlers of both signals; must be called in the main thread."""
-    signal.signal(EXCEPTION_SIGNAL, _raise)
-    signal.signal(DEVICE_ERROR_SIGNAL, _fail_on_device)
+    signal.signal(EXCEPTION_SIGNAL, _where_it_is_raised(_raise))
+    signal.signal(DEVICE_ERROR_SIGNAL, _where_it_is_raised(_fail_on_device))
 
 
-def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+def _where_it_is_raised(fail: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
+    """A handler that calls `fail`; inside a package of _KEEP_ERRORS it has the signal sent again instead."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] in _KEEP_ERRORS:
+                again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signum))
+                again.daemon = True
+                again.start()
+                return
+            frame = frame.f_back
+        fail()
+
+    return handle
+
+
+def _raise() -> NoReturn:
     raise InjectedFault("an injected exception (--allow-injected-faults)")
 
 
-def _fail_on_device(signum: int, frame: FrameType | None) -> NoReturn:
+def _fail_on_device() -> NoReturn:
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "accelerator") or not hasattr(torch, "zeros"):  # it is not imported that far yet
         raise InjectedFault("an injected device error, before torch was imported: there is no device yet")

@@ -55,15 +55,41 @@ def test_without_the_flag_nothing_is_installed() -> None:
     assert code == -EXCEPTION_SIGNAL
 
 
-def after_signal(argv: list[str], signum: int, environment: dict[str, str]) -> tuple[int, str]:
-    """(exit code, stderr) of a process that gets a signal once it is ready."""
-    command = [sys.executable, "-c", WAITING, *argv]
+SAMPLING = """
+import sys, time
+from megatron.startup.injected_faults import allow_injected_faults
+from restart_trace.probes import forgiving
+allow_injected_faults()
+def probe():
+    print("ready", flush=True)
+    sys.stdin.read()
+    return {}
+forgiving(probe, "samples")()
+time.sleep(600)
+"""
+
+
+def test_an_error_comes_after_what_the_trace_does_which_would_keep_it() -> None:
+    code, errors = after_signal([], EXCEPTION_SIGNAL, dict(os.environ), SAMPLING)
+    assert "the trace lacks" not in errors
+    assert code == 1 and errors.splitlines()[-1].endswith(
+        "InjectedFault: an injected exception (--allow-injected-faults)"
+    )
+
+
+def after_signal(argv: list[str], signum: int, environment: dict[str, str], program: str = WAITING) -> tuple[int, str]:
+    """(exit code, stderr) of a process that gets a signal once it is ready; its stdin ends afterwards."""
+    command = [sys.executable, "-c", program, *argv]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=300)
+        try:
+            _, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
     return process.returncode, errors
 
 
