@@ -157,7 +157,7 @@ def _run_to_end(
             trace.detected(start.number, ranks.failures[0], at_ns)
             if may_return:
                 if plan.master_port is not None:
-                    start.close()
+                    start.close()  # its port is the one of the following start
                 following = Start(plan, start.number + 1, None, mask, before=ranks)
         if ranks.settled:
             if failed:

@@ -112,8 +112,8 @@ def create_world(rank: int, world_size: int, timeout: Any) -> None:
 def connect_groups(store: Any) -> None:
     """Connect all groups of this process with those of the other ranks, which meet at `store`; collective.
 
-    The smallest first: most of these are of ranks that wait for the one that is started anew, which all others need.
-    Groups of the same ranks share their connections.
+    The smallest come first: most of them are without the rank that is started anew, and need not wait for it. Groups
+    of the same ranks share their connections.
     """
     connected: dict[Any, ReconnectingGroup] = {}
     for group in sorted(_groups, key=lambda one: one.size()):  # stable: the same order on all ranks

@@ -40,9 +40,9 @@ REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a r
 _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _QUIET_S = 0.01  # at least without a transfer, before connections are shut
-_TIME_SLICE_S = 0.003  # of the kernel's scheduler, as long as a thread may wait for each other one
+_TIME_SLICE_S = 0.003  # for which the kernel lets another thread run first
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
-_LOST_AFTER = 2  # timeouts in a row of what is sent: the first two take 0.6 s
+_LOST_AFTER = 2  # times that the same was sent again, which takes 0.6 s: then its host is lost
 _STUCK_ROUNDS = 10  # of shutting connections, for a collective to end; more time where processors are busy
 _THREADS_S = 5.0  # for threads of the start before to end
 _MOST_GROWTH = 256 << 20  # bytes of memory between two returns, or a quarter if that is more
@@ -376,22 +376,29 @@ def wait_for_transfers(left: threading.Event) -> None:
 def _turn_s() -> float:
     """How long a thread of another rank may wait for a processor before it goes on with a message (proc(5), loadavg).
 
-    Of the whole host, as its processors are.
+    Threads and processors are those of the whole host. Where the kernel does not count the threads for this process
+    (ProcSubset=pid of systemd.exec(5)), ten for each processor are assumed.
     """
-    running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-    return _TIME_SLICE_S * running / (os.cpu_count() or 1)
+    processors = os.cpu_count() or 1
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    except OSError:
+        running = 10 * processors
+    return _TIME_SLICE_S * running / processors
 
 
 def _has_bytes(one: socket.socket, watched: Iterable[int]) -> bool:
     """Whether bytes have arrived that are not read, or have been sent and may still arrive (tcp(7), SIOCINQ)."""
     with contextlib.suppress(OSError):
-        found = [request for request in watched if any(fcntl.ioctl(one, request, bytes(4)))]
-        return found == [termios.TIOCOUTQ] and _is_answered(one) or termios.FIONREAD in found
+        return any(
+            any(fcntl.ioctl(one, request, bytes(4))) and (request == termios.FIONREAD or _is_answered(one))
+            for request in watched
+        )
     return False
 
 
 def _is_answered(one: socket.socket) -> bool:
-    """Whether its other end acknowledges: what the host of a lost node was sent is sent again and again (tcp(7))."""
+    """Whether its other end acknowledges. To a lost host the same is sent again and again (tcp(7), TCP_INFO)."""
     retransmits = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2]
     return retransmits < _LOST_AFTER
 

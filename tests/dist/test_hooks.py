@@ -294,7 +294,7 @@ def test_our_own_trainer_seen_by_hooks_agrees_with_its_own_trace(
 
     Both instruments watch the same run. They begin and end at different lines, so that the shorter an operation, the
     more they differ; docs/results/hooks.md shows by how much, all ranks added up. A busy machine may take longer
-    between these lines than the operation does, but not in each of those of a launch.
+    between these lines than the operation does, but not in half of those of a launch.
     """
     save, trace_dir = tmp_path / "save", tmp_path / "hooks"
     env = {
@@ -317,7 +317,7 @@ def test_our_own_trainer_seen_by_hooks_agrees_with_its_own_trace(
         seen_ns = lasted_ns(records(trace_dir, cycle))
         for name, own_ns in lasted_ns(records(save / "restart_trace", cycle)).items():
             ratios = [one / other for one, other in zip(seen_ns[name], own_ns, strict=True)]
-            assert any(0.75 < ratio < 1.33 for ratio in ratios), (cycle, name, ratios)
+            assert sum(0.75 < ratio < 1.33 for ratio in ratios) >= len(ratios) / 2, (cycle, name, ratios)
     note_agreement(mine, theirs)
 
 

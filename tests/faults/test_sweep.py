@@ -60,7 +60,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
 def test_a_fault_loses_nothing(verdicts: list[Verdict], names: list[str]) -> None:
     mine = [verdict for verdict in verdicts if verdict.scenario in names]
     assert [verdict for verdict in mine if verdict.broken] == []
-    assert sum(verdict.outcome == MISSED for verdict in mine) <= len(mine) / 10  # seen: 4 of 470 at sockets
+    assert sum(verdict.outcome == MISSED for verdict in mine) <= len(mine) / 20
     mine = [verdict for verdict in mine if verdict.survived]
     assert {verdict.of for verdict in mine} == {SAVE, START}
     assert any(verdict.fault.effect == KILL for verdict in mine)

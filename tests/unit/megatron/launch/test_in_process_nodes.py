@@ -16,9 +16,10 @@ import pytest
 
 from megatron.launch.messages import LaunchConnection
 from megatron.net.handshake import COORDINATOR, ServerSide
+from tests.dist.harness import runs
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_membership import EtcdServer, Launch, etcd
-from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes, running
+from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes
 from tests.unit.trace_helpers import SECRET
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
@@ -194,9 +195,9 @@ def test_ranks_that_have_returned_end_where_their_node_is_no_part_of_the_start(r
     returning.until_said("coordinator", "node 1 (127.0.0.2) is lost: no heartbeat for 6 s")
     agents += returning.agents(2, 3)
     assert labels(returning.ranks(1)) == ["node2", "node2", "node3", "node3"]
-    assert all(map(running, waiting))
+    assert all(map(runs, waiting))
     agents[1].send_signal(signal.SIGCONT)
-    until(lambda: not any(map(running, waiting)), f"the end of {waiting}; {returning.said('agent1')}")
+    until(lambda: not any(map(runs, waiting)), f"the end of {waiting}; {returning.said('agent1')}")
     returning.until_said("coordinator", "node 1 (127.0.0.2) has joined as a spare")
     assert returning.end(coordinator, agents)[0] == 0, returning.said()
 

@@ -19,6 +19,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments
 from megatron.launch.ranks import Forks, Ranks
+from megatron.net.free_port import free_port
 from megatron.processes import in_process_restart
 from tests.descriptors import open_descriptors
 from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
@@ -74,8 +75,7 @@ def test_ranks_that_live_start_again_in_their_processes_and_the_others_are_forke
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--in-process-restart"], []], ids=["in process", "in place"])
 def test_all_starts_meet_at_the_port_that_was_given(start: Start, how: list[str]) -> None:  # noqa: F811
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ends = "note(f'port_{rank}_{restart}', os.environ['MASTER_PORT'])\nif restart == 1:"
     script = WAITS.replace("if restart == 2:", ends)
     job = start(script, "--max-restarts", "1", "--nproc-per-node", "2", "--master-port", port, *how)
@@ -351,9 +351,9 @@ RETURNS_LATE = WAITS.replace(
 )
 
 
-def where_one_has_returned(start: Start, *flags: str) -> Job:  # noqa: F811
+def where_one_has_returned(start: Start, *flags: str, script: str = RETURNS_LATE) -> Job:  # noqa: F811
     """Of three ranks rank 1 has been killed, 0 has returned, and 2 does so when the file `go` is there."""
-    job = start(RETURNS_LATE, *FLAGS, "3", *flags)
+    job = start(script, *FLAGS, "3", *flags)
     for rank in range(3):
         job.note(f"waits_{rank}_0")
     os.kill(job.pid(1), signal.SIGKILL)
@@ -361,9 +361,7 @@ def where_one_has_returned(start: Start, *flags: str) -> Job:  # noqa: F811
     return job
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_after_it_has_returned_starts_again(start: Start) -> None:  # noqa: F811
-    holds = """
+NOTES_ITS_RETURN = """
 starts = in_process_restart._here[0]._starts
 class Told:
     put = starts.put
@@ -371,23 +369,17 @@ class Told:
         note(f"returned_{rank}_{restart}")
         return starts.get()
 in_process_restart._here[0]._starts = Told()
-def hold():
-    while rank == 0 and restart == 0 and not os.path.exists("go_on"):
-        time.sleep(0.005)
-in_process_restart.at_return(hold)
 """
-    script = WAITS.replace("restart == 2", "restart == 1").replace("signal.signal(", holds + "signal.signal(", 1)
-    job = start(
-        script, "--max-restarts", "1", "--in-process-restart", "--return-timeout", "300", "--nproc-per-node", "3"
-    )
-    for rank in range(3):
-        job.note(f"waits_{rank}_0")
-    os.kill(job.pid(2, 0), signal.SIGKILL)
-    job.note("returned_1_0")
-    os.kill(job.pid(1, 0), signal.SIGSTOP)
-    (job.directory / "go_on").touch()
-    assert job.wait() == 0, job.said
-    assert job.pid(1, 1) == job.pid(1, 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_after_it_has_returned_starts_again(start: Start) -> None:  # noqa: F811
+    script = RETURNS_LATE.replace("signal.signal(", NOTES_ITS_RETURN + "signal.signal(")
+    job = where_one_has_returned(start, script=script)
+    job.note("returned_0_0")
+    os.kill(job.pid(0), signal.SIGSTOP)
+    (job.directory / "go").touch()
+    assert job.pid(0, 1) == job.pid(0)
 
 
 @pytest.mark.slow
@@ -587,6 +579,12 @@ def test_connections_are_shut_at_once_where_nothing_was_exchanged(before: str, s
     assert done.returncode == 0, done.stderr
 
 
+def test_the_quiet_time_is_30_ms_where_running_threads_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_process_restart._turn_s() >= 0
+    monkeypatch.setattr(in_process_restart, "Path", lambda name: Path("/proc/no" + name))
+    assert in_process_restart._turn_s() == pytest.approx(0.03)
+
+
 def test_what_was_sent_to_a_lost_host_is_not_waited_for() -> None:
     """A filter drops what comes to the other end, so that nothing that is sent there is acknowledged."""
     done = returning("""
@@ -595,8 +593,10 @@ drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: r
 SO_ATTACH_FILTER = 26
 other.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop)))
 restart._SENT_S = 600.0
+lost_after, restart._LOST_AFTER = restart._LOST_AFTER, 256
 ours.sendall(b"to a lost host")
 assert restart._has_bytes(ours, [termios.TIOCOUTQ]), "it may still arrive"
+restart._LOST_AFTER = lost_after
 restart._wait_until_sent()
 restart.wait_for_transfers(threading.Event())
 assert any(fcntl.ioctl(ours, termios.TIOCOUTQ, bytes(4))), "it has not arrived"

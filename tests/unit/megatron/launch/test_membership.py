@@ -22,8 +22,9 @@ from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from megatron.launch.etcd import StoreAddress, parse_address
 from megatron.net.free_port import free_port
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.dist.harness import runs
 from tests.unit.megatron.launch.test_launch import until
-from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes, running
+from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
 __all__ = ["nodes"]  # a fixture
@@ -140,7 +141,7 @@ def test_a_standby_coordinator_takes_over_when_the_leader_is_lost(nodes: Nodes, 
     second = launch.standby()
     first.kill()
     after = nodes.ranks(1)
-    assert not [pid for pid, _ in before if running(pid)]
+    assert not [pid for pid, _ in before if runs(pid)]
     places = [[(variables["GROUP_RANK"], variables["LABEL"]) for _, variables in ranks] for ranks in (before, after)]
     assert places[0] == places[1] == [("0", "node0")] * 2 + [("1", "node1")] * 2
     assert "takes over from the coordinator of" in nodes.said("standby")
@@ -290,7 +291,7 @@ def test_a_leader_that_is_cut_off_from_etcd_keeps_its_ranks_until_it_finds_anoth
         launch.until_said("coordinator", UNREACHABLE)
         launch.until_said("standby", "takes over from the coordinator of")
         # On a slow machine a node may be lost; the coordinator hears of it later than its ranks end.
-        until(lambda: all(running(pid) for pid, _ in before) or "lost" in nodes.said(), nodes.said())
+        until(lambda: all(runs(pid) for pid, _ in before) or "lost" in nodes.said(), nodes.said())
         nodes.end_rank(0, 0, 1)
         launch.until_said("coordinator", WAITS)
         link.send_signal(signal.SIGCONT)
@@ -312,10 +313,10 @@ def test_ranks_go_on_while_etcd_does_not_answer_and_none_start_until_it_does(nod
     before = nodes.ranks(0)
     etcd.process.send_signal(signal.SIGSTOP)
     launch.until_said("coordinator", UNREACHABLE)
-    assert all(running(pid) for pid, _ in before)
+    assert all(runs(pid) for pid, _ in before)
     nodes.end_rank(0, 3, 1)
     launch.until_said("coordinator", WAITS)
-    assert not any(running(pid) for pid, _ in before)
+    assert not any(runs(pid) for pid, _ in before)
     assert not list(nodes.directory.glob("start_1_*"))
     etcd.process.send_signal(signal.SIGCONT)
     nodes.ranks(1)
@@ -400,7 +401,7 @@ def test_another_launch_of_the_same_name_is_refused(nodes: Nodes, etcd: EtcdServ
     for name, flag in (("other", "--membership"), ("agent2", "--coordinator")):
         (line,) = nodes.said(name).splitlines()
         assert f"error: {flag} {message} 127.0.0.1:" in line and "give each launch a name of its own" in line
-    assert all(running(pid) for pid, _ in before) and "node 2" not in nodes.said()
+    assert all(runs(pid) for pid, _ in before) and "node 2" not in nodes.said()
     for process in (first, *agents):
         process.kill()
     nodes.until_gone()

@@ -28,7 +28,7 @@ from megatron.net.handshake import COORDINATOR, ServerSide, connect
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
 from megatron.processes.source import what_runs
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
-from tests.dist.harness import end_all
+from tests.dist.harness import end_all, runs
 from tests.unit.megatron.launch import test_nodes
 from tests.unit.megatron.launch.test_launch import HEAD, marked, pending, until
 from tests.unit.megatron.launch.test_shrink import FLAGS
@@ -136,14 +136,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     end_all(made.left)
     for started in made.started:
         started.wait(300)
-
-
-def running(pid: int) -> bool:
-    """Whether a process runs; one that was killed with its parent may have to wait for init to reap it."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def labels(ranks: list[tuple[int, dict[str, str]]]) -> list[str]:
@@ -268,7 +260,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes
     agents[0].kill()  # a node, and the one that serves the rendezvous
     after = nodes.ranks(2)
     assert labels(after) == ["node2", "node2", "node1", "node1"]
-    until(lambda: not any(running(pid) for pid, _ in (*before, *again)), "the end of all earlier ranks")
+    until(lambda: not any(runs(pid) for pid, _ in (*before, *again)), "the end of all earlier ranks")
 
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
@@ -288,7 +280,7 @@ def test_the_ranks_of_an_agent_that_is_stopped_end(nodes: Nodes) -> None:
     agents[1].send_signal(signal.SIGSTOP)
     after = nodes.ranks(1)
     assert labels(after) == ["node0", "node0", "node2", "node2"]
-    until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks whose agent is stopped")
+    until(lambda: not any(runs(pid) for pid, _ in before), "the end of the ranks whose agent is stopped")
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
     assert [agent.wait(300) for agent in agents] == [0, -signal.SIGKILL, 0]
@@ -331,7 +323,7 @@ def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes
     agents[2].send_signal(signal.SIGCONT)
     until(lambda: nodes.said().count(joined) >= 2, nodes.said())
     coordinator.send_signal(signal.SIGSTOP)
-    until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks that were cut off")
+    until(lambda: not any(runs(pid) for pid, _ in before), "the end of the ranks that were cut off")
     coordinator.send_signal(signal.SIGCONT)
     assert len(set(labels(nodes.ranks(1)))) == 2
     # One may come back later than the job goes on; after its end that would be too late to hear how it ended.

@@ -27,7 +27,7 @@ from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.descriptors import open_descriptors
 from tests.dist import forked_writers
-from tests.dist.harness import Zygote
+from tests.dist.harness import Zygote, runs, wait_for
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
     NAME,
     load,
@@ -202,18 +202,6 @@ def test_death_of_the_process_is_told_whoever_holds_its_connection(
         each.close()
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return
-        except psutil.NoSuchProcess:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"process {pid} is still there")
-
-
 SAVING = """
     import os, sys, threading, torch
     from pathlib import Path
@@ -264,7 +252,7 @@ def test_sigkill_of_the_training_leaves_nothing(tmp_path: Path, thread: str, bus
         assert psutil.Process(pid).ppid() == training.pid
         time.sleep(0.3)
         assert not named_memory(training.pid) and not named_memory(pid)
-    wait_until_gone(pid)
+    wait_for(lambda: not runs(pid), "its end")
 
 
 def named_memory(pid: int) -> list[str]:
@@ -288,7 +276,7 @@ def test_a_copy_of_the_connection_in_another_process_does_not_keep_it(tmp_path: 
         workers = [child for child in psutil.Process(training.pid).children() if child.pid != pid]
         assert len(workers) == 1
     try:
-        wait_until_gone(pid)
+        wait_for(lambda: not runs(pid), "its end")
         assert workers[0].is_running()
     finally:
         workers[0].kill()
