@@ -36,6 +36,7 @@ WITHOUT_A_DEVICE = {
     "megatron/peers/traffic.py": NO_TORCH,
     "megatron/processes/in_process_restart.py": NETWORK,
     "megatron/processes/parent_process.py": "reads a pipe, and ends the process",
+    "megatron/startup/injected_faults.py": "sends a signal to the main thread",
     "megatron/startup/once_per_host.py": NETWORK,
     "megatron/startup/watch.py": "asks other ranks over sockets, and prints stacks",
     "restart_trace/hooks/name_lookup.py": "looks up a host name",
