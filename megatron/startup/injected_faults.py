@@ -3,6 +3,8 @@
     EXCEPTION_SIGNAL     raises InjectedFault
     DEVICE_ERROR_SIGNAL  on a device, makes a kernel fail a device-side assertion, after which the context of the
                          process is unusable; on CPUs, only raises the exception that such a failure ends in
+    HOLD_SIGNAL          has the rank wait in its next return (in_process_restart.py) until the signal comes again, so
+                         that a drill has time to harm it there
 
 Python runs signal handlers in the main thread between two of its instructions: a rank that is inside a collective
 meets the error when that returns, and one that is inside the trace or a log after that, since those let no error of
@@ -14,16 +16,20 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron.processes.in_process_restart import at_return
 from restart_trace.devices import accelerator_in_use
 
 EXCEPTION_SIGNAL = signal.SIGRTMIN + 1
 DEVICE_ERROR_SIGNAL = signal.SIGRTMIN + 2
+HOLD_SIGNAL = signal.SIGRTMIN + 3
 _KEEP_ERRORS = ("restart_trace", "logging")  # packages that raise nothing in their callers
 _AGAIN_S = 0.001
+_POLL_S = 0.001
 
 
 class InjectedFault(RuntimeError):
@@ -31,9 +37,21 @@ class InjectedFault(RuntimeError):
 
 
 def allow_injected_faults() -> None:
-    """Install the handlers of both signals; must be called in the main thread."""
+    """Install the handlers of the signals; must be called in the main thread."""
     signal.signal(EXCEPTION_SIGNAL, _where_it_is_raised(_raise))
     signal.signal(DEVICE_ERROR_SIGNAL, _where_it_is_raised(_fail_on_device))
+    held = False
+
+    def hold_or_let_go(*_: object) -> None:
+        nonlocal held
+        held = not held
+
+    def wait() -> None:
+        while held:
+            time.sleep(_POLL_S)
+
+    signal.signal(HOLD_SIGNAL, hold_or_let_go)
+    at_return(wait)
 
 
 def _where_it_is_raised(fail: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:

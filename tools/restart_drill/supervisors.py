@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.config.uris import ObjectStore, ObjectUri
+from megatron.startup.injected_faults import HOLD_SIGNAL
 from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from restart_trace.supervisor import open_supervisor_trace
@@ -232,15 +233,15 @@ class LauncherInPlace(Supervisor):
         """Call `kill`, for the last rank. The body runs while the others return, and the launcher starts none until its
         end. Yields what `kill` returns.
 
-        The rank before it is stopped until the launcher has noticed, since it might have returned by then.
+        The rank before it is held in its return until the launcher has noticed, and is stopped.
         """
         held = self.launch.ranks()[-2:-1]
-        self.launch.send(signal.SIGSTOP, held)
+        self.launch.send(HOLD_SIGNAL, held)
+        killed = kill()
+        self._until(self.has_failed, "the launcher noticed the failure")
+        self.launch.send(signal.SIGSTOP, self.launch.launcher())
         try:
-            killed = kill()
-            self._until(self.has_failed, "the launcher noticed the failure")
-            self.launch.send(signal.SIGSTOP, self.launch.launcher())
-            self.launch.send(signal.SIGCONT, held)
+            self.launch.send(HOLD_SIGNAL, held)
             yield killed
         finally:
             self.launch.send(signal.SIGCONT, self.launch.launcher())

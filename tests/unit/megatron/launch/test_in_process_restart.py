@@ -21,6 +21,7 @@ from megatron.launch.cli import parse_arguments
 from megatron.launch.ranks import Forks, Ranks
 from megatron.net.free_port import free_port
 from megatron.processes import in_process_restart
+from megatron.startup.injected_faults import HOLD_SIGNAL
 from tests.descriptors import open_descriptors
 from tests.unit.megatron.launch.test_launch import Job, Start, start, until  # noqa: F401  the fixture
 
@@ -370,6 +371,21 @@ class Told:
         return starts.get()
 in_process_restart._here[0]._starts = Told()
 """
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_drill_holds_returns_when_it_is_let_go(start: Start) -> None:  # noqa: F811
+    allowed = "from megatron.startup.injected_faults import allow_injected_faults\nallow_injected_faults()\n"
+    job = start(WAITS.replace("signal.signal(", allowed + "signal.signal("), *FLAGS, "2")
+    for rank in range(2):
+        job.note(f"waits_{rank}_0")
+    os.kill(job.pid(1), HOLD_SIGNAL)
+    os.kill(job.pid(0), signal.SIGKILL)
+    job.note("undone_1_0_first")  # all but what holds it
+    let_go = time.monotonic()
+    os.kill(job.pid(1), HOLD_SIGNAL)
+    *_, phases = json.loads(job.note("found_1_1"))
+    assert phases[2][:2] == ["return", "undo"] and let_go < phases[2][3] / 1e9
 
 
 @pytest.mark.slow

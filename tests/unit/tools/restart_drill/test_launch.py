@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.startup.injected_faults import HOLD_SIGNAL
 from restart_trace.clock import boot_id
 from tests.dist.harness import runs
 from tools.common.stopping import StoppedBySignal
@@ -22,12 +23,14 @@ from tools.restart_drill.faults import inject
 from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
 from tools.restart_drill.supervisors import LauncherInPlace
 
-# A launcher that forks two ranks; each writes the first record of a trace and has a child of its own.
+# A launcher that forks two ranks; each writes the first record of a trace, has a child of its own, and notes each
+# HOLD_SIGNAL.
 JOB = """
-import json, os, subprocess, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 
 def rank(number):
+    signal.signal(int(sys.argv[2]), lambda *_: open(f"{sys.argv[1]}/held_{number}", "ab", 0).write(b"."))
     child = subprocess.Popen(["sleep", "600"])
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     first = {"type": "process", "rank": number, "world_size": 2, "pid": os.getpid(), "boot_id": boot_id}
@@ -52,7 +55,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def launch(tmp_path: Path) -> Iterator[Launch]:
     trace = tmp_path / "trace"
     trace.mkdir()
-    command = [sys.executable, "-c", JOB, str(trace)]
+    command = [sys.executable, "-c", JOB, str(trace), str(int(HOLD_SIGNAL))]
     with launched(command, tmp_path / "log", echo=False) as started:
         started.await_ranks(trace, 0, 300, lambda: started.exit_code is not None)
         until(lambda: len(started.of_ranks()) == 4, "the children of the ranks")
@@ -147,25 +150,27 @@ def test_a_torn_first_line_is_no_rank_yet(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_to_be_harmed_while_it_returns_has_not_returned_before(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late the drill sees that the launcher has noticed the other rank's end."""
     plan: Any = SimpleNamespace(limit_s=300.0, supervisor="in-process")
     supervisor, steps = LauncherInPlace(plan), list[str]()
     supervisor.launch = launch
-    first, last = launch.ranks()
+    _, last = launch.ranks()
     (launcher,) = launch.launcher()
+    held = tmp_path / "trace" / "held_0"
 
     def stopped(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_STOPPED
 
     def has_failed() -> bool:
         steps.append("waits")
-        until(lambda: stopped(first), "the rank that would return does not stop")
+        until(held.exists, "the rank that would return is not held")
+        assert held.read_bytes() in (b"", b".")
         return not runs(last.pid)
 
     monkeypatch.setattr(supervisor, "has_failed", has_failed)
     with supervisor.while_ranks_return(lambda: inject("sigkill-one", launch)) as killed:
         assert killed == 1 and steps
-        until(lambda: stopped(launcher) and not stopped(first), "the rank goes on, and its launcher does not")
+        until(lambda: stopped(launcher) and held.read_bytes() == b"..", "the rank goes on, and its launcher does not")
     until(lambda: not stopped(launcher), "the launcher goes on")
