@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +20,20 @@ from megatron.startup.preflight import Vocabulary
 from megatron.training.helpers import Helpers
 from restart_trace.device_threads import device_thread
 
+logger = logging.getLogger(__name__)
+
 SplitDatasets = tuple[Any, Any, Any]
 _MOST_BETWEEN_SIGNS_S = 10.0
 
 
 class DataError(RuntimeError):
     """The data cannot be read or indexed; the message names the file or flag."""
+
+
+class DataFailureError(DataError):
+    """A rank failed at the data by an error that says nothing of them: another start may go well."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ def build_data_iterators(
     Micro-batches are in host memory, which is pinned if the rank computes on a device: only from there does a copy not
     wait for the device's earlier work.
     Sets `progress.indexed_samples` for the splits for which it is not set yet. Raises DataError on every rank, with the
-    reason, if any rank fails.
+    reason, if any rank fails: DataFailureError if none did by a ValueError or an OSError.
     """
     training, control = config.training, runtime.control
     at, layout, parts = runtime.coordinates, runtime.layout, config.parallel.ds_sequence_parallel_size
@@ -115,9 +125,15 @@ def build_data_iterators(
     progress.indexed_samples = train or needed[0], valid or needed[1], test or needed[2]
 
     def agree(error: Exception | None) -> None:
-        failed = control.agree(None if error is None else str(error))
+        of_data = isinstance(error, (ValueError, OSError))
+        if error is not None and not of_data:
+            logger.error("rank %d: the data could not be built", control.rank, exc_info=error)
+        reason = str(error) if of_data else f"rank {control.rank}: {type(error).__name__}: {error}"
+        failed = control.agree(None if error is None else json.dumps([of_data, reason]))
         if failed:
-            raise DataError("; ".join(dict.fromkeys(reason for _, reason in failed)))
+            told = [json.loads(content) for _, content in failed]
+            kind = DataError if any(of_data for of_data, _ in told) else DataFailureError
+            raise kind("; ".join(dict.fromkeys(reason for _, reason in told)))
 
     pause_s = min(_MOST_BETWEEN_SIGNS_S, 60 * config.parallel.distributed_timeout_minutes / 4)
     run_on_builder = functools.partial(run_on_rank_0, control, pause_s)

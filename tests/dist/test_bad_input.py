@@ -278,6 +278,20 @@ def test_error_that_one_rank_alone_can_see(launcher: Launcher) -> None:
     assert "error" not in run.log(0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "message"),
+    [("OSError", USAGE_ERROR, "error: of rank 1 alone"), ("KeyError", 1, "error: rank 1: KeyError: 'of rank 1 alone'")],
+)
+def test_an_error_at_the_data_is_refused_if_it_is_of_them(
+    launcher: Launcher, kind: str, exit_code: int, message: str
+) -> None:
+    script = ROOT / "tests" / "dist" / "scripts" / "failing_rank.py"
+    env = {"FAILS_AT": "megatron.data.gpt_dataset:_Planner", "FAILS_ON": "1", "FAILS_WITH": kind}
+    run = launcher.run(Layout(tp=2, pp=1, dp=1), script=str(script), env=env)
+    assert run.exit_codes == [exit_code] * 2, run.output[-6000:]
+    assert message in run.log(0).splitlines() and ("Traceback" in run.log(1)) == (exit_code == 1)
+
+
 def torchrun(flags: list[str], nproc: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
