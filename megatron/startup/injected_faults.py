@@ -26,7 +26,7 @@ from restart_trace.devices import accelerator_in_use
 
 EXCEPTION_SIGNAL = signal.SIGRTMIN + 1
 DEVICE_ERROR_SIGNAL = signal.SIGRTMIN + 2
-HOLD_SIGNAL = signal.SIGRTMIN + 3
+HOLD_SIGNAL = signal.SIGRTMIN + 4  # 3 ends data workers
 _KEEP_ERRORS = ("restart_trace", "logging")  # packages that raise nothing in their callers
 _AGAIN_S = 0.001
 _POLL_S = 0.001
