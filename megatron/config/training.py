@@ -67,8 +67,8 @@ class TrainingConfig(FlagGroup):
     )
     allow_injected_faults: bool = flag(
         False,
-        "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error, and SIGRTMIN+4 "
-        "holds it in its next return until the signal comes again",
+        "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error, and "
+        "SIGRTMIN+4 holds it in its next return until the signal comes again",
     )
     eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training", least=0)
     eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation", least=0)
