@@ -17,7 +17,7 @@ from tests.faults.injection import Fault, Traced, faults_at, run_traced
 from tests.faults.launches import Ended, Trained
 from tests.faults.repeated import Repeated
 from tests.faults.system_calls import KILL
-from tests.faults.verdicts import FORMER, NEW, SAVE, START, Directory, Verdict, passed_over
+from tests.faults.verdicts import FORMER, MISSED, NEW, SAVE, START, Directory, Verdict, passed_over
 
 _RANKS = (0, 1)
 
@@ -44,7 +44,7 @@ class TwoRanks:
                 self._place.keep()
 
     def faults(self, of: str) -> list[list[Fault]]:
-        """As `Scenario.faults`."""
+        """As `Scenario.faults`. Which rank is ahead of the other is chance, and how many calls it makes meanwhile."""
         self._place.reset()
         traced = self._run(of, NEW, None)
         self._whole(traced)
@@ -63,7 +63,7 @@ class TwoRanks:
 
     def _wrong_with(self, of: str, fault: Fault, traced: list[Traced]) -> str | None:
         if traced[self._rank].hit is None:
-            return "the fault hit no call"
+            return MISSED
         for rank in _RANKS:
             if traced[rank].hangs:
                 return f"rank {rank} hangs"
