@@ -38,8 +38,8 @@ class InjectedFault(RuntimeError):
 
 def allow_injected_faults() -> None:
     """Install the handlers of the signals; must be called in the main thread."""
-    signal.signal(EXCEPTION_SIGNAL, _where_it_is_raised(_raise))
-    signal.signal(DEVICE_ERROR_SIGNAL, _where_it_is_raised(_fail_on_device))
+    signal.signal(EXCEPTION_SIGNAL, _outside_what_keeps_errors(_raise))
+    signal.signal(DEVICE_ERROR_SIGNAL, _outside_what_keeps_errors(_fail_on_device))
     held = False
 
     def hold_or_let_go(*_: object) -> None:
@@ -54,8 +54,8 @@ def allow_injected_faults() -> None:
     at_return(wait)
 
 
-def _where_it_is_raised(fail: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
-    """A handler that calls `fail`; inside a package of _KEEP_ERRORS it has the signal sent again instead."""
+def _outside_what_keeps_errors(fail: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
+    """A handler that calls `fail`; if it comes within a package of _KEEP_ERRORS, it has the signal sent again."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         while frame is not None:

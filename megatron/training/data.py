@@ -31,7 +31,7 @@ class DataError(RuntimeError):
 
 
 class DataFailureError(DataError):
-    """A rank failed at the data by an error that says nothing of them: another start may go well."""
+    """A rank failed while it built the datasets, by an error that is not of the data: another start may go well."""
 
     exit_code = 1
 

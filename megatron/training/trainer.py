@@ -83,7 +83,7 @@ def pretrain(
 ) -> int:
     """Train as the command line says. Returns the exit code.
 
-    0: trained to the end; 1: the last checkpoint could not be saved, or another rank did not answer; 2: the command
+    0: trained to the end; 1: the last checkpoint could not be saved, or a rank failed or did not answer; 2: the command
     line, the data or the checkpoint cannot be used, as the message says; 65: the same error has ended the starts before
     (megatron.checkpointing.preflight.repeated_errors). `entered_ns`: when the program's own code began (monotonic, ns).
     """

@@ -282,7 +282,7 @@ def test_error_that_one_rank_alone_can_see(launcher: Launcher) -> None:
     ("kind", "exit_code", "message"),
     [("OSError", USAGE_ERROR, "error: of rank 1 alone"), ("KeyError", 1, "error: rank 1: KeyError: 'of rank 1 alone'")],
 )
-def test_an_error_at_the_data_is_refused_if_it_is_of_them(
+def test_only_an_error_of_the_data_ends_their_build_with_2(
     launcher: Launcher, kind: str, exit_code: int, message: str
 ) -> None:
     script = ROOT / "tests" / "dist" / "scripts" / "failing_rank.py"

@@ -147,7 +147,7 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
 def test_an_error_of_one_rank_ends_all(
     trained: tuple[Model, Path], function: str, kind: str, exit_code: int, message: str
 ) -> None:
-    """With 2 if it is of their input: megatron.launch ends where two starts in a row are refused."""
+    """Exit code 2 is for errors of the input, since megatron.launch gives up after two such starts in a row."""
     model, save = trained
     env = {"FAILS_AT": f"megatron.checkpointing.reshard.direct:{function}", "FAILS_WITH": kind, "FAILS_ON": "2"}
     argv = [*model.flags, "--load", str(save), "--train-iters", "5"]
