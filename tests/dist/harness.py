@@ -61,7 +61,7 @@ class Run:
 class Zygote:
     """Handle of tests/dist/zygote.py; one per test session."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     _connection: socket.socket
     _runs: int = field(default=0)
 
@@ -75,7 +75,7 @@ class Zygote:
                 [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno()), *imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                bufsize=0,  # an answer that was read along with the one before would not make the pipe readable
                 env=environment,
                 pass_fds=[theirs.fileno()],
             )
@@ -149,8 +149,7 @@ class Zygote:
 
     def _ask(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def _answer(self, timeout: float) -> dict[str, Any]:
         assert self.process.stdout is not None
