@@ -309,7 +309,7 @@ def _overhead(out: Path) -> list[str]:
 def _analysed(trace_dir: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.ckpt_analysis", str(trace_dir), "--format", "json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode > 1:  # 1: it has findings
+    if done.returncode != 0:
         raise SystemExit(f"the analysis of {trace_dir} could not run: {done.stderr.strip()}")
     return json.loads(done.stdout)
 

@@ -217,6 +217,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     loads = [replace(load, tiers=read.get(load.group, []), reads=asked.get(load.group)) for load in loads]
     saves, loads = ([replace(s, store_traffic=traffic.get(s.group)) for s in part] for part in (saves, loads))
     weights, saves = ([s for s in saves if s.weights_only == only] for only in (True, False))
+    failed = [stats for stats in (*saves, *loads) if stats.outcome == "failed"]  # of which a rank did only a part
     last_failure = failure_of(frames.events, max(info.cycle for info in cycles))
     report = Report(
         directory=trace.directory,
@@ -236,7 +237,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
                 loads,
                 starts,
                 frames,
-                tables.without([save.group for save in weights]),
+                tables.without([stats.group for stats in (*weights, *failed)]),
                 hosts,
                 probes,
                 oversubscribed_hosts(trace.ranks),

@@ -237,7 +237,7 @@ def replay(start: Start) -> int:
         raise LaunchEnded(2)  # it has printed the reason
     with open(directory / "report.txt", "w") as report:
         words = [str(directory / "trace"), "--output", str(directory)]
-        if run.interpreter.run("ckpt_analysis", *words, stdout=report).returncode > 1:
+        if run.interpreter.run("ckpt_analysis", *words, stdout=report).returncode != 0:
             raise SettingsError(f"the analysis of {directory}/trace could not run")
     run.say(f"left in {directory}: replay.txt and .json, ckpt_report.html and report.txt, trace")
     return status

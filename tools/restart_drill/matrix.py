@@ -130,7 +130,11 @@ def run_sequence(base: Plan, number: int, sequence: list[Cell], reference: Refer
     except DrillError as exc:
         error = str(exc)
         say(f"error: {error}")
-    verified = content_of(plan, done, reference, analysed(plan.trace_dir))["cycles"] if done else []
+    try:
+        verified = content_of(plan, done, reference, analysed(plan.trace_dir))["cycles"] if done else []
+    except DrillError as exc:  # the analysis failed: whose cell it was is not known
+        say(f"error: {exc}")
+        return [Result(sequence[0], None, str(exc))]
     entries = verified[len(injections) - len(sequence) :]
     results = [_result(cell, entry) for cell, entry in zip(sequence, entries, strict=False)]
     if error is None:

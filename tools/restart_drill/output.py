@@ -70,7 +70,7 @@ def analysed(trace_dir: Path) -> dict[str, Any]:
     """The JSON report of tools.ckpt_analysis. Raises DrillError if the analysis could not run."""
     command = [sys.executable, "-m", _ANALYSIS, str(trace_dir), "--format", "json"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if found.returncode > 1:  # 1: it has findings
+    if found.returncode != 0:
         raise DrillError(f"the analysis of {trace_dir} could not run: {found.stderr.strip()}")
     return json.loads(found.stdout)
 

@@ -79,7 +79,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
 def _uneven(e: Evidence, row: dict[str, Any], moved: float | None, limits: Thresholds) -> tuple[Advice, Advice] | None:
     """The advice, and that for hooks, on a rank that moved `moved` times the bytes; None if they explain nothing."""
     ranks = e.tables.totals.filter(pl.col("group") == row["group"]).height
-    if moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]:
+    if moved is not None and moved * row["median_ns"] >= _EXPLAINED * row["own_ns"]:  # the median may have none
         return _UNEVEN, _in_pipelines(e, _UNEVEN_FOR_HOOKS)
     if moved is not None and moved >= _MORE_TO_DO and ranks < limits["least_ranks"]:
         return _MAYBE_UNEVEN, _in_pipelines(e, _MAYBE_UNEVEN)

@@ -10,7 +10,7 @@ import pytest
 from megatron.config.uris import ObjectUri
 from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
 from tools.common.stopping import StoppedBySignal
-from tools.restart_drill import cli, matrix
+from tools.restart_drill import cli, matrix, output
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
 from tools.restart_drill.launch import DrillError
@@ -88,6 +88,7 @@ def run(
     injected: int,
     error: str | Exception | None,
     unverified: tuple[int, ...] = (),
+    analysis: str | None = None,
 ) -> list[Result]:
     """One sequence whose drill ends with `error` after `injected` faults. The drill is a stand-in: what is looked at is
     what is made of its outcome."""
@@ -104,7 +105,11 @@ def run(
 
     monkeypatch.setattr(matrix, "run_drill", drill)
     monkeypatch.setattr(matrix, "content_of", content)
-    monkeypatch.setattr(matrix, "analysed", lambda trace: None)
+    if analysis is None:
+        monkeypatch.setattr(matrix, "analysed", lambda trace: None)
+    else:
+        monkeypatch.setattr(output, "_ANALYSIS", analysis)
+        monkeypatch.setattr(matrix, "analysed", output.analysed)
     out = tmp_path / f"{injected}_{error}"
     base = cli.base_plan(cli.parse_arguments(["--matrix", "--out", str(out)]), TRAINING)
     (out / "sequence_000" / "checkpoints").mkdir(parents=True)
@@ -122,6 +127,9 @@ def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     found = run(monkeypatch, tmp_path, 4, "the last launch did not end")
     assert [r.verified for r in found] == [True, True, True, None]
     assert len(run(monkeypatch, tmp_path, 0, "nothing came")) == 1
+    (lost,) = run(monkeypatch, tmp_path, 3, None, analysis="a_module_that_is_not_there")
+    assert (lost.cell, lost.verified) == (SEQUENCE[0], None)
+    assert lost.wrong.endswith("No module named a_module_that_is_not_there")
     with pytest.raises(StoppedBySignal):
         run(monkeypatch, tmp_path, 1, StoppedBySignal())
 

@@ -12,7 +12,7 @@ from ....common.formatting import plural, seconds
 from ....common.tables import Column, numbers, times
 from ...common.phase_kinds import SYNCHRONISING, WAITING
 from ...findings.comparisons import largest_excess, slow_ranks
-from ...metrics.results import Stats
+from ...metrics.results import OperationStats, Stats
 from ..content import Content, Plot, Table, Variant, missing, table
 from ..phase_table import leaves
 from .colours import MARK
@@ -35,7 +35,8 @@ def draw(run: RunData) -> Content:
     shown = [stats for stats in run.shown if stats.phases and run.has_ranks(stats)]
     if not shown:
         return missing("No operation was recorded rank by rank and phase by phase, so ranks cannot be compared.")
-    slow = slow_ranks(run.tables.totals.filter(pl.col("group").is_in([stats.group for stats in shown])))
+    compared = [stats.group for stats in shown if not _has_failed(stats)]
+    slow = slow_ranks(run.tables.totals.filter(pl.col("group").is_in(compared)))
     flagged = [set(slow.filter(pl.col("group") == stats.group)["rank"]) for stats in shown]
     content = Content()
     for stats, ranks in zip(shown, flagged, strict=True):
@@ -49,7 +50,14 @@ def draw(run: RunData) -> Content:
     return content
 
 
+def _has_failed(stats: Stats) -> bool:
+    """Then some ranks did only a part of it."""
+    return isinstance(stats, OperationStats) and stats.outcome == "failed"
+
+
 def _result(stats: Stats, flagged: set[int]) -> str:
+    if _has_failed(stats):
+        return f"{title_of(stats)}: failed, so that its ranks cannot be compared."
     if not flagged:
         return f"{title_of(stats)}: no rank works much longer than the others."
     named = ", ".join(map(str, sorted(flagged)[:_NAMED]))

@@ -41,13 +41,21 @@ def findings(
     return [found for found in analyse(load_trace(directory)).report.findings if found.rule == rule]
 
 
-def save(log: RankLog, work_ms: float, wait_ms: float = 0, *, detail: str = "write", num_bytes: int = 1000) -> None:
+def save(
+    log: RankLog,
+    work_ms: float,
+    wait_ms: float = 0,
+    *,
+    detail: str = "write",
+    num_bytes: int = 1000,
+    error: str | None = None,
+) -> None:
     """A save that only writes (or synchronises), and then waits."""
     op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
     op.span("flush", detail, work_ms, file="global_step5/a.pt", bytes=num_bytes)
     if wait_ms:
         op.span("barrier", None, wait_ms)
-    op.end(bytes=num_bytes, num_files=1, durable=True)
+    op.end(error, bytes=num_bytes, num_files=1, durable=True)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,25 @@ def test_of_few_ranks_the_one_that_the_others_wait_for_is_the_straggler(
     compared = "the other rank" if ranks == 2 else "the median rank"
     assert all(f"it moved 1.0 times {compared}'s bytes" in f.evidence for f in found)
     assert all(f"2.000 s of its own against 1.000 s of {compared}" in f.evidence for f in found)
+
+
+def test_ranks_of_an_operation_that_failed_are_not_compared(tmp_path: Path) -> None:
+    """A rank may have done nothing of it when another one failed."""
+
+    def make(log: RankLog) -> None:
+        save(log, 2000 if log.rank == SLOW else 1000, error="OSError: no space left" if log.rank == 0 else None)
+
+    assert findings(tmp_path, "straggling_rank", make) == []
+
+
+def test_a_rank_that_others_only_wait_for(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
+        op.span("flush" if log.rank == 0 else "barrier", "write" if log.rank == 0 else None, 1000)
+        op.end(bytes=1000, num_files=1, durable=True)
+
+    (found,) = findings(tmp_path, "straggling_rank", make, ranks=2)
+    assert "1.000 s of its own against 0.000 s of the other rank" in found.evidence
 
 
 def test_own_time_and_its_phase_are_compared_with_the_same_median(tmp_path: Path) -> None:

@@ -286,6 +286,14 @@ def test_rank_map_shows_every_rank_of_a_small_run(page: Page) -> None:
     assert {name for name, row in maps.items() if row["reversescale"]} == {"barrier"}
 
 
+def test_ranks_of_an_operation_that_failed_are_not_compared(trace: Path) -> None:
+    run = choose(analysis_of(trace))
+    assert run.save is not None
+    assert "worked much longer" in heatmap.draw(run).notes[0]
+    failed = heatmap.draw(replace(run, save=replace(run.save, outcome="failed")))
+    assert failed.notes[0] == "Save global_step10, cycle 1: failed, so that its ranks cannot be compared."
+
+
 def test_barriers_name_who_was_waited_for(trace: Path) -> None:
     run = choose(analysis_of(trace))
     content = next(figure for figure in FIGURES if figure.name == "barriers").make(run)
