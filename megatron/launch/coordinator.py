@@ -12,6 +12,7 @@ etcd, others may be started that take over when it is lost (membership.py, which
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -40,6 +41,7 @@ from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 _POLL_S = 0.1  # at most, between looks at who is silent
+_STOOD_STILL_S = 1.0  # at least, between two of them: this process, or its whole host, was stopped meanwhile
 NODE_FAILED_SIGNAL = signal.SIGUSR1  # whoever started the agents saw the command of one end badly
 _EXIT_S = 2.0  # for agents to take their exit status
 _FIND_S = 5.0  # for agents to find a coordinator that has taken over (agent.py: _FAILOVER_S and _REJOIN_POLL_S)
@@ -113,6 +115,7 @@ class Coordinator:
         self._port: int | None = None  # of the rendezvous of this generation
         self._state = "gathering"
         self._since = self._began  # of the state
+        self._turned = math.inf  # when the last turn began
         self._stopped_by: int | None = None
         self._trace = FailureTrace(launch.arguments)
         self._refusals = Refusals()
@@ -183,6 +186,7 @@ class Coordinator:
 
     def _turn(self) -> int | None:
         """Read what every agent says, then see who is silent, then what follows; an exit status at the end."""
+        self._wait_longer_if_stopped()
         # All is read before anybody counts as silent: this process may itself have been held up.
         for agent in list(self._agents):
             self._hear(agent)
@@ -204,6 +208,14 @@ class Coordinator:
         if self._state == "gathering":
             return self._gather()
         return self._after_generation()
+
+    def _wait_longer_if_stopped(self) -> None:
+        """Wait longer for nodes by the time in which this process stood still: those that came meanwhile are not in."""
+        now, before = time.monotonic(), self._turned
+        self._turned = now
+        if now - before > _STOOD_STILL_S:
+            self._began += now - before
+            self._since += now - before
 
     # Agents
 

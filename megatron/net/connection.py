@@ -306,6 +306,10 @@ class Connection:
             try:
                 got = self._socket.recv_into(view[position : position + _CHUNK])
             except (BlockingIOError, InterruptedError):
+                if time.monotonic() > until:  # and all that has come is taken: this end may itself have been stopped
+                    raise PeerError(
+                        f"is stalled: it sent {position} of {len(view)} bytes in the time for all of them"
+                    ) from None
                 self._wait(select.POLLIN, "said")
                 continue
             except OSError as error:
@@ -313,8 +317,6 @@ class Connection:
             if not got:
                 raise PeerError(f"has ended the connection {len(view) - position} bytes too early")
             position += got
-            if time.monotonic() > until:
-                raise PeerError(f"is stalled: it sent {position} of {len(view)} bytes in the time for all of them")
 
     def _wait(self, event: int, does: str) -> None:
         """Until the socket can be read or written. `does`: what the other end does then."""

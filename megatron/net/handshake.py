@@ -178,10 +178,7 @@ def connect(
 def _receive(connected: socket.socket, size: int, deadline: float) -> bytes:
     said = b""
     while len(said) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise NoAnswerError
-        connected.settimeout(left)
+        connected.settimeout(max(0.001, deadline - time.monotonic()))  # what has come is taken, however late that is
         try:
             part = connected.recv(size - len(said))
         except TimeoutError:

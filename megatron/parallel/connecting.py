@@ -109,11 +109,12 @@ class Listener:
         found: dict[tuple[int, int], Neighbour] = {}
         while missing:
             left = deadline - time.monotonic()
-            if left <= 0:
+            acceptor.wait(max(0.0, left))
+            come = acceptor.accepted()
+            if left <= 0 and not come:
                 silent = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted({rank for _, rank in missing}))
                 raise AgreementTimeoutError(f"rank {self.where.rank} on {self.where.host} has waited for {silent}")
-            acceptor.wait(left)
-            for sock, claim in acceptor.accepted():
+            for sock, claim in come:
                 key = _CLAIM.unpack_from(claim)
                 if key not in missing:
                     sock.close()

@@ -241,10 +241,11 @@ class Tree:
         """Until something can be received or sent. Raises if one of `needed` has ended."""
         self._check(needed)
         left = self._deadline - time.monotonic()
-        if left <= 0:
+        ready = self._poll.poll(1000 * max(0.0, left))
+        if left <= 0 and not ready:  # this rank may itself have been stopped: what has come meanwhile is taken first
             silent = ", ".join(c.name for c in needed)
             self._fail(_LATE, f"{self.name} has waited {self._timeout_s:g} s for {silent}, or for ranks behind them")
-        for descriptor, events in self._poll.poll(1000 * left):
+        for descriptor, events in ready:
             connection = self._open[descriptor]
             if events & select.POLLOUT and connection.unsent and connection.flush():
                 self._poll.modify(connection, select.POLLIN)

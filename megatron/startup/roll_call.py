@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
+
+from megatron.processes.patience import looks
 
 SETTLED_S = 1.0  # no further rank has answered for so long: the others do not
 CONNECT_S = 1.2
@@ -106,12 +107,13 @@ def leave(store: Any) -> None:
 
 
 def _judge(store: Any, world_size: int) -> str:
-    answered, since = 0, time.monotonic()
-    while answered < world_size and time.monotonic() - since < SETTLED_S:
-        time.sleep(_POLL_S)
-        now = store.add(_COUNT, 0)
-        if now != answered:
-            answered, since = now, time.monotonic()
+    answered, before = 0, -1
+    while answered != before and answered < world_size:
+        before = answered
+        for _ in looks(SETTLED_S, _POLL_S):
+            answered = store.add(_COUNT, 0)
+            if answered != before:
+                break
     lines = store.get(_ANSWERS).decode().splitlines() if answered else []
     places = store.get(_PLACES).decode().splitlines() if store.check([_PLACES]) else []
     return judge(

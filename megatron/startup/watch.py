@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import sys
@@ -29,7 +30,8 @@ _BEFORE_NCCL_S = 2.0  # whose own watchdog aborts the process, and says less
 _ASKING_S = roll_call.CONNECT_S + roll_call.SETTLED_S + 0.5
 _PRINTING_S = 1.0
 _LONGEST_PAUSE_OF_STACKS_S = 1.0  # a look at them takes a millisecond or two, in which no thread runs Python
-_LOOKS = 10  # so many times a thread was at one place: a machine that stood still for a while proves nothing
+_LONGEST_GAP_S = 1.0  # that counts between two looks: a machine that stood still for a while proves nothing
+_JOINS = 10
 # As faulthandler prints it: a line for the thread, then one for each frame.
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  [^\n]*\n)*)", re.MULTILINE)
 _MAIN = threading.main_thread().ident or 0
@@ -37,8 +39,7 @@ _MAIN = threading.main_thread().ident or 0
 
 class _Unmoved(NamedTuple):
     stack: str
-    since: float  # monotonic, s
-    looks: int
+    since: float  # watched, s
 
 
 class Watch:
@@ -59,7 +60,9 @@ class Watch:
         self._last_doing = ""  # of the main thread
         self._unmoved: dict[int, _Unmoved] = {}  # by thread
         self._pause_of_stacks_s = min(_LONGEST_PAUSE_OF_STACKS_S, self._limit_s / 20)
-        self._stacks_noted = 0.0  # monotonic, s
+        self._watched_s = 0.0  # for which this thread has watched; it stands still with the process and the machine
+        self._began: dict[int, float] = {}  # what is under way, by number: when it was first seen (watched, s)
+        self._stacks_noted = -math.inf  # watched, s
         self._called = threading.Event()  # by another rank
         self._told = threading.Lock()  # taken by the thread that prints the one line
         self._asked: Any = None  # the store, when the roll was called
@@ -96,17 +99,22 @@ class Watch:
             threading.Event().wait()  # another thread is about to end the process
 
     def _run(self) -> None:
-        pause = min(_LONGEST_PAUSE_S, self._limit_s / 20)
+        pause, longest = min(_LONGEST_PAUSE_S, self._limit_s / 20), min(_LONGEST_GAP_S, self._limit_s / 10)
+        looked = time.monotonic()
         while not self._closed.wait(pause):
-            under_way = entries().values()
+            now = time.monotonic()
+            self._watched_s += min(now - looked, longest)
+            looked, numbered = now, entries()
+            self._began = {number: self._began.get(number, self._watched_s) for number in numbered}
+            under_way = numbered.values()
             oldest = max((entry.seconds for entry in under_way), default=0.0)
             if oldest > self._limit_s / 2 and not self._listens and self._world_size > 1:
                 self._listens = True
                 threading.Thread(target=self._listen, name="watch-listen", daemon=True).start()
             self._last_doing = _doing(_MAIN) or self._last_doing
             self._note_stacks([entry for entry in under_way if entry.depends_on == RANKS])
-            for entry in under_way:
-                why = self._too_long(entry)
+            for number, entry in numbered.items():
+                why = self._too_long(entry, self._watched_s - self._began[number])
                 if why is not None:
                     self._end(why, self._answer())
 
@@ -115,7 +123,7 @@ class Watch:
 
         Only of what has been under way for a while: most steps cost nothing.
         """
-        now, before = time.monotonic(), self._unmoved
+        now, before = self._watched_s, self._unmoved
         long = {entry.thread for entry in waiting if entry.seconds > self._pause_of_stacks_s}
         if not long:
             self._unmoved = {}
@@ -126,21 +134,22 @@ class Watch:
         for thread, stack in _stacks().items():
             if thread in long:
                 known = before.get(thread)
-                if known is None or known.stack != stack:
-                    known = _Unmoved(stack, now, 0)
-                self._unmoved[thread] = known._replace(looks=known.looks + 1)
+                self._unmoved[thread] = known if known is not None and known.stack == stack else _Unmoved(stack, now)
 
-    def _too_long(self, entry: Entry) -> str | None:
-        """Why the rank is to end because of `entry`; None if it is within its deadline, or has none."""
+    def _too_long(self, entry: Entry, watched_s: float) -> str | None:
+        """Why the rank is to end because of `entry`; None if it is within its deadline, or has none.
+
+        `watched_s`: for how long it was seen under way.
+        """
         seconds = entry.seconds
-        if entry.depends_on == STORAGE and seconds > self._limit_s:
+        if entry.depends_on == STORAGE and watched_s > self._limit_s:
             return f"{entry.text} has not returned for {seconds:.1f} s ({self._flag}): the storage does not answer"
-        if entry.depends_on == READING and self._load_limit_s is not None and seconds > self._load_limit_s:
+        if entry.depends_on == READING and self._load_limit_s is not None and watched_s > self._load_limit_s:
             return f"{entry.text} has taken {seconds:.1f} s, longer than --load-timeout {self._load_limit_s:g}"
-        if entry.depends_on == RANKS and seconds > self._wait_limit_s:
+        if entry.depends_on == RANKS and watched_s > self._wait_limit_s:
             unmoved = self._unmoved.get(entry.thread)
-            still = 0.0 if unmoved is None else time.monotonic() - unmoved.since
-            if unmoved is not None and still > self._wait_limit_s and unmoved.looks >= _LOOKS:
+            still = 0.0 if unmoved is None else self._watched_s - unmoved.since
+            if still > self._wait_limit_s:
                 return f"{_doing(entry.thread)} waited {still:.1f} s for other ranks ({self._flag})"
         return None
 
@@ -194,7 +203,8 @@ class Watch:
             return "there is no other rank"
         thread = threading.Thread(target=ask, name="watch-ask", daemon=True)
         thread.start()
-        thread.join(_ASKING_S)
+        for _ in range(_JOINS):  # as of _LONGEST_GAP_S
+            thread.join(_ASKING_S / _JOINS)
         return found[0] if found else _store_is_silent()
 
     def _leave(self) -> None:

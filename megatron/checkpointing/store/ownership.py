@@ -32,6 +32,7 @@ from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveD
 from megatron.checkpointing.store import naming as names
 from megatron.config.uris import Location
 from megatron.fileio.no_links import make_directory
+from megatron.processes.patience import looks
 from restart_trace import clock
 from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import read_json
@@ -205,8 +206,8 @@ def newest_owner(save_dir: Path) -> Owner | None:
 
     Looked at again for _SETTLE_S if it is unreadable: the file may just be being written.
     """
-    deadline = time.monotonic() + _SETTLE_S
-    while True:
+    newest = 0
+    for _ in looks(_SETTLE_S, _POLL_S):
         numbers = _generations(save_dir)
         if not numbers:
             return None
@@ -217,9 +218,8 @@ def newest_owner(save_dir: Path) -> Owner | None:
             with contextlib.suppress(OSError):
                 _now_on(save_dir)
         except (OSError, ValueError, TypeError):
-            time.sleep(_POLL_S)
-        if time.monotonic() > deadline:
-            return Owner(newest, launch_id="unknown")
+            continue
+    return Owner(newest, launch_id="unknown")
 
 
 def owner_of(generation: int, content: Any) -> Owner:
@@ -374,12 +374,7 @@ def runs_here(owner: Owner) -> bool | None:
 
 def _outlasts(alive: Callable[[], bool]) -> bool:
     """Whether `alive()` stays true for PATIENCE_S: a process that was just killed takes a while to be gone."""
-    deadline = time.monotonic() + PATIENCE_S
-    while alive():
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(_POLL_S)
-    return False
+    return all(alive() for _ in looks(PATIENCE_S, _POLL_S))
 
 
 def _process_runs(owner: Owner) -> bool:
@@ -398,12 +393,9 @@ def _process_runs(owner: Owner) -> bool:
 
 def _beats(save_dir: Path, owner: Owner, last_beat: float) -> bool:
     """Whether a heartbeat after `last_beat` is seen within PATIENCE_S."""
-    deadline = time.monotonic() + PATIENCE_S
+    file = _file(save_dir, owner.generation)
     with contextlib.suppress(FileNotFoundError):  # superseded meanwhile
-        while time.monotonic() < deadline:
-            if _modified(_file(save_dir, owner.generation)) != last_beat:
-                return True
-            time.sleep(min(HEARTBEAT_S / 2, PATIENCE_S))
+        return any(_modified(file) != last_beat for _ in looks(PATIENCE_S, min(HEARTBEAT_S / 2, PATIENCE_S)))
     return False
 
 
@@ -441,15 +433,12 @@ def _locked(save_dir: Path) -> Iterator[None]:
     """Hold the lock of `save_dir`. Without one where the file system has none, or its holder hangs: see `Ownership`."""
     fd = os.open(save_dir / names.GENERATIONS / "lock", _LOCK_FLAGS, 0o666)
     try:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
+        for _ in looks(_LOCK_PATIENCE_S, _POLL_S):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_S)
+                continue
             except OSError:
                 break
         yield

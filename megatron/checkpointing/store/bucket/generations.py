@@ -33,6 +33,7 @@ from megatron.checkpointing.store.ownership import (
 from megatron.config.uris import ObjectUri
 from megatron.fileio.objects.bucket import Bucket
 from megatron.fileio.objects.errors import ObjectMissingError, ObjectStoreError
+from megatron.processes.patience import looks
 from restart_trace.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -189,9 +190,7 @@ def _is_alive(bucket: Bucket, uri: ObjectUri, seen: _Seen) -> bool:
     known = runs_here(seen.owner)
     if known is not None:
         return known
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        time.sleep(min(HEARTBEAT_S / 5, PATIENCE_S))
+    for _ in looks(PATIENCE_S, min(HEARTBEAT_S / 5, PATIENCE_S)):
         now = _newest(bucket, uri)
         if now is None or now.owner != seen.owner or now.released:
             return False

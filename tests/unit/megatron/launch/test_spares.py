@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.launch import coordinator
 from megatron.launch.coordinator import Agent, Coordinator, Launch
 from megatron.launch.messages import LaunchConnection
 from megatron.net.secret import VARIABLE
+from tests.unit.stalls import STILL_S, jump_after
 from tests.unit.trace_helpers import SECRET
 
 TIMEOUT_S = 1e6  # of heartbeats: silent is who a test says is
@@ -140,3 +142,17 @@ def test_what_an_agent_said_before_its_end_counts(running: Running) -> None:
     second.connection.messages = then_the_first_ends  # type: ignore[method-assign]
     leading._turn()
     assert first not in leading._agents and first.failures == [], first.failures
+
+
+@pytest.mark.parametrize("limit", ["heartbeat_timeout_s", "join_timeout_s"])
+def test_nodes_are_waited_for_longer_by_the_time_in_which_the_coordinator_stood_still(
+    running: Running, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Those that come back have not been let in when it goes on."""
+    leading = running.coordinator
+    leading._launch = replace(leading._launch, **{limit: STILL_S / 2})
+    leading._agents, leading._generation, leading._state = [], 0 if limit == "heartbeat_timeout_s" else -1, "gathering"
+    leading._joined = set(range(MEMBERS + SPARES))
+    assert leading._turn() is None
+    jump_after(monkeypatch, 0)
+    assert leading._turn() is None

@@ -20,6 +20,7 @@ from megatron.net.acceptor import Acceptor
 from megatron.net.connection import Connection, Frame, PeerError
 from megatron.net.handshake import COPIES, connect
 from tests.unit.certificates import make_files
+from tests.unit.stalls import jump_after
 
 SECRET = b"s" * 32
 AT_MOST_S = 120.0
@@ -151,6 +152,14 @@ def test_who_is_silent_is_stalled(ends: Ends) -> None:
     with pytest.raises(PeerError, match=r"^is stalled: it took nothing for 0\.05 s$"):
         client.put({}, bytes(LONGEST_PAYLOAD))
         client.drain()
+
+
+def test_what_has_come_is_taken_though_this_end_stood_still(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, client = opened(ends.server), opened(ends.client)
+    server.put({"said": "in time"})
+    assert select.select([ends.client], [], [], AT_MOST_S)[0]
+    jump_after(monkeypatch, 1)  # when the deadline is set
+    assert client.next_object() == {"said": "in time"}
 
 
 def test_another_thread_ends_what_is_waited_for(ends: Ends) -> None:

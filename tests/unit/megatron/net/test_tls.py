@@ -8,6 +8,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
-from megatron.net import acceptor
+from megatron.net import acceptor, handshake
 from megatron.net.handshake import COPIES, MAGIC, AuthenticationError, NoAnswerError, TlsError, connect
 from megatron.net.tls import FLAGS, TlsSocket, tls_of_launch
 from tests.unit.certificates import Files, issue, make_files
@@ -83,6 +84,13 @@ def test_who_does_not_answer_is_told_from_who_refuses(monkeypatch: pytest.Monkey
     with_files(monkeypatch, files)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(NoAnswerError):
         connect(silent.getsockname(), SECRET, COPIES, WAIT_S, answer_s=0.05)
+
+
+def test_an_answer_is_read_that_came_while_the_client_stood_still() -> None:
+    client, server = socket.socketpair()
+    with client, server:
+        server.sendall(b"answer")
+        assert handshake._receive(client, 6, time.monotonic() - 1) == b"answer"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from megatron.net.connection import Connection
 from megatron.net.handshake import MAGIC
-from megatron.parallel.connecting import Listener, neighbours_of_all, own_address
+from megatron.parallel.connecting import Listener, Neighbours, neighbours_of_all, own_address
 from megatron.parallel.tree import (
     LEADERS,
     LOCAL,
@@ -28,6 +29,7 @@ from megatron.parallel.tree import (
     tree_nodes,
 )
 from tests.unit.certificates import make_files
+from tests.unit.stalls import jump_after
 
 AT_MOST_S = 120.0
 
@@ -143,6 +145,33 @@ def test_a_deadline_is_told_to_all() -> None:
         assert all(isinstance(results[rank], AgreementTimeoutError) for rank in range(9)), results
         with pytest.raises(AgreementLostError, match=r"earlier agreement of the ranks has failed: rank .* has waited"):
             found[1].up(b"")
+
+
+def test_what_has_come_is_taken_though_this_rank_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trees(["a", "a"]) as found:
+        found[1].up(b"in time")
+        jump_after(monkeypatch, 1)  # when the deadline is set
+        assert found[0].up(None) == [(1, b"in time")]
+
+
+def test_a_child_is_taken_that_came_while_this_rank_stood_still() -> None:
+    listener = Listener(0, "a", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+
+    class Come:
+        """In place of the Acceptor, which has let the child in."""
+
+        wait = staticmethod(lambda _: None)
+        accepted = staticmethod(lambda: [(ours, struct.pack("!BI", 0, 1))])
+
+    acceptor: Any = Come()
+    with theirs:
+        told = Neighbours(None, ((1, "a"),), "")
+        children = listener._children(acceptor, told, 1, time.monotonic() - 1)
+        assert list(children) == [(0, 1)]
+        children[0, 1].close()
 
 
 def test_a_rank_that_gives_up_tells_why() -> None:

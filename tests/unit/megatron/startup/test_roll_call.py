@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from megatron.startup import roll_call
 from megatron.startup.roll_call import STUCK, WAITS, WORKS, Answer, call, judge
+from tests.unit.stalls import stand_still_in_sleep
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
 
@@ -86,3 +89,18 @@ def test_a_rank_calls_the_others_hear_it_and_all_find_the_same(server: Any) -> N
 def test_nobody_calls(server: Any) -> None:
     with pytest.raises(RuntimeError):
         roll_call.wait_for_call(client(server), timedelta(milliseconds=10))
+
+
+def test_ranks_have_time_to_answer_though_the_machine_stood_still(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were stopped as well, and go on at the same time."""
+    other = client(server)
+    for rank in range(2):
+        roll_call.register(other, rank, "node0")
+
+    def then(number: int) -> None:
+        if number == 2:
+            other.append(roll_call._ANSWERS, json.dumps(dataclasses.asdict(waiting(1))) + "\n")
+            other.add(roll_call._COUNT, 1)
+
+    stand_still_in_sleep(monkeypatch, 1, then)
+    assert "does not answer" not in call(client(server), waiting(0), 2)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
 HEAD = """
-import os, threading, time
+import os, signal, threading, time
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.fileio.files import write_some
 from megatron.startup.watch import Watch
-from restart_trace.under_way import OWN_WORK, RANKS, READING, UnderWay
+from restart_trace.under_way import OWN_WORK, RANKS, READING, STORAGE, UnderWay
 flags = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 2 "
     "--lr 1e-3 --data-path /d --tokenizer-type NullTokenizer --vocab-size 8 --load /l "
@@ -95,3 +97,27 @@ def test_a_rank_at_work_is_left_alone() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+# Stopped for longer than the limit, and a moment later the call returns. The parent lets it go on.
+STOPPED = """
+watch = watched("--distributed-timeout-minutes 0.02 --load-timeout 1.2")
+with UnderWay(STORAGE, "write to", "/c/file"), UnderWay(READING, "the reading of /l/global_step2"):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+watch.close()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_storage_has_time_to_answer_after_the_machine_stood_still() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD + STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        time.sleep(2)  # the stop itself, longer than the limits
+        process.send_signal(signal.SIGCONT)
+        said, error = process.communicate()
+    assert (process.returncode, said) == (0, "done\n"), error

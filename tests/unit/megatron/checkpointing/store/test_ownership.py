@@ -23,6 +23,7 @@ from megatron.checkpointing.store import ownership
 from megatron.checkpointing.store.ownership import Owner, Ownership, claim, newest_owner
 from megatron.config import ConfigError
 from megatron.training.trainer import claim_save_directory
+from tests.unit.stalls import stand_still_in_sleep
 
 ROOT = Path(__file__).resolve().parents[5]
 CLAIM = """
@@ -490,3 +491,44 @@ def test_the_heart_does_not_beat_in_another_runs_file(tmp_path: Path) -> None:
     file.symlink_to(precious)
     held.release()
     assert precious.stat().st_mtime == 1000
+
+
+def test_a_heartbeat_counts_that_came_while_the_new_launch_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host was stopped for longer than it looks: it must not take the directory from a launch that lives."""
+    first = claim(tmp_path)
+    first._ended.set()
+    first._heart.join()  # it beats once more, below
+    on_another_host(tmp_path)
+    file = tmp_path / ".generations" / "00000001"
+    monkeypatch.setattr(ownership, "_STALE_S", 120.0)
+    stand_still_in_sleep(monkeypatch, 0, lambda before: None if before else os.utime(file, (1e9, 1e9)))
+    with pytest.raises(SaveDirectoryInUseError, match="host elsewhere"):
+        claim(tmp_path)
+
+
+def test_a_killed_owner_has_time_to_end_though_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    stand_still_in_sleep(monkeypatch, 0, ends.append)
+    assert not ownership._outlasts(lambda: len(ends) < 2)
+
+
+def test_an_owner_has_time_to_write_its_file_though_the_machine_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Ownership
+) -> None:
+    file = tmp_path / ".generations" / "00000001"
+    content = file.read_bytes()
+    file.write_bytes(b"")
+    stand_still_in_sleep(monkeypatch, 0, lambda before: file.write_bytes(content if before else b""))
+    assert newest_owner(tmp_path) == held.owner
+
+
+def test_a_lock_is_waited_for_though_the_machine_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Ownership
+) -> None:
+    with (tmp_path / ".generations" / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        stand_still_in_sleep(monkeypatch, 0, lambda before: before and fcntl.flock(other, fcntl.LOCK_UN))
+        with held.exclusively(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.engines.errors import CheckpointMismatchError, SaveDirectoryInUseError
 from megatron.checkpointing.preflight.compatibility import check_newest
 from megatron.checkpointing.preflight.first_start import FirstStart, first_start
 from megatron.checkpointing.preflight.repeated_errors import RepeatedErrorError, StepErrors, checkpoint_before, recorded
+from megatron.checkpointing.store.bucket import generations
 from megatron.checkpointing.store.bucket.checkpoints import StoredCheckpoints, drop_listings, open_checkpoints
 from megatron.checkpointing.store.bucket.generations import ObjectOwnership, claim, ended_generation
 from megatron.checkpointing.store.commit import write_manifest
@@ -35,6 +36,7 @@ from restart_trace.schema import RANK_FILE_PATTERN
 from tests.object_storage import BUCKET, FaultProxy, Server, environment_of
 from tests.unit.megatron.checkpointing.preflight.test_compatibility import HERE, VOCAB, candidate, config
 from tests.unit.megatron.startup.test_preflight import write_dataset
+from tests.unit.stalls import stand_still_in_sleep
 from tests.unit.trace_helpers import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
@@ -419,3 +421,21 @@ def test_a_later_start_does_not_need_the_bucket_of_the_first(tmp_path: Path, hos
     (save / saved.tag).mkdir(parents=True)
     write_manifest(save / saved.tag, saved, fsync=False)
     assert check_before_imports(start).later_start
+
+
+def test_a_heartbeat_counts_that_comes_after_the_new_launch_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host was stopped for longer than it looks: it must not take the prefix from a launch that lives."""
+    uri = parse_uri("--save", f"s3://{BUCKET}/prefix/stood_still")
+    assert isinstance(uri, ObjectUri)
+    there = claim(Bucket(BUCKET), uri)
+    seen = generations._newest(Bucket(BUCKET), uri)
+    there.release()
+    assert seen is not None
+    seen = dataclasses.replace(seen, owner=dataclasses.replace(seen.owner, host="elsewhere"))
+    beats: list[int] = []
+    monkeypatch.setattr(
+        generations, "_newest", lambda *_: dataclasses.replace(seen, version=f"version {len(beats) > 1}")
+    )
+    stand_still_in_sleep(monkeypatch, 0, beats.append)
+    with pytest.raises(SaveDirectoryInUseError, match="host elsewhere"):
+        claim(Bucket(BUCKET), uri)
