@@ -28,8 +28,8 @@ def parts_of(start: StartStats) -> dict[str, float]:
 
     Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
     until the critical rank's process began; of any other start it is the time from process start to first step. The
-    load is shown by its own phases. `unattributed` is the rest, that of the load too, and what other ranks took for
-    their first step after the critical rank's. Where processes were there before the failure, the critical rank's own
+    load is shown by its own phases. `first_step` is that of the critical rank, and what the last rank took for its own
+    afterwards. `unattributed` is the rest, that of the load too. Where processes were there before the failure, the critical rank's own
     phases begin with its abort or its fork, and count from there instead of what the supervisor recorded meanwhile.
     """
     failure, own_s = start.failure, start.wall.at_critical_s if start.wall else None
@@ -37,7 +37,8 @@ def parts_of(start: StartStats) -> dict[str, float]:
     parts: dict[str, float] = {}
     if own_s is not None and failure and start.restart_s is not None:
         parts = outside(failure, start.restart_s - own_s - after_s, was_there=was_there(start))
-    rest = after_s + ((start.unattributed.at_critical_s if start.unattributed else None) or 0.0)
+    in_last_step_s = min(after_s, start.last_first_step_s or 0.0)
+    rest = after_s - in_last_step_s + ((start.unattributed.at_critical_s if start.unattributed else None) or 0.0)
     for phase in start.phases:
         if phase.name == "caught_up" or not phase.time.at_critical_s:
             continue
@@ -46,6 +47,8 @@ def parts_of(start: StartStats) -> dict[str, float]:
         )
         rest += phase.time.at_critical_s - sum(own.values())
         parts |= own
+    if in_last_step_s:
+        parts["first_step"] = parts.get("first_step", 0.0) + in_last_step_s
     return parts | {UNNAMED: rest}
 
 

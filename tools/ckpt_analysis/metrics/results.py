@@ -162,6 +162,7 @@ class StartStats(Stats):
 
     is_restart: bool
     after_critical_s: float | None = None  # from the end of the critical rank's first step to that of the last
+    last_first_step_s: float | None = None  # the first step of that last rank
     steps_observed: bool = True  # False: nothing in the trace would tell of a step if there was one
     caught_up_s: float | None = None
     resumed_step: int | None = None

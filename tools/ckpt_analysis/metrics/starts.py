@@ -85,8 +85,17 @@ def measure_starts(frames: Frames, times: StartTimes, steps: StepsSeen, *, per_r
         around = _circumstances(frames, mine, loads, times, steps)
         ends = dict(mine.select("rank", "end_ns").iter_rows())
         around["after_critical_s"] = _seconds(ends.get(over_ranks[group]["critical_rank"]), mine["end_ns"].max())
+        around["last_first_step_s"] = _last_first_step(mine, times.seconds.filter(pl.col("group") == group))
         results.append(StartStats(**over_ranks[group], **around))
     return results
+
+
+def _last_first_step(startups: pl.DataFrame, seconds: pl.DataFrame) -> float | None:
+    """How long the first step took on the rank whose start ended last."""
+    last = startups.drop_nulls("end_ns").sort("end_ns").tail(1).select("rank")
+    whole = (pl.col("phase") == "first_step") & (pl.col("detail") == "")
+    found = seconds.filter(whole).join(last, on="rank")["busy_ns"]
+    return found[0] / 1e9 if found.len() else None
 
 
 def _circumstances(

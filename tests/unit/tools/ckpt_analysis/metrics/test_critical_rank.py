@@ -12,6 +12,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, result
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
 from tools.ckpt_analysis import open_trace
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.metrics.restart_parts import UNNAMED, parts_of
 from tools.ckpt_analysis.render.answer import answer
 
 pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
@@ -81,6 +82,21 @@ def test_a_rank_without_a_first_step_is_not_critical(tmp_path: Path) -> None:
     (start,) = open_trace(tmp_path).analysis.report.starts
     assert (start.finished_ranks, start.critical_rank) == (1, 0)
     assert start.wall is not None and start.wall.at_critical_s == start.wall.max_s and start.after_critical_s == 0
+
+
+def test_a_first_step_that_ends_after_that_of_the_critical_rank(tmp_path: Path) -> None:
+    for rank, imports_ms, step_ms in ((0, 1000, 900), (1, 3000, 600)):
+        log = RankLog(Options(), rank, 0, 0)
+        log.process()
+        op = log.begin("startup")
+        op.span("imports", None, imports_ms)
+        op.span("rendezvous", None, 3100 - imports_ms)
+        op.span("first_step", None, step_ms)
+        op.end()
+        dump(file_of(tmp_path, rank, 0), log.records)
+    (start,) = open_trace(tmp_path).analysis.report.starts
+    assert (start.critical_rank, start.after_critical_s, start.last_first_step_s) == (1, 0.3, 0.9)
+    assert parts_of(start) == pytest.approx({"imports": 3.0, "rendezvous": 0.1, "first_step": 0.9, UNNAMED: 0.0})
 
 
 def test_phases_that_alternate_in_one_window_have_their_own_time_on_the_path(tmp_path: Path) -> None:

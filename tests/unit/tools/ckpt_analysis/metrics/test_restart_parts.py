@@ -34,6 +34,14 @@ def test_a_phase_that_the_critical_rank_has_not_is_no_part() -> None:
     assert parts_of(start(phase("imports", 9.5), phase("reshard", None), rest_s=0.5)) == {"imports": 9.5, UNNAMED: 0.5}
 
 
+def test_the_first_step_goes_on_until_the_last_rank_has_finished_its_own() -> None:
+    late = replace(start(phase("imports", 8.0), phase("first_step", 2.0)), after_critical_s=1.5)
+    assert parts_of(replace(late, last_first_step_s=3.0)) == {"imports": 8.0, "first_step": 3.5, UNNAMED: 0.0}
+    # Its first step began when the critical rank's had ended: what it did before is not known.
+    assert parts_of(replace(late, last_first_step_s=1.0)) == {"imports": 8.0, "first_step": 3.0, UNNAMED: 0.5}
+    assert parts_of(late) == {"imports": 8.0, "first_step": 2.0, UNNAMED: 1.5}
+
+
 def test_a_restart_begins_with_its_failure() -> None:
     failure = FailureTimes("sigkill-all", detected_s=1.0, stopped_s=3.0, relaunched_s=7.0)
     found = parts_of(start(phase("imports", 10.0), failure=failure))
