@@ -29,8 +29,9 @@ def parts_of(start: StartStats) -> dict[str, float]:
     Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
     until the critical rank's process began; of any other start it is the time from process start to first step. The
     load is shown by its own phases. `first_step` is that of the critical rank, and what the last rank took for its own
-    afterwards. `unattributed` is the rest, that of the load too. Where processes were there before the failure, the critical rank's own
-    phases begin with its abort or its fork, and count from there instead of what the supervisor recorded meanwhile.
+    afterwards. `unattributed` is the rest, that of the load too. Where processes were there before the failure, the
+    critical rank's own phases begin with its abort or its fork, and count from there instead of what the supervisor
+    recorded meanwhile.
     """
     failure, own_s = start.failure, start.wall.at_critical_s if start.wall else None
     after_s = start.after_critical_s or 0.0
