@@ -192,6 +192,12 @@ def _with_transfers(
     ]
 
 
+def _not_compared(saves: list[OperationStats], loads: list[OperationStats], weights: list[OperationStats]) -> list[int]:
+    """Operations in which ranks differ by what they are: saves of weights alone, and those that failed, of which a rank
+    may have done only a part."""
+    return [stats.group for stats in weights] + [s.group for s in (*saves, *loads) if s.outcome == "failed"]
+
+
 def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     """Run all analyses on a trace. Numbers of each rank are included for small runs, or with `per_rank`."""
     frames = make_frames(trace)
@@ -217,7 +223,6 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     loads = [replace(load, tiers=read.get(load.group, []), reads=asked.get(load.group)) for load in loads]
     saves, loads = ([replace(s, store_traffic=traffic.get(s.group)) for s in part] for part in (saves, loads))
     weights, saves = ([s for s in saves if s.weights_only == only] for only in (True, False))
-    failed = [stats for stats in (*saves, *loads) if stats.outcome == "failed"]  # of which a rank did only a part
     last_failure = failure_of(frames.events, max(info.cycle for info in cycles))
     report = Report(
         directory=trace.directory,
@@ -237,7 +242,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
                 loads,
                 starts,
                 frames,
-                tables.without([stats.group for stats in (*weights, *failed)]),
+                tables.without(_not_compared(saves, loads, weights)),
                 hosts,
                 probes,
                 oversubscribed_hosts(trace.ranks),
