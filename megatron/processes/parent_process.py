@@ -166,7 +166,7 @@ def _end_with(ancestor: int, asks: signal.Signals | None, grace_s: float) -> Non
 
 def _end_after_thread(ancestor: int, asks: signal.Signals | None, grace_s: float) -> None:
     try:
-        fd = _pidfd_open(ancestor)
+        fd = pidfd_open(ancestor)
     except ProcessLookupError:
         _end()
     except OSError as error:  # a kernel without it
@@ -175,7 +175,7 @@ def _end_after_thread(ancestor: int, asks: signal.Signals | None, grace_s: float
     threading.Thread(target=_end_after, args=(fd, asks, grace_s), name="launcher-watch", daemon=True).start()
 
 
-def _pidfd_open(pid: int) -> int:
+def pidfd_open(pid: int) -> int:
     """os.pidfd_open, which a Python that was built with old headers lacks, as conda's does. Raises OSError as that."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(ctypes.c_long(_SYS_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0))

@@ -194,6 +194,9 @@ def forked_replays(server: ForkServer) -> Iterator[None]:
 class ForkedInterpreter:
     """What they use of subprocess.Popen([python, "-c", CODE], stdin=DEVNULL, env=..., pass_fds=... or stdout=PIPE)."""
 
+    returncode: int | None = None
+    _reaping = threading.Lock()  # several threads ask whether their helper lives
+
     def __init__(
         self, command: Sequence[str], server: ForkServer | None = None, *, stdin: int, env: Mapping[str, str] | None,
         pass_fds: Sequence[int] = (), stdout: int | None = None, stderr: int | None = None,
@@ -201,7 +204,6 @@ class ForkedInterpreter:
         python, option, code = command
         assert (python, option, stdin) == (sys.executable, "-c", subprocess.DEVNULL)
         assert (stdout, stderr) in ((None, None), (subprocess.PIPE, subprocess.STDOUT))
-        self.returncode: int | None = None
         environment = dict(os.environ if env is None else env)
         reading, writing = (None, None) if stdout is None else os.pipe()
         self.stdout = None if reading is None else os.fdopen(reading, "rb")
@@ -216,11 +218,12 @@ class ForkedInterpreter:
             os.close(writing)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._reaping:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -231,8 +234,12 @@ class ForkedInterpreter:
         return code
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        with self._reaping:  # until it is reaped, its number is no other's
+            if self.returncode is None:
+                os.kill(self.pid, signum)
 
 
 class ForkedModule(ForkedInterpreter):
@@ -244,7 +251,6 @@ class ForkedModule(ForkedInterpreter):
     ) -> None:  # fmt: skip
         python, option, module = command
         assert (python, option, text, stdin, stdout) == (sys.executable, "-m", True, subprocess.PIPE, subprocess.PIPE)
-        self.returncode = None
         asked, ask = os.pipe()
         answers, answer = os.pipe()
         code = (
@@ -258,8 +264,7 @@ class ForkedModule(ForkedInterpreter):
         self.stdin, self.stdout = os.fdopen(ask, "w"), os.fdopen(answers)
 
     def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+        self._send(signal.SIGTERM)
 
     def wait(self, timeout: float | None = None) -> int:
         code = super().wait(timeout)

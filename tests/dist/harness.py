@@ -123,23 +123,20 @@ class Zygote:
             "launcher": launcher,
         }
         self._ask(request)
-        pids: list[int] = self._answer(HANGS_S)["pids"]
-        if during is not None:
-            try:
-                during(pids)
-            except BaseException:  # leave no rank behind, and the zygote ready for the next test
-                kill_all(pids)
-                self._answer(HANGS_S)
-                raise
+        pids: list[int] = []
         try:
-            codes = self._answer(timeout)["exit_codes"]
-        except TimeoutError:
-            kill_all(pids)
-            codes = self._answer(HANGS_S)["exit_codes"]
-            raise AssertionError(
-                f"ranks still ran after {timeout} s; their output:\n{Run(codes, directory, pids).output}"
-            ) from None
-        return Run(codes, directory, pids)
+            pids = self._answer(HANGS_S)["pids"]
+            if during is not None:
+                during(pids)
+            try:
+                return Run(self._answer(timeout)["exit_codes"], directory, pids)
+            except TimeoutError:
+                output = Run([], directory, pids).output
+                raise AssertionError(f"ranks still ran after {timeout} s; their output:\n{output}") from None
+        except BaseException:  # leave no rank behind, and the zygote ready for the next test
+            kill_all(pids or self._answer(HANGS_S)["pids"])
+            self._answer(HANGS_S)
+            raise
 
     def call(self, function: Callable[..., None], log_dir: Path, *paths: Path) -> None:
         """Call a function of a module in a process of its own, which has torch and DeepSpeed imported."""
@@ -200,7 +197,7 @@ def end_all(left: Callable[[], list[psutil.Process]]) -> None:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=0.1)
+        time.sleep(0.01)  # not psutil's wait, which would reap a process of subprocess.Popen and lose its exit code
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records, runs
 from tests.dist.save_stages import IN_BACKGROUND, SHORT, STAGES, stage_after
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
 from tools.restart_drill.injection_points import TraceTail
@@ -86,7 +86,7 @@ class Killer:
                     kill_all(self.victims(pids))
                     return
             assert time.monotonic() < deadline, f"{where} was not reached"
-            assert all(Path(f"/proc/{pid}").exists() for pid in pids), f"a rank ended before {where}"
+            assert all(map(runs, pids)), f"a rank ended before {where}"
 
 
 def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import sys
 import traceback
@@ -73,16 +74,30 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
 
 
 def wait_for_all(pids: list[int], launcher: bool) -> list[int]:
-    """Exit codes of all ranks. A launcher sends SIGTERM to the others as soon as one of them fails."""
+    """Exit codes of all ranks. A launcher sends SIGTERM to the others as soon as one of them fails.
+
+    They are reaped together: until then the number of none is another process's, which a test could harm.
+    """
+    from megatron.processes.parent_process import pidfd_open
+
     codes: dict[int, int] = {}
-    while len(codes) < len(pids):
-        pid, status = os.waitpid(-1, 0)
-        if pid not in pids:
-            raise RuntimeError(f"the process that serves the rendezvous ended (status {status})")
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        if launcher and codes[pid] != 0:
-            for other in set(pids) - set(codes):
-                os.kill(other, signal.SIGTERM)
+    running = {pidfd_open(pid): pid for pid in pids}
+    poller = select.poll()
+    for descriptor in running:
+        poller.register(descriptor, select.POLLIN)
+    while running:
+        for descriptor, _ in poller.poll():
+            poller.unregister(descriptor)
+            os.close(descriptor)
+            pid = running.pop(descriptor)
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            codes[pid] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            if launcher and codes[pid] != 0:
+                for other in running.values():
+                    os.kill(other, signal.SIGTERM)
+    for pid in pids:
+        os.waitpid(pid, 0)
     return [codes[pid] for pid in pids]
 
 

@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from tests.alarm import alarm
 from tests.faults.system_calls import (
     ANY,
     CALLS,
@@ -172,17 +173,12 @@ def _stop_at_calls() -> None:
 
 @contextlib.contextmanager
 def _deadline(tracer: _Tracer) -> Iterator[None]:
-    def kill(*_: Any) -> None:
+    def kill() -> None:
         tracer.found.hangs = True
         tracer.kill_all()
 
-    before = signal.signal(signal.SIGALRM, kill)
-    signal.alarm(HANGS_S)
-    try:
+    with alarm(HANGS_S, kill):
         yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class _Tracer:

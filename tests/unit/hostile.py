@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+
+from tests.alarm import alarm
 
 HANGS_S = 120.0  # nothing takes as long, unless it waits for ever
 SCALARS = (
@@ -58,16 +59,11 @@ def blocking_fails() -> Iterator[None]:
     Not by TimeoutError, which is an OSError: what is tested would take it for a file that cannot be read, and go on.
     """
 
-    def give_up(*_: Any) -> None:
+    def give_up() -> None:
         pytest.fail(f"blocked for {HANGS_S:g} s")
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, HANGS_S)
-    try:
+    with alarm(HANGS_S, give_up):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def fifo(path: Path) -> None:

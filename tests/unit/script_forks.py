@@ -35,7 +35,7 @@ start_tool = Interpreter.run
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def server() -> subprocess.Popen[str]:
     """It ends with this process, whose end closes its stdin."""
     command = [sys.executable, "-m", "tests.unit.script_forks"]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -43,12 +43,18 @@ def _server() -> subprocess.Popen[str]:
 
 def run_forked(words: Sequence[str], cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """The command as its own process does it, which may replace itself by another program, but without a new start."""
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps({"words": [*words], "cwd": str(cwd), "environ": environ}) + "\n")
-    server.stdin.flush()
-    line = server.stdout.readline()
-    assert line, f"the process that runs commands ended with {server.wait()}"
+    answering = server()
+    assert answering.stdin is not None and answering.stdout is not None
+    try:
+        answering.stdin.write(json.dumps({"words": [*words], "cwd": str(cwd), "environ": environ}) + "\n")
+        answering.stdin.flush()
+        line = answering.stdout.readline()
+        assert line, f"the process that runs commands ended with {answering.wait()}"
+    except BaseException:  # the time limit of a test included: the next command must not be given this one's answer
+        server.cache_clear()
+        answering.kill()
+        answering.wait()
+        raise
     told = json.loads(line)
     return subprocess.CompletedProcess([*words], told["status"], told["stdout"], told["stderr"])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from megatron.fileio.direct_files import allocate
+from tests.alarm import alarm
 from tests.dist.storage import disk_without_direct_io, small_disk
 
 MIB = 1 << 20
@@ -64,12 +64,9 @@ def test_what_cannot_be_reserved_may_still_be_written(tmp_path: Path) -> None:
 def test_a_signal_does_not_end_it() -> None:
     """A file in memory gives back what it has reserved when a signal comes, and tells EINTR."""
     fd = os.memfd_create("large")
-    before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
-        allocate(fd, 256 * MIB)
+        with alarm(0.005, lambda: None):
+            allocate(fd, 256 * MIB)
         assert os.fstat(fd).st_blocks * 512 == 256 * MIB
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
         os.close(fd)
