@@ -343,10 +343,10 @@ def exit_with(error: Exception, rank: int, wait_s: float | None = None, *, every
     """
     if rank != 0:
         time.sleep(OTHER_RANKS_WAIT_S if wait_s is None else wait_s)
-    if rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif not every_rank_sees_it:
-        print(f"error on rank {rank}, {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
+    if rank == 0 or not every_rank_sees_it:
+        where = "" if rank == 0 else f" on rank {rank}, {os.uname().nodename}"
+        # In one write also if output is unbuffered: others end at the same time, and their lines would come within it.
+        print(f"error{where}: {error}\n", end="", file=sys.stderr, flush=True)
     raise SystemExit(getattr(error, "exit_code", EXIT_CODE))
 
 

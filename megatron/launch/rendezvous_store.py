@@ -20,6 +20,7 @@ from megatron.net.listening import LOOPBACK, address_for_store, listen_on, name_
 from megatron.net.name_lookups import use_names_from_files
 from megatron.processes.parent_process import become_helper
 from megatron.processes.process_name import name_process
+from megatron.processes.telling import tell
 
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 PROCESS_NAME = "rendezvous"  # as ps shows it
@@ -81,6 +82,6 @@ def _serve(listening: socket.socket, address: str, parent: int) -> NoReturn:
         while True:
             signal.pause()
     except BaseException as error:
-        print(f"[launch] error: the rendezvous cannot be served: {error!r}", file=sys.stderr, flush=True)
+        tell(f"[launch] error: the rendezvous cannot be served: {error!r}")
     finally:
         os._exit(1)  # nothing of the forked launcher may run here

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
@@ -19,6 +18,7 @@ from megatron.launch.start import RendezvousError, Standby, Start
 from megatron.peers.memory_slots import hold_slots
 from megatron.processes.in_process_restart import REPORT_SIGNAL
 from megatron.processes.standby import ASK_SIGNAL
+from megatron.processes.telling import tell
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.startup import Preload
@@ -186,4 +186,4 @@ def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> 
 
 def say(text: str) -> None:
     """Tell the user, apart from the output of the ranks."""
-    print(f"[launch] {text}", file=sys.stderr, flush=True)
+    tell(f"[launch] {text}")

@@ -15,7 +15,6 @@ import itertools
 import mmap
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -44,6 +43,7 @@ from megatron.peers.wire import (
     key_of,
     widths_of,
 )
+from megatron.processes.telling import tell
 
 _AT_WORK = 0.25  # of its deadline: how often an asker that waits is told that something is being done
 _QUESTION_S = 10.0  # from a connection to its question
@@ -423,5 +423,5 @@ def run(listening: Sequence[socket.socket], own: list[Slot], times: Sequence[Ste
     try:
         Holder(own, times, launch).serve(listening)
     except BaseException as error:
-        print(f"[launch] error: the copies of saves cannot be served: {error!r}", file=sys.stderr, flush=True)
+        tell(f"[launch] error: the copies of saves cannot be served: {error!r}")
         os._exit(1)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from megatron.processes.telling import tell
 from restart_trace import under_way
 from restart_trace.clock import now_ns
 
@@ -233,7 +234,7 @@ def _end(why: str) -> NoReturn:
 
 def _tell_end(why: str) -> None:
     rank = os.environ.get("RANK")
-    print(f"rank {rank} ends instead of starting again in its process: {why}", file=sys.stderr, flush=True)
+    tell(f"rank {rank} ends instead of starting again in its process: {why}")
 
 
 _here: list[InProcessRestarts] = []  # of this process, if it is a rank that returns

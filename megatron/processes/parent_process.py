@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from megatron.processes.telling import tell
 from restart_trace.ancestors import launcher_of, parent_of, read_text
 
 logger = logging.getLogger(__name__)
@@ -134,11 +135,9 @@ def shutdown_timeout_s(env: Mapping[str, str]) -> float | None:
 
 def _tell_of_orphan(adopter: int) -> None:
     with contextlib.suppress(OSError):  # the pipe may be gone with the launcher
-        print(
+        tell(
             f"error: TORCHELASTIC_RUN_ID is set, and no torchrun runs above this rank, but {_name(adopter)} (pid "
-            f"{adopter}): torchrun has ended, and so does its rank; if none has started it, unset TORCHELASTIC_RUN_ID",
-            file=sys.stderr,
-            flush=True,
+            f"{adopter}): torchrun has ended, and so does its rank; if none has started it, unset TORCHELASTIC_RUN_ID"
         )
 
 

@@ -13,13 +13,13 @@ import faulthandler
 import math
 import os
 import re
-import sys
 import threading
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.config import Config
+from megatron.processes.telling import tell
 from megatron.startup import roll_call
 from megatron.startup.roll_call import STUCK, WAITS, WORKS, Answer
 from restart_trace.under_way import RANKS, READING, STORAGE, Entry, entries
@@ -224,12 +224,6 @@ class Watch:
         printing.join(_PRINTING_S)
         self._leave()
         os._exit(1)  # the main thread cannot be woken
-
-
-def tell(line: str) -> None:
-    """Print a line at once: with unbuffered output, print() would write its end apart, and lines of two ranks mix."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def _store_is_silent() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.config import Config
 from megatron.model.flops import flops_of_batch
 from megatron.parallel.accelerator import accelerator
 from megatron.processes.in_process_restart import at_return
+from megatron.processes.telling import tell
 from megatron.training.statistics import Statistics
 
 
@@ -49,7 +51,7 @@ class TrainingLog:
         if progress.iteration % self._config.training.log_interval:
             return
         if self._is_printer:
-            print(self._line(engine, progress, statistics), flush=True)
+            tell(self._line(engine, progress, statistics), sys.stdout)
         self._seconds, self._samples, self._losses, self._skipped, self._nan = 0.0, 0, [], 0, 0
 
     def _line(self, engine: Any, progress: Progress, statistics: Statistics) -> str:
@@ -131,7 +133,7 @@ class TrainingLog:
         perplexity = math.exp(min(20.0, loss))
         if self._is_printer:
             line = f" {split} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-            print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
+            tell("\n".join(("-" * len(line), line, "-" * len(line))), sys.stdout)
         if self._writer is not None:
             points = {f"lm-loss-validation/lm loss {split}": loss}
             if self._config.training.log_validation_ppl_to_tensorboard:

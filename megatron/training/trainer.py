@@ -301,7 +301,7 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
 def _is_lost_rank(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
     """Whether `error` comes from another rank or the host; if so, close the trace and print the reason."""
     from megatron.parallel.lost_peers import comes_from_another_rank, has_timed_out
-    from megatron.startup.watch import tell
+    from megatron.processes.telling import tell
     from megatron.training.lost_ranks import explain
 
     in_process_restart.note_error()

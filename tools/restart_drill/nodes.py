@@ -223,10 +223,11 @@ class LaunchOnNodes(Launch):
         return {rank: at_ns for rank, (at_ns, error) in list(self._errors.items()) if named.search(error)}
 
     def _on_line(self, line: bytes) -> None:
-        found = _ERROR_OF_RANK.match(line)
+        # What libraries and other programs print may not have ended its line when a message comes.
+        found = _ERROR_OF_RANK.search(line)
         if found is not None:
             self._errors[int(found[1])] = (now_ns(), line.decode(errors="replace"))
-        spare = _SPARE.match(line)
+        spare = _SPARE.search(line)
         if spare is not None:
             (self._spares.add if spare[2] else self._spares.discard)(int(spare[1]))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.restart_drill.launch import DrillError
-from tools.restart_drill.nodes import nodes_of
+from tools.restart_drill.launch import DrillError, cleaned_up
+from tools.restart_drill.nodes import LaunchOnNodes, nodes_of
 
 # Notes every line; knows no node named "nobody".
 PROGRAM = """
@@ -63,3 +63,12 @@ def test_a_program_that_fails_is_named(program: Path) -> None:
             nodes.inject("sigkill-one", "dies", 1, 0)
     with pytest.raises(DrillError, match="--nodes-command /no/such: cannot be started"), nodes_of(["/no/such"], [-1]):
         pass
+
+
+def test_a_message_is_heard_after_what_another_program_has_not_ended_a_line_of(program: Path, tmp_path: Path) -> None:
+    """All that a launch runs prints to one pipe."""
+    said = "25 %|##  [launch] node 4 (far) has joined as a spare"
+    with nodes_of(["bash", str(program)], [-1]) as nodes:
+        command = ["bash", "-c", f"echo '{said}'; exec sleep 600"]
+        with cleaned_up(LaunchOnNodes(command, tmp_path / "log", False, nodes, tmp_path)) as launch:
+            launch.await_spare(300.0)
