@@ -48,7 +48,7 @@ class Job:
         ]  # fmt: skip
         self.coordinator = self._start(
             *LAUNCHER, "coordinate", "--nnodes", str(NODES), "--max-restarts", "1", "--allow-shrink",
-            "--heartbeat-timeout", "5", "--port-file", str(directory / "port"), *script,
+            "--heartbeat-timeout", "20", "--port-file", str(directory / "port"), *script,
         )  # fmt: skip
         wait_for((directory / "port").exists, "the coordinator")
         where = "127.0.0.1:" + (directory / "port").read_text().strip()

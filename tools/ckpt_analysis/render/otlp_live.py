@@ -40,6 +40,7 @@ _INTERVAL_S = 2.0  # between two looks at the files
 _BATCH = 512  # spans of a request
 _MOST_BYTES = 1 << 20  # that are read of a file at a time
 _QUIET_S = 1.0  # without a new record, after which a run that has ended is complete
+_LONGEST_GAP_S = 0.6 * _QUIET_S  # that counts between two looks
 _LONGEST_QUIET_S = 60.0  # the same, while processes of the run are, or may be, still there
 _LONGEST_END_S = 10.0  # of a run that goes on
 
@@ -293,13 +294,15 @@ def follow(follower: Follower, wait: Callable[[float], bool], pid: int | None) -
     while not wait(0.0 if follower.poll() and follower.is_behind else _INTERVAL_S):
         pass
     follower.run_ended()
-    begun = last = time.monotonic()
+    begun = looked = time.monotonic()
+    quiet_s = 0.0
     while True:
         goes_on = pid is not None and not follower.ended_but(pid)  # before the files are read: so they are complete
-        if follower.poll():
-            last = time.monotonic()
+        has_grown = follower.poll()
         now = time.monotonic()
-        if now - last > (_LONGEST_QUIET_S if goes_on else _QUIET_S):
+        # One look is not enough: the machine may have stood still before it, or the collector.
+        quiet_s, looked = 0.0 if has_grown else quiet_s + min(now - looked, _LONGEST_GAP_S), now
+        if quiet_s > (_LONGEST_QUIET_S if goes_on else _QUIET_S):
             break
         if pid is None and now - begun > _LONGEST_END_S and not follower.is_behind:
             break

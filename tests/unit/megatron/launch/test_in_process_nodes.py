@@ -19,7 +19,7 @@ from megatron.net.handshake import COORDINATOR, ServerSide
 from tests.dist.harness import runs
 from tests.unit.megatron.launch.test_launch import until
 from tests.unit.megatron.launch.test_membership import EtcdServer, Launch, etcd
-from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes
+from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, SILENT, Nodes, labels, nodes
 from tests.unit.trace_helpers import SECRET
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
@@ -165,7 +165,7 @@ def test_a_rank_and_a_node_are_lost_while_others_return(returning: Returning) ->
 def where_ranks_wait(returning: Returning) -> tuple[Any, list[Any], list[int]]:
     """Coordinator, agents 0 and 1, and the pids of the latter's ranks, which wait for a spare since 0 was lost."""
     coordinator = returning.coordinate(
-        "--nnodes", "2", "--spares", "2", "--max-restarts", "1", "--heartbeat-timeout", "6"
+        "--nnodes", "2", "--spares", "2", "--max-restarts", "1", "--heartbeat-timeout", SILENT
     )
     agents = returning.agents(0, 1)
     waiting = returning.pids(0)[2:]
@@ -192,7 +192,7 @@ def test_ranks_that_have_returned_end_where_their_node_is_no_part_of_the_start(r
     """Their agent is stopped, counts as lost, and comes back when others have taken all places."""
     coordinator, agents, waiting = where_ranks_wait(returning)
     agents[1].send_signal(signal.SIGSTOP)
-    returning.until_said("coordinator", "node 1 (127.0.0.2) is lost: no heartbeat for 6 s")
+    returning.until_said("coordinator", f"node 1 (127.0.0.2) is lost: no heartbeat for {SILENT} s")
     agents += returning.agents(2, 3)
     assert labels(returning.ranks(1)) == ["node2", "node2", "node3", "node3"]
     assert all(map(runs, waiting))
@@ -224,8 +224,8 @@ def test_ranks_stay_when_a_standby_coordinator_takes_over(
     waiting: bool,  # noqa: F811
 ) -> None:
     """Those that run return; those that have returned, and wait for a spare, go on waiting."""
-    options = ["--nnodes", "2", "--spares", "1", "--max-restarts", "2", "--heartbeat-timeout", "20"]
-    launch = Launch(returning, etcd.address, *options[2:6], heartbeat="20")
+    options = ["--nnodes", "2", "--spares", "1", "--max-restarts", "2", "--heartbeat-timeout", SILENT]
+    launch = Launch(returning, etcd.address, *options[2:6], heartbeat=SILENT)
     first = launch.coordinator("coordinator")
     agents = returning.agents(0, 1, where=etcd.address)
     before = returning.pids(0)

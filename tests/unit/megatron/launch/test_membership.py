@@ -24,7 +24,7 @@ from megatron.net.free_port import free_port
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import runs
 from tests.unit.megatron.launch.test_launch import until
-from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, Nodes, labels, nodes
+from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, SILENT, Nodes, labels, nodes
 
 pytestmark = pytest.mark.slow  # each starts agents and their ranks
 __all__ = ["nodes"]  # a fixture
@@ -133,7 +133,7 @@ UNREACHABLE = "etcd does not answer; ranks go on, and none start again until it 
 
 def test_a_standby_coordinator_takes_over_when_the_leader_is_lost(nodes: Nodes, etcd: EtcdServer) -> None:
     """All ranks start again, each node in its place; the spare stays one."""
-    launch = Launch(nodes, etcd.address, "--spares", "1", "--max-restarts", "1", heartbeat="20")
+    launch = Launch(nodes, etcd.address, "--spares", "1", "--max-restarts", "1", heartbeat=SILENT)
     first = launch.coordinator("coordinator")
     agents = launch.agents(1, 2, 0)
     before = nodes.ranks(0)
@@ -173,7 +173,7 @@ def test_a_host_that_ran_the_coordinator_and_ranks_is_lost(nodes: Nodes, etcd: E
 
 def test_a_leader_that_is_lost_before_ranks_start(nodes: Nodes, etcd: EtcdServer) -> None:
     """A node that it has let in is let in by the other one, too."""
-    launch = Launch(nodes, etcd.address, "--spares", "1", heartbeat="4")
+    launch = Launch(nodes, etcd.address, "--spares", "1", heartbeat=SILENT)
     first = launch.coordinator("coordinator")
     agents = launch.agents(2)
     launch.until_said("coordinator", SPARE)
@@ -227,7 +227,7 @@ def test_the_end_of_a_launch_is_that_of_its_standby_coordinators_and_the_name_ca
 
 
 def test_without_a_restart_left_the_launch_ends_with_its_coordinator(nodes: Nodes, etcd: EtcdServer) -> None:
-    launch = Launch(nodes, etcd.address, heartbeat="4")
+    launch = Launch(nodes, etcd.address, heartbeat=SILENT)
     first = launch.coordinator("coordinator")
     agents = launch.agents(0, 1)
     nodes.ranks(0)
@@ -282,8 +282,8 @@ def test_a_leader_that_is_cut_off_from_etcd_keeps_its_ranks_until_it_finds_anoth
         assert link.stdout is not None
         through = f"etcd://127.0.0.1:{int(link.stdout.readline())}/{NAME}"
         options = ("--max-restarts", MANY)
-        first = Launch(nodes, through, *options, heartbeat="4").coordinator("coordinator")
-        launch = Launch(nodes, etcd.address, *options, heartbeat="4")
+        first = Launch(nodes, through, *options, heartbeat=SILENT).coordinator("coordinator")
+        launch = Launch(nodes, etcd.address, *options, heartbeat=SILENT)
         agents = launch.agents(0, 1)
         before = nodes.ranks(0)
         second = launch.standby()
@@ -342,7 +342,7 @@ def test_a_node_that_was_cut_off_comes_back_while_etcd_does_not_answer(nodes: No
 
 
 def test_etcd_that_is_lost_and_started_again_with_its_data(nodes: Nodes, etcd: EtcdServer) -> None:
-    launch = Launch(nodes, etcd.address, "--max-restarts", "2", heartbeat="20")
+    launch = Launch(nodes, etcd.address, "--max-restarts", "2", heartbeat=SILENT)
     first = launch.coordinator("coordinator")
     agents = launch.agents(0, 1)
     nodes.ranks(0)
@@ -387,7 +387,7 @@ def test_a_restart_waits_for_etcd_only_for_a_time(nodes: Nodes, etcd: EtcdServer
 
 def test_another_launch_of_the_same_name_is_refused(nodes: Nodes, etcd: EtcdServer) -> None:
     """Its coordinator and its agents, and the launch whose name it is goes on."""
-    launch = Launch(nodes, etcd.address, "--max-restarts", "1", heartbeat="4")
+    launch = Launch(nodes, etcd.address, "--max-restarts", "1", heartbeat=SILENT)
     (nodes.directory / "other.py").touch()
     first = launch.coordinator("coordinator")
     agents = launch.agents(0, 1)

@@ -47,6 +47,9 @@ cli.settle_secret(plan)
 sys.exit(Agent(plan, Preload(1, 2, 3)).run())
 """
 NEVER_SILENT = "100"  # seconds: no test takes a node for lost that is merely slow
+# Where a test waits until a node is silent for so long. The others outlast ten seconds in which the machine stands
+# still: their ranks may run for LEASE of this after a beat that was answered, and there are BEATS_PER_TIMEOUT.
+SILENT = "20"
 RANKS = "2"  # on each node
 # A rank that trains until it is told that all is well, or to end with an exit code.
 WAIT = """
@@ -274,7 +277,9 @@ def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes
 
 def test_the_ranks_of_an_agent_that_is_stopped_end(nodes: Nodes) -> None:
     """It is stopped for good, and cannot end them itself; others take their place."""
-    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "6")
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", SILENT
+    )
     agents = [nodes.agent(number) for number in range(3)]
     before = nodes.ranks(0)
     agents[1].send_signal(signal.SIGSTOP)
@@ -313,13 +318,15 @@ print(agent._rejoin("the coordinator has ended"))
 
 def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes) -> None:
     """The coordinator is stopped, as if all links were cut; a spare that was stopped comes back, too."""
-    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "4")
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", SILENT
+    )
     agents = [nodes.agent(number) for number in range(3)]
     before = nodes.ranks(0)
     joined = "node 2 (127.0.0.1) has joined as a spare"
     until(lambda: joined in nodes.said(), nodes.said())
     agents[2].send_signal(signal.SIGSTOP)  # it has no rank, so nothing kills it
-    until(lambda: "node 2 (127.0.0.1) is lost: no heartbeat for 4 s" in nodes.said(), nodes.said())
+    until(lambda: f"node 2 (127.0.0.1) is lost: no heartbeat for {SILENT} s" in nodes.said(), nodes.said())
     agents[2].send_signal(signal.SIGCONT)
     until(lambda: nodes.said().count(joined) >= 2, nodes.said())
     coordinator.send_signal(signal.SIGSTOP)
@@ -337,7 +344,7 @@ def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes
 
 def lose_one_of_two(nodes: Nodes, *flags: str) -> None:
     """Of a launch that ends with it."""
-    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6", *flags)
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", SILENT, *flags)
     agents = [nodes.agent(number) for number in range(2)]
     nodes.ranks(0)
     agents[1].kill()
@@ -348,7 +355,7 @@ def lose_one_of_two(nodes: Nodes, *flags: str) -> None:
 
 def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) -> None:
     lose_one_of_two(nodes)
-    assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 6 s" in nodes.said()
+    assert f"error: 1 of 2 nodes missing (node ranks 1) and no spare came within {SILENT} s" in nodes.said()
 
 
 def test_why_a_job_cannot_go_on_with_fewer_nodes(nodes: Nodes) -> None:
@@ -670,14 +677,14 @@ def test_a_hook_that_fails_is_named_and_not_waited_for(nodes: Nodes) -> None:
     hook.write_text("#!/bin/sh\nexit 3\n")
     hook.chmod(0o755)
     coordinator = nodes.coordinate(
-        "--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", "3", "--replacement-hook", "./hook"
+        "--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", SILENT, "--replacement-hook", "./hook"
     )
     agents = [nodes.agent(number) for number in (0, 1)]
     nodes.ranks(0)
     agents[1].kill()
     assert coordinator.wait(300) == 1
     assert f"--replacement-hook {hook}: ended with 3: no host comes" in nodes.said()
-    assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 3 s" in nodes.said()
+    assert f"error: 1 of 2 nodes missing (node ranks 1) and no spare came within {SILENT} s" in nodes.said()
     nodes.until_gone()
 
 

@@ -10,14 +10,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.otlp_collector import SpanCollector, by_id, exported, span_collector
+from tests.unit.stalls import STILL_S, stand_still_in_sleep
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, ended_trace, record_end, write_trace
 from tools.ckpt_analysis.cli import main
@@ -31,6 +34,14 @@ RUNS = {
     "plain": Options(), "two hosts": Options(hosts=2), "in the background": Options(background_flush=True),
     "killed in a save": Options(save_killed_on=(2, 5)),
 }  # fmt: skip
+# However slowly this machine lets the collector answer.
+PATIENT = """
+import sys
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.render import otlp_live
+otlp_live._LAST_ANSWER_S = 300.0
+sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def collector() -> Iterator[SpanCollector]:
 
 
 def follow(trace: Path, endpoint: str, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tools.ckpt_analysis", "follow", str(trace), "--otlp", endpoint, *more]
+    command = [sys.executable, "-c", PATIENT, "follow", str(trace), "--otlp", endpoint, *more]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -211,6 +222,35 @@ def grpc_server() -> Iterator[str]:
     server.start()
     yield f"http://127.0.0.1:{port}"
     server.stop(None).wait()
+
+
+class Late:
+    """A follower, of a run that has ended, whose files grow once more at its third look. It lists its looks."""
+
+    is_behind = False
+
+    def __init__(self) -> None:
+        self.looks: list[bool] = []
+
+    def poll(self) -> bool:
+        self.looks.append(len(self.looks) == 2)
+        return self.looks[-1]
+
+    def run_ended(self) -> None:
+        self.looks.clear()
+
+    def finish(self) -> bool:
+        return True
+
+
+def test_files_have_time_to_grow_though_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower: Any = Late()
+    stand_still_in_sleep(monkeypatch, 0, lambda _: None)
+    monkeypatch.setattr(otlp_live, "_LONGEST_END_S", 2 * STILL_S)
+    real, late = time.monotonic, iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 0.05 * next(late))  # as sleep() returns at once
+    assert otlp_live.follow(follower, lambda _: True, None)
+    assert True in follower.looks
 
 
 @pytest.mark.parametrize(
