@@ -29,6 +29,7 @@ _MEMORY = 16 << 20  # bytes that are filled and compared
 _FILE = 1 << 20
 _GPUS_S = 30.0  # a driver that has lost a device may not answer
 _CHECK_S = 60.0  # for all of a check
+_MORE = 0.1  # of it: for one that is seen to be late
 _FIT = "looked:"  # what a check that came to its end says first
 _QUERY = ("--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 
@@ -95,6 +96,7 @@ class RepeatedCheck:
         self._look = look
         self._pid: int | None = None  # while it runs, or is yet to be reaped
         self._reader = -1
+        self._is_late = False
         self.next_at = 0.0  # when it is to begin, or else to be over (monotonic, s)
         self.postpone()
 
@@ -117,7 +119,7 @@ class RepeatedCheck:
         if self._pid == 0:
             self._tell(parent, writer, in_child)
         os.close(writer)
-        self.next_at = time.monotonic() + _CHECK_S
+        self._is_late, self.next_at = False, time.monotonic() + _CHECK_S
 
     def result(self) -> str | None:
         """What is wrong, once it is known; None otherwise. Waits for nothing."""
@@ -125,6 +127,9 @@ class RepeatedCheck:
             return None
         if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() < self.next_at:
+                return None
+            if not self._is_late:  # this host may have stood still, and the check with it
+                self._is_late, self.next_at = True, time.monotonic() + _CHECK_S * _MORE
                 return None
             os.kill(self._pid, signal.SIGKILL)  # what waits for a disk ends later, or never
             self.next_at = time.monotonic() + _CHECK_S

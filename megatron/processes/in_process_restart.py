@@ -41,6 +41,7 @@ REPORT_SIGNAL = signal.SIGRTMAX  # to the launcher, which waits for signals: a r
 _LONGEST = 100  # bytes of a message
 _SHUT_AGAIN_S = 0.05  # connections may be made while the main thread leaves
 _QUIET_S = 0.01  # at least without a transfer, before connections are shut
+_QUIET_LOOKS = 4  # in that time
 _TIME_SLICE_S = 0.003  # for which the kernel lets another thread run first
 _SENT_S, _READ_S = 0.25, 2.0  # at most waited for what is sent to arrive, and what has arrived to be read
 _LOST_AFTER = 2  # times that the same was sent again, which takes 0.6 s: then its host is lost
@@ -351,7 +352,7 @@ def shut_connections() -> None:
 def _wait_until_sent() -> None:
     until = time.monotonic() + _SENT_S
     while time.monotonic() < until and any(_has_bytes(one, (termios.TIOCOUTQ,)) for one in _connections()):
-        time.sleep(_QUIET_S / 4)
+        time.sleep(_QUIET_S / _QUIET_LOOKS)
 
 
 def wait_for_transfers(left: threading.Event) -> None:
@@ -362,15 +363,12 @@ def wait_for_transfers(left: threading.Event) -> None:
     """
     begun = time.monotonic()
     quiet_s = max(_QUIET_S, _turn_s())
-    quiet_since: float | None = None
-    while (now := time.monotonic()) < begun + _READ_S and (quiet_since is None or now - quiet_since < quiet_s):
+    quiet = 0  # looks in a row: by the clock, a machine that stood still was quiet
+    while (now := time.monotonic()) < begun + _READ_S and quiet < _QUIET_LOOKS:
         # What is sent to a host that is cut off never arrives.
         watched = (termios.FIONREAD, termios.TIOCOUTQ) if now < begun + _SENT_S else (termios.FIONREAD,)
-        if any(_has_bytes(one, watched) for one in _connections()):
-            quiet_since = None
-        elif quiet_since is None:
-            quiet_since = now
-        if left.wait(quiet_s / 4):
+        quiet = 0 if any(_has_bytes(one, watched) for one in _connections()) else quiet + 1
+        if left.wait(quiet_s / _QUIET_LOOKS):
             return
 
 

@@ -13,6 +13,7 @@ import pytest
 from megatron.launch import health
 from megatron.launch.health import RepeatedCheck, what_is_wrong
 from tests.unit.megatron.launch.test_launch import until
+from tests.unit.stalls import jump_after
 
 
 def with_tool(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -93,3 +94,22 @@ def test_a_check_that_is_put_off_does_not_begin() -> None:
     check = RepeatedCheck(1000.0, lambda: None)
     assert not check.due
     assert check.next_at > time.monotonic() + 900
+
+
+def test_a_check_has_time_to_end_after_the_host_stood_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process stood still, too."""
+    goes_on = tmp_path / "goes_on"
+
+    def look() -> None:
+        while not goes_on.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(health, "_CHECK_S", 600.0)
+    check = RepeatedCheck(1e6, look)
+    check.begin(lambda: None)
+    jump_after(monkeypatch, 0)
+    assert check.result() is None
+    goes_on.touch()
+    while check.next_at < 1e6:  # until the next one is due
+        assert check.result() is None
+        time.sleep(0.01)

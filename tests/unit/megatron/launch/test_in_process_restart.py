@@ -539,7 +539,7 @@ def test_a_descriptor_that_is_no_socket_any_more_is_left_alone(tmp_path: Path, m
 
 
 RETURNS = """
-import os, socket, threading
+import os, socket, threading, time
 from megatron.processes import in_process_restart as restart
 
 listening = socket.create_server(("127.0.0.1", 0))
@@ -619,6 +619,26 @@ assert any(fcntl.ioctl(ours, termios.TIOCOUTQ, bytes(4))), "it has not arrived"
 os._exit(0)
 """)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_transfer_is_seen_that_begins_after_the_machine_stood_still() -> None:
+    """Other ranks were stopped as well: that nothing came proves nothing."""
+    done = returning("""
+clock, restart._READ_S = time.monotonic, 7200.0
+class Left:
+    looks = 0
+    def wait(self, _):
+        self.looks += 1
+        if self.looks == 1:
+            time.monotonic = lambda: clock() + 3600.0
+        elif self.looks == 2:
+            other.sendall(b"part of a message")
+        else:
+            print("waits", flush=True)
+            os._exit(0)
+restart.wait_for_transfers(Left())
+""")
+    assert done.stdout == "waits\n", done.stderr
 
 
 def test_a_rank_ends_whose_exchange_does_not_end_with_its_connection() -> None:
