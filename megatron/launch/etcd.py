@@ -15,6 +15,7 @@ SCHEME = "etcd://"
 _PREFIX = "restart-launch"  # of all keys, since etcd may have other users
 _DEFAULT_PORT = 2379
 _TIMEOUT_S = 1.0  # for an endpoint to answer
+_ROUNDS = 3  # in which one is asked that has not answered: it, or this host, may have stood still
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[\w:.%]+)\]|(?P<host>[^\s:@\[\]]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 
 
@@ -116,17 +117,22 @@ class Etcd:
 
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Try the endpoints in turn, beginning with the one that answered last."""
-        problems = []
-        for endpoint in list(self._endpoints):
-            try:
-                answer = _post(endpoint, f"/v3/{path}", body)
-            except OSError as error:
-                problems.append(f"{host_port(*endpoint)}: {error.strerror or error}")
-                continue
-            self._endpoints.remove(endpoint)
-            self._endpoints.insert(0, endpoint)
-            return answer
-        raise MembershipError(f"{self._address}: {'; '.join(problems)}")
+        problems: dict[tuple[str, int], str] = {}
+        asked = list(self._endpoints)
+        for _ in range(_ROUNDS):
+            silent = []
+            for endpoint in asked:
+                try:
+                    answer = _post(endpoint, f"/v3/{path}", body)
+                except OSError as error:
+                    problems[endpoint] = f"{host_port(*endpoint)}: {error.strerror or error}"
+                    silent += [endpoint] if isinstance(error, TimeoutError) else []
+                    continue
+                self._endpoints.remove(endpoint)
+                self._endpoints.insert(0, endpoint)
+                return answer
+            asked = silent
+        raise MembershipError(f"{self._address}: {'; '.join(problems.values())}")
 
 
 def _post(endpoint: tuple[str, int], path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _post(endpoint: tuple[str, int], path: str, body: dict[str, Any]) -> dict[st
         response = connection.getresponse()
         answer = json.loads(response.read())
     except TimeoutError:
-        raise OSError(f"no answer within {_TIMEOUT_S:g} s") from None
+        raise TimeoutError(f"no answer within {_TIMEOUT_S:g} s") from None
     except (http.client.HTTPException, ValueError):
         answer = None
     finally:

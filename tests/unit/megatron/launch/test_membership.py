@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +19,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from megatron.launch import etcd as etcd_client
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
-from megatron.launch.etcd import StoreAddress, parse_address
+from megatron.launch.etcd import Etcd, StoreAddress, parse_address
 from megatron.net.free_port import free_port
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import runs
@@ -129,6 +131,26 @@ class Launch:
 SPARE = "node 2 (127.0.0.1) has joined as a spare"
 WAITS = "all nodes are there; their ranks start once etcd at "
 UNREACHABLE = "etcd does not answer; ranks go on, and none start again until it does: "
+
+
+def test_an_endpoint_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at a start, which ends where etcd is away."""
+    monkeypatch.setattr(etcd_client, "_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0]:  # which gets no answer
+                monkeypatch.setattr(etcd_client, "_TIMEOUT_S", 300.0)
+                with listening.accept()[0] as second:
+                    second.recv(1 << 16)
+                    second.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                    second.shutdown(socket.SHUT_WR)
+                    while second.recv(1 << 16):
+                        pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = StoreAddress((("127.0.0.1", listening.getsockname()[1]),), NAME)
+        assert Etcd(address).get("coordinator") is None
 
 
 def test_a_standby_coordinator_takes_over_when_the_leader_is_lost(nodes: Nodes, etcd: EtcdServer) -> None:
