@@ -30,6 +30,7 @@ _RENEW_S = 1.0  # at most, between renewals of the lease
 _POLL_S = 0.2  # between a standby's attempts to lead, and between attempts to write
 _RECORD_S = 0.05  # for which the coordinator waits for a write: agents wait for its answers meanwhile
 _END_S = 1.0  # the same at the end of the launch
+_PARTS = 10  # of it: one wait alone may be over as soon as this host, and the thread with it, has stood still
 
 
 class NoLeaderError(OSError):
@@ -164,7 +165,8 @@ class Leadership:
         """Record the end of the launch, with which standby coordinators and agents end, too."""
         with self._changed:
             self._want({"ended": {"code": code, "launch_id": launch_id}})
-        self._thread.join(_END_S)
+        for _ in range(_PARTS):
+            self._thread.join(_END_S / _PARTS)
         if self._written != self._wanted and self.leader is None:
             say(
                 f"{self._address}: the end of the launch (exit status {code}) could not be recorded; end its standby "

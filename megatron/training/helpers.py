@@ -17,15 +17,16 @@ from megatron.processes.parent_process import become_helper, stop_signals_blocke
 
 # Of the rank alone. The worker ends with code 0: torch takes any other end of a worker for an error of the rank.
 _END_SIGNAL = signal.SIGRTMIN + 3
-_PATIENCE_S = 5.0
+_PATIENCE_S, _PARTS = 5.0, 10
 
 
 class _Ended(Popen):
     def terminate(self) -> None:
         if self.returncode is None:
             os.kill(self.pid, _END_SIGNAL)  # it is not reaped before, so the number is no other's
-            if self.wait(_PATIENCE_S) is None:  # it hangs in a call of the system, such as a read
-                os.kill(self.pid, signal.SIGKILL)
+            # In parts: one alone may be over as soon as the machine, and the worker with it, has stood still.
+            if all(self.wait(_PATIENCE_S / _PARTS) is None for _ in range(_PARTS)):
+                os.kill(self.pid, signal.SIGKILL)  # it hangs in a call of the system, such as a read
 
 
 class _Process(ForkProcess):

@@ -22,6 +22,7 @@ import pytest
 from megatron.launch import etcd as etcd_client
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from megatron.launch.etcd import Etcd, StoreAddress, parse_address
+from megatron.launch.membership import Leadership
 from megatron.net.free_port import free_port
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.dist.harness import runs
@@ -151,6 +152,19 @@ def test_an_endpoint_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyP
         threading.Thread(target=serve, daemon=True).start()
         address = StoreAddress((("127.0.0.1", listening.getsockname()[1]),), NAME)
         assert Etcd(address).get("coordinator") is None
+
+
+def test_the_end_is_recorded_though_the_host_stood_still(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that records it stood still, too. Standbys would go on otherwise."""
+    address = parse_address(etcd.address)
+    leading = Leadership(address, ("127.0.0.1", 1), 20.0, "one", "digest")
+    leading.campaign()
+    real, waits = leading._thread.join, iter([lambda: None])  # the first is over, and the thread has had no time
+    monkeypatch.setattr(leading._thread, "join", lambda _: next(waits, lambda: real(300))())
+    leading.end(0, "one")
+    assert etcd.has("ended") and "could not be recorded" not in capsys.readouterr().err
 
 
 def test_a_standby_coordinator_takes_over_when_the_leader_is_lost(nodes: Nodes, etcd: EtcdServer) -> None:

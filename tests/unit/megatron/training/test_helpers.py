@@ -5,11 +5,39 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from megatron.training import helpers
 from megatron.training.helpers import Helpers
+
+
+def test_a_helper_has_time_to_end_after_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it would be an error of the rank."""
+    made = Helpers()
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        made.in_worker(0)
+        os.write(writer, b"x")
+        time.sleep(600)
+
+    with made.starting():
+        process = made.context.Process(target=work, daemon=True)
+        process.start()
+    assert os.read(reader, 1) == b"x"
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    real, waits = popen.wait, iter([lambda: None])  # the first is over, and the worker has had no time
+
+    def wait(_: float | None) -> int | None:
+        return next(waits, lambda: real(300))()
+
+    popen.wait = wait
+    process.terminate()
+    assert wait(None) == 0
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, -signal.SIGKILL)])
