@@ -61,7 +61,8 @@ def test_nodes_can_be_harmed_and_added(pair: Cluster) -> None:
     one.run("ssh", other.name, "sleep 1000 >/dev/null 2>&1 &")
     wait_for(lambda: list(other.processes().values()) == ["sleep 1000"], "sleep, and nothing else, on node1")
     assert other.send(signal.SIGSTOP, "sleep") == 1
-    assert other.run("ps", "-o", "state=", "-C", "sleep").stdout.split() == ["T"]
+    state = ("ps", "-o", "state=", "-C", "sleep")
+    wait_for(lambda: other.run(*state).stdout.split() == ["T"], "sleep to be stopped")  # it runs once before
     pid = other.pid
     other.lose()
     assert not Path(f"/proc/{pid}").exists() and not reaches(one, other)

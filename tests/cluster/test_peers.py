@@ -40,7 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def started(preset: Preset, nodes: list[Node], name: str, cycles: int, *flags: str) -> Job:
     """A training on the first two nodes whose ranks wait after HELD_AFTER iterations of each of so many launches."""
-    job = preset.job(name, nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="5")
+    # No node counts as lost whose machine stands still for ten seconds.
+    job = preset.job(name, nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="20")
     job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
     job.settings |= {"ITERS": str(ITERATIONS), "SAVE_INTERVAL": "1", SECRET_VARIABLE: SECRET}
     job.settings["EXTRA_ARGS"] += " ".join(["", "--persist-interval", "4", *flags])
