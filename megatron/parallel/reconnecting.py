@@ -6,11 +6,15 @@ that can be replaced, so that whoever holds the group, such as DeepSpeed's engin
 A group that is not connected is one that each rank makes alone: its collectives end at once and exchange nothing. So a
 rank can build its engine while the others wait for it with theirs, if nothing that the engine exchanges as it is built
 matters: weights, masters and moments are loaded or initialised afterwards, and what else it exchanges is for its log.
+
+A group of all ranks, which gloo connects each with each, connects when it is first used: training hardly does. What two
+ranks send to each other goes over the smallest group that has both.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, ProcessGroupGloo
 
 from megatron.processes.in_process_restart import check_not_asked, know_exchanges, shut_if_nothing_is_exchanged
+from restart_trace.under_way import RANKS, UnderWay
 
 BACKEND = "reconnecting_gloo"  # as torch and DeepSpeed know it
 # What torch.distributed calls a group for, by all names that versions of torch have for it.
@@ -37,6 +42,8 @@ class ReconnectingGroup(dist.ProcessGroup):
         self.timeout = options.timeout
         self.inner: Any = None
         self.is_connected = False
+        self._connect_when_used: Callable[[], None] | None = None
+        self.routes: dict[int, tuple[ReconnectingGroup, int]] = {}  # rank here -> smaller group with it, rank there
         self.disconnect()
 
     def connect(self, store: Any) -> None:
@@ -51,8 +58,26 @@ class ReconnectingGroup(dist.ProcessGroup):
         """Take over the connections of a group of the same ranks in the same order, and the same timeout."""
         self.inner, self.is_connected = other.inner, other.is_connected
 
+    def connect_when_used(self, first: ReconnectingGroup, store: Any) -> None:
+        """Connect at the first collective: as `first`, which may be this one, and which all such groups connect as."""
+
+        def connect() -> None:
+            with UnderWay(RANKS, "connecting of all ranks"):
+                if not first.is_connected:
+                    first.connect(store)
+            self.connect_as(first)
+
+        self._connect_when_used = connect
+
+    def used(self) -> None:
+        """It is about to be used by all of its ranks."""
+        if self._connect_when_used is not None:
+            connect, self._connect_when_used = self._connect_when_used, None
+            connect()
+
     def disconnect(self) -> None:
-        self.is_connected = False
+        self.is_connected, self._connect_when_used = False, None
+        self.routes.clear()
         self._use(FakeProcessGroup._create_internal(self.rank(), self.size()), dist.ProcessGroup.BackendType.CUSTOM)
 
     def _use(self, backend: Any, kind: Any) -> None:
@@ -72,20 +97,34 @@ def _create_gloo(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroup
     return ProcessGroupGloo(store, rank, size, options)
 
 
+def _noted(group: ReconnectingGroup, work: Any) -> Any:
+    if group.is_connected and isinstance(work, dist.Work):  # those that exchange nothing never complete
+        _works[:] = [one for one in _works if not one.is_completed()]
+        _works.append(work)
+    return work
+
+
 def _passed_on(name: str) -> Any:
     def collective(self: ReconnectingGroup, *args: Any, **kwargs: Any) -> Any:
         check_not_asked()
-        work = getattr(self.inner, name)(*args, **kwargs)
-        if self.is_connected and isinstance(work, dist.Work):  # those that exchange nothing never complete
-            _works[:] = [one for one in _works if not one.is_completed()]
-            _works.append(work)
-        return work
+        self.used()
+        return _noted(self, getattr(self.inner, name)(*args, **kwargs))
 
     return collective
 
 
+def _passed_on_to_peer(name: str) -> Any:
+    def message(self: ReconnectingGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        check_not_asked()
+        group, rank = self.routes.get(peer, (self, peer))
+        group.used()
+        return _noted(group, getattr(group.inner, name)(tensors, rank, tag))
+
+    return message
+
+
 for _name in filter(_PASSED_ON.match, vars(dist.ProcessGroup)):
-    setattr(ReconnectingGroup, _name, _passed_on(_name))
+    setattr(ReconnectingGroup, _name, (_passed_on_to_peer if _name in ("send", "recv") else _passed_on)(_name))
 
 
 def _exchanges() -> bool:
@@ -113,16 +152,34 @@ def connect_groups(store: Any) -> None:
     """Connect all groups of this process with those of the other ranks, which meet at `store`; collective.
 
     The smallest come first: most of them are without the rank that is started anew, and need not wait for it. Groups
-    of the same ranks share their connections.
+    of the same ranks share their connections. Those of all ranks connect when they are used.
     """
-    connected: dict[Any, ReconnectingGroup] = {}
-    for group in sorted(_groups, key=lambda one: one.size()):  # stable: the same order on all ranks
-        alike = (tuple(dist.get_process_group_ranks(group)), group.timeout)
-        if alike in connected:
-            group.connect_as(connected[alike])
-        else:
+    firsts: dict[Any, ReconnectingGroup] = {}
+    groups = sorted(_groups, key=lambda one: one.size())  # stable: the same order on all ranks
+    for group in groups:
+        first = firsts.setdefault((tuple(dist.get_process_group_ranks(group)), group.timeout), group)
+        if group.size() == groups[-1].size():
+            group.connect_when_used(first, store)
+        elif first is group:
             group.connect(store)
-            connected[alike] = group
+        else:
+            group.connect_as(first)
+    for group in groups:
+        _route(group, groups)
+
+
+def _route(group: ReconnectingGroup, groups: Sequence[ReconnectingGroup]) -> None:
+    """Find the smallest of `groups`, which are by size, for what is sent to each rank of `group`.
+
+    Both ends find the same one: they are in the same groups with each other.
+    """
+    own = dist.get_process_group_ranks(group)
+    for smaller in groups:
+        if smaller.size() == group.size():
+            break
+        for rank, peer in enumerate(dist.get_process_group_ranks(smaller)):
+            if rank != smaller.rank() and peer in own:
+                group.routes.setdefault(own.index(peer), (smaller, rank))
 
 
 def disconnect_groups() -> None:

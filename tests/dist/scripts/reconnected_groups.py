@@ -1,4 +1,7 @@
-"""Connects groups of which the last rank is late: it comes once the others have connected the one without it."""
+"""Connects groups of which the last rank is late: it comes once the others have connected the one without it.
+
+The others then send to each other, in the group of all ranks, without it. Afterwards that group is used by all.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,20 @@ setattr(reconnecting.ReconnectingGroup, "connect", told)  # noqa: B010  types se
 if rank == ranks - 1:
     store.wait([f"connected_{other}" for other in range(ranks - 1)], timeout)
 reconnecting.connect_groups(store)
+world: Any = dist.group.WORLD
+if rank < 2:  # the last rank has no part in it, so that nothing connects that it would be waited for with
+    message = torch.full((1,), 5.0 + rank)
+    dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+    assert int(message) == 5
+    dist.send(message, 0) if rank == 1 else dist.recv(message, 1)
+    store.set(f"exchanged_{rank}", "")
+else:
+    store.wait(["exchanged_0", "exchanged_1"], timeout)
+assert not (world.is_connected or again.is_connected or shorter.is_connected), "groups of all ranks are not used yet"
 for group in (None, again, shorter) if rank == ranks - 1 else (None, again, shorter, others):
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     assert int(total) == dist.get_world_size(group)
-world: Any = dist.group.WORLD
 print("shared", world.inner is again.inner, world.inner is shorter.inner, flush=True)
 dist.barrier()
 reconnecting.disconnect_groups()

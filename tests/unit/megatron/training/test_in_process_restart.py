@@ -122,12 +122,13 @@ def test_a_rank_that_is_asked_to_return_begins_no_exchange(asked: threading.Even
     """What another rank has begun to send when connections end would be waited for without end."""
     begun: list[str] = []
     groups: Any = reconnecting.ReconnectingGroup
-    group = SimpleNamespace(inner=SimpleNamespace(allreduce=begun.append), is_connected=True)
+    inner = SimpleNamespace(allreduce=begun.append)
+    group = SimpleNamespace(inner=inner, is_connected=True, used=lambda: begun.append("connected"))
     groups.allreduce(group, "before")
     asked.set()
     with pytest.raises(in_process_restart.AskedToReturnError, match="another rank has failed"):
         groups.allreduce(group, "after")
-    assert begun == ["before"]
+    assert begun == ["connected", "before"]
 
 
 def test_a_rank_that_is_asked_to_return_has_no_error_of_its_own(asked: threading.Event) -> None:
