@@ -7,6 +7,7 @@ first node's own ranks, and copies on the other one. Prints one JSON object.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -29,7 +30,10 @@ def sealed(pid: int, step: int) -> list[Slot]:
 
 def port_of(pid: int) -> int:
     """Where it listens: proc(5), net/tcp6."""
-    sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed since
+            sockets.add(os.readlink(path))
     for family in ("tcp", "tcp6"):
         for row in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
             fields = row.split()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from restart_trace.ancestors import read_text
 from tests.cluster.cluster import Cluster, Node
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
@@ -98,9 +99,9 @@ class Job:
 
     def ranks_with(self, node: Node, variables: Mapping[str, str]) -> int:
         """Processes of the training on a node that were started with these variables."""
-        entries = {f"{name}={value}".encode() for name, value in variables.items()}
+        entries = {f"{name}={value}" for name, value in variables.items()}
         found = [pid for pid, command in self.left_on(node).items() if "pretrain_gpt.py" in command]
-        return sum(entries <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) for pid in found)
+        return sum(entries <= set(read_text(pid, "environ").split("\0")) for pid in found)
 
     def left_on(self, node: Node) -> dict[int, str]:
         """Processes of this launch on a node."""

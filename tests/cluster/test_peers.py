@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.net.secret import VARIABLE as SECRET_VARIABLE
+from restart_trace.ancestors import read_text
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import Job, Preset
 from tests.cluster.probe import why_no_cluster
@@ -72,7 +72,7 @@ def loaded(job: Job, cycle: int) -> tuple[set[int], list[set[str]]]:
 
 def holder(node: Node) -> int:
     """The process of a node that holds copies."""
-    (pid,) = [pid for pid in node.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "memory-copies"]
+    (pid,) = [pid for pid in node.processes() if read_text(pid, "comm").strip() == "memory-copies"]
     return pid
 
 
@@ -154,8 +154,7 @@ def rank_of(node: Node, job: Job, cycle: int, rank: int) -> int:
     """Process id of a rank, as seen from outside."""
     inside = str(job.first_record(cycle, rank)["pid"])
     for pid in node.processes():
-        status = Path(f"/proc/{pid}/status").read_text()
-        if re.search(r"^NSpid:.*\s" + inside + "$", status, re.MULTILINE):
+        if re.search(r"^NSpid:.*\s" + inside + "$", read_text(pid, "status"), re.MULTILINE):
             return pid
     raise AssertionError(f"rank {rank} does not run on {node.name}")
 

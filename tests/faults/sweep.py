@@ -326,14 +326,15 @@ def run(options: argparse.Namespace, root: Path, out: Path, share: int = 0) -> N
     present = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])  # proc(5): where it runs
     os.sched_setaffinity(0, {present if options.processes == 1 else cores[share % len(cores)]})
     done = {verdict.key for verdict in read(out) if verdict.survived}
-    with prepared(options.scenario, root / str(share)) as scenarios, out.open("a", buffering=1) as file:
+    with prepared(options.scenario, root / str(share)) as scenarios, out.open("ab", buffering=0) as file:
         for scenario, of in itertools.product(scenarios, (SAVE, START) if options.of is None else (options.of,)):
             faults = chosen(scenario.faults(of), 1 if options.fault else options.every)
             if options.fault is not None:
                 faults = [fault for fault in faults if str(fault) == options.fault]
             for fault in faults:
                 if share_of(fault, options.processes) == share and (scenario.name, of, fault) not in done:
-                    print(json.dumps(dataclasses.asdict(scenario.judge(of, fault))), file=file)
+                    line = json.dumps(dataclasses.asdict(scenario.judge(of, fault)))
+                    file.write(f"{line}\n".encode())  # in one write: other processes write there, too
 
 
 def share_of(fault: Fault, processes: int) -> int:
