@@ -61,9 +61,9 @@ class Signals:
         # What is to be ignored (nohup) stays so.
         caught = {signum for signum in stopping if signal.getsignal(signum) is not signal.SIG_IGN}
         self._before = {signum: signal.getsignal(signum) for signum in caught | _OF_RANKS}
-        for signum in self._before:
-            signal.signal(signum, lambda *_: None)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for signum in self._before:  # from here on the byte is all that tells of one
+            signal.signal(signum, lambda *_: None)
 
     def fileno(self) -> int:
         return self._reader.fileno()

@@ -134,10 +134,10 @@ class Coordinator:
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
-        for signum in self._stop_signals - {NODE_FAILED_SIGNAL}:
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for signum in self._stop_signals - {NODE_FAILED_SIGNAL}:  # from here on the byte is all that tells of one
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ)
         signal.signal(NODE_FAILED_SIGNAL, lambda *_: None)
         if self._launch.port_file is not None:  # who reads it may send signals from then on

@@ -110,19 +110,20 @@ class _Server:
                     command, env=settings["environment"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
                 )
             return started.pid
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(what, path, number, settings)
+            self._become(server, what, path, number, settings)
         return pid
 
-    def _become(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> NoReturn:
+    def _become(self, server: int, what: str, path: Path, number: int, settings: dict[str, Any]) -> NoReturn:
         """In the forked process: run the rank, then exit as a forked process of multiprocessing does.
 
         A normal exit would tear down all imported modules, whose pages would first be copied: 0.3 s of processor time.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._running = {}
-        end_with_parent()
+        end_with_parent(server)  # which SIGTERM may have ended before it has noted this process
         os.environ.clear()
         os.environ.update(settings["environment"] | self._kept)
         log = os.open(settings["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
