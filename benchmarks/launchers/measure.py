@@ -23,7 +23,7 @@ from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, Setting, comma
 from megatron.launch.rendezvous_store import PROCESS_NAME
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
-from tools.restart_drill.launch import DrillError, Launch, launched
+from tools.restart_drill.launch import DrillError, Launch, launched, named
 
 FAULT_AFTER = 3  # steps after a checkpoint, as the demonstration
 POLL_S = 0.002
@@ -90,7 +90,7 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
         failed_at = first_log.wait_for(
             functools.partial(_is_injection_point, variant, setting, launch), launch, limit_s
         )
-        ranks = [child for child in children(launch) if child.name() not in (PROCESS_NAME, WAITS)]
+        ranks = [child for child, name in named(children(launch)) if name not in (PROCESS_NAME, WAITS)]
         if len(ranks) != setting.world_size:
             raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
         injected_ns = now_ns()
@@ -110,7 +110,7 @@ def _is_injection_point(variant: str, setting: Setting, launch: Launch, iteratio
     """Whether the fault is injected after this iteration."""
     if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != FAULT_AFTER:
         return False
-    return variant not in STANDBY or sum(child.name() == WAITS for child in children(launch)) == setting.world_size
+    return variant not in STANDBY or sum(name == WAITS for _, name in named(children(launch))) == setting.world_size
 
 
 def children(launch: Launch) -> list[psutil.Process]:

@@ -26,7 +26,7 @@ from benchmarks.restart_scoreboard.contestants import ALL, NODE, NODES, OURS, SP
 from megatron.launch.rendezvous_store import PROCESS_NAME
 from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
-from tools.restart_drill.launch import DrillError, launched
+from tools.restart_drill.launch import DrillError, launched, named
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Training:
         """Whether a fault may come: standby ranks, if any, wait for it."""
         if NODE in self._contestant.kinds:
             return self._are_nodes_ready()
-        waiting = sum(child.name() == WAITS for child in children(self._launch))
+        waiting = sum(name == WAITS for _, name in named(children(self._launch)))
         return self._name not in STANDBY or waiting == self._setting.world_size
 
     def _are_nodes_ready(self) -> bool:
@@ -149,7 +149,7 @@ class Training:
         if self._nodes:
             return True
         # Others train: agents of torchrun that come at the same time keep replacing one another.
-        self._launch.send(signal.SIGKILL, [one for one in self._children_of_loops() if one.name() == "sleep"])
+        self._launch.send(signal.SIGKILL, [one for one, name in named(self._children_of_loops()) if name == "sleep"])
         agents = self._agents()
         training = self._training(agents)
         if len(agents) == NODES + SPARES and len(training) == NODES:
@@ -175,7 +175,7 @@ class Training:
         return [
             agent
             for agent in agents
-            if sum(child.name() not in (PROCESS_NAME, WAITS) for child in agent.children()) >= wanted
+            if sum(name not in (PROCESS_NAME, WAITS) for _, name in named(agent.children())) >= wanted
         ]
 
     def _kill(self, kind: str, drawn: random.Random) -> None:
@@ -192,7 +192,7 @@ class Training:
     def _ranks(self) -> list[psutil.Process]:
         """In the order of their ranks; those that megatron.launch has forked in that of their start."""
         if self._contestant.trainer == OURS and self._name != "torchrun":
-            return [child for child in children(self._launch) if child.name() not in (PROCESS_NAME, WAITS)]
+            return [child for child, name in named(children(self._launch)) if name not in (PROCESS_NAME, WAITS)]
         found = []
         for process in self._launch.everything():
             with contextlib.suppress(psutil.Error, OSError):

@@ -24,6 +24,7 @@ import psutil
 
 from restart_trace.reading import read_records
 from tests.dist.forked_writers import ForkServer, fork_connection
+from tools.common.environments import has_variable
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_S = 300.0  # what has not come by then never will; no test passes or fails by how soon a thing comes
@@ -181,13 +182,11 @@ def processes_with(name: str, value: str) -> list[psutil.Process]:
 
     For tests that poll: psutil takes five times as long for the environments of all processes.
     """
-    entry, found = f"{name}={value}".encode(), []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if entry in file.read().split(b"\0"):
-                process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        if has_variable(pid, name, value):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
     return found
 
 

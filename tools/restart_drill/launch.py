@@ -21,6 +21,8 @@ import psutil
 from restart_trace.clock import boot_id, now_ns
 from restart_trace.schema import RANK_FILE_PATTERN
 
+from ..common.environments import has_variable
+
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
 COPIES_VARIABLE = "MEGATRON_MEMORY_COPIES"
@@ -123,7 +125,7 @@ class Launch:
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
                 # Without the mark, the pid has been reused by another process.
-                if process.environ().get(MARK_VARIABLE) == self._mark:
+                if has_variable(pid, MARK_VARIABLE, self._mark):
                     self._ranks.append(process)
         self._of_ranks = set(self._ranks)
         all_known = 0 < world_size == len(ranks) and 0 < len(pids) == len(self._ranks)
@@ -163,12 +165,7 @@ class Launch:
 
     def everything(self) -> list[psutil.Process]:
         """All living processes of the launch."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK_VARIABLE) == self._mark:
-                    found.append(process)
-        return found
+        return [one for one in psutil.process_iter() if has_variable(one.pid, MARK_VARIABLE, self._mark)]
 
     def send(self, signum: int, processes: list[psutil.Process]) -> int:
         """Send a signal to those that still live. Returns their number."""
@@ -210,7 +207,7 @@ class Launch:
         deadline = time.monotonic() + time_limit_s
         while left := self.everything():
             if time.monotonic() > deadline:
-                shown = ", ".join(f"{process.pid} ({process.name()})" for process in left[:8])
+                shown = ", ".join(f"{process.pid} ({name})" for process, name in named(left[:8]))
                 raise DrillError(f"{len(left)} processes outlived the launch by {time_limit_s:g} s: {shown}")
             time.sleep(POLL_S)
         self._reader.join(time_limit_s)
@@ -268,6 +265,15 @@ def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
+    return found
+
+
+def named(processes: Iterable[psutil.Process]) -> list[tuple[psutil.Process, str]]:
+    """(process, its name) of the processes that are still there; one that has been found may have ended since."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append((process, process.name()))
     return found
 
 

@@ -241,7 +241,12 @@ class LaunchOnNodes(Launch):
 
     def coordinator(self) -> list[psutil.Process]:
         """The process on this host that starts and ends the ranks on all nodes."""
-        return [process for process in self.everything() if "coordinate" in process.cmdline()]
+        found = []
+        for process in self.everything():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended since
+                if "coordinate" in process.cmdline():
+                    found.append(process)
+        return found
 
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Also waits on all nodes that have run ranks. Repairs them first, so that a node cut off learns of the end."""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from ..common.environments import has_variable
+
 MARK = "RESTART_SWEEP"  # in the environment of all processes of a sweep: its id
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GRACE_S = 20.0  # from SIGTERM to SIGKILL: drills and replays end their ranks and remove what they wrote
@@ -75,9 +77,4 @@ def end_all(mark: str) -> int:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return [one for one in psutil.process_iter() if has_variable(one.pid, MARK, mark)]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from ...common.environments import has_variable
 from ..launch import LAUNCH_ID_VARIABLE
 from ..own_shm import SHM
 
@@ -98,10 +99,7 @@ def _processes_of(launch_id: str) -> list[psutil.Process]:
     found: dict[int, psutil.Process] = {}
     others: list[psutil.Process] = []
     for process in psutil.process_iter():
-        environment: dict[str, str] = {}
-        with contextlib.suppress(psutil.Error, OSError):
-            environment = process.environ()
-        if environment.get(LAUNCH_ID_VARIABLE) == launch_id and process.pid != os.getpid():
+        if process.pid != os.getpid() and has_variable(process.pid, LAUNCH_ID_VARIABLE, launch_id):
             found[process.pid] = process
         else:
             others.append(process)

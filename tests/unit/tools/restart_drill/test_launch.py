@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from restart_trace.clock import boot_id
 from tests.dist.harness import runs
 from tools.common.stopping import StoppedBySignal
 from tools.restart_drill.faults import inject
-from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
+from tools.restart_drill.launch import DrillError, Launch, launched, named, recorded_ranks
 from tools.restart_drill.supervisors import LauncherInPlace
 
 # A launcher that forks two ranks; each writes the first record of a trace, has a child of its own, and notes each
@@ -174,3 +175,10 @@ def test_a_rank_that_is_to_be_harmed_while_it_returns_has_not_returned_before(
         assert killed == 1 and steps
         until(lambda: stopped(launcher) and held.read_bytes() == b"..", "the rank goes on, and its launcher does not")
     until(lambda: not stopped(launcher), "the launcher goes on")
+
+
+def test_a_process_that_has_ended_since_it_was_found_has_no_name() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        found = [psutil.Process(process.pid), psutil.Process()]
+        process.kill()
+    assert named(found) == [(found[1], found[1].name())]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.restart_drill.launch import DrillError, cleaned_up
@@ -72,3 +75,22 @@ def test_a_message_is_heard_after_what_another_program_has_not_ended_a_line_of(p
         command = ["bash", "-c", f"echo '{said}'; exec sleep 600"]
         with cleaned_up(LaunchOnNodes(command, tmp_path / "log", False, nodes, tmp_path)) as launch:
             launch.await_spare(300.0)
+
+
+def test_the_coordinator_is_found_beside_what_has_just_ended(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        ended = psutil.Process(process.pid)
+        process.kill()
+    waits = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()", "coordinate"]
+    with (
+        nodes_of(["bash", str(program)], [-1]) as nodes,
+        subprocess.Popen(waits, stdout=subprocess.PIPE) as coordinator,
+    ):
+        assert coordinator.stdout is not None and coordinator.stdout.readline()
+        launch = LaunchOnNodes([], tmp_path / "log", False, nodes, tmp_path)
+        found = [ended, psutil.Process(coordinator.pid)]
+        monkeypatch.setattr(launch, "everything", lambda: found)
+        assert launch.coordinator() == found[1:]
+        coordinator.kill()
