@@ -15,11 +15,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -33,7 +33,6 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from megatron.fileio.objects.s3 import Bucket, SentPart
-from megatron.net.free_port import free_port
 from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request
 
@@ -111,19 +110,16 @@ class ImpatientBucket(Bucket):
 @contextlib.contextmanager
 def serving() -> Iterator[Server]:
     """Run the server with an empty bucket."""
-    server = Server(free_port())
-    command = [sys.executable, "-m", "tests.s3_server", str(server.port)]
-    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + _STARTS_S
-        while True:
-            assert process.poll() is None, "tests.s3_server has ended"
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")).read()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert time.monotonic() < deadline, "tests.s3_server does not answer"
-                time.sleep(0.05)
+    # The port is ours from here on: one that was only free could be another server's by the time that this one listens.
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        server = Server(listening.getsockname()[1])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.s3_server", str(listening.fileno())],
+            cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[listening.fileno()],
+        )  # fmt: skip
+    try:  # this waits until it serves; if it ends before, the connection is reset
+        made = urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(made, timeout=_STARTS_S).read()
         yield server
     finally:
         process.send_signal(signal.SIGKILL)
