@@ -38,11 +38,15 @@ def alone() -> None:
         dist.init_process_group("gloo", store=STORES.HashStore(), rank=0, world_size=1)
 
 
-def in_a_fork(work: Callable[[], None]) -> None:
-    """Do it in a process of its own: this one stays without threads and without a process group."""
-    done = run_traced(work, lambda path: False, None)
-    assert done.raised is None, done.raised
-    assert not done.hangs and done.status == 0, done
+def saved_by(work: Callable[[Path], None], zygote: Zygote, directory: Path) -> Path:
+    """Do it in a process of its own, in the new directory that is returned.
+
+    It is none of this process, which has threads: their locks would stay locked for ever.
+    """
+    saves = directory / "saves"
+    saves.mkdir()
+    zygote.call(work, directory, saves)
+    return saves
 
 
 def in_a_new_process(work: str, directory: Path, begin: str = "") -> subprocess.CompletedProcess[str]:
@@ -95,8 +99,9 @@ def save_that_raises(directory: Path) -> None:
     assert (directory / "latest").read_text() == "next"
 
 
-def test_a_save_that_raises_is_not_committed(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_that_raises(tmp_path))
+@pytest.mark.slow
+def test_a_save_that_raises_is_not_committed(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_that_raises, zygote, tmp_path)
 
 
 def save_on_two_ranks(rank: int, port: int, directory: Path, early: bool, errors: Any) -> None:
@@ -235,8 +240,9 @@ def save_with_a_teacher(directory: Path) -> None:
     assert torch.equal(engine.load(str(path))["teacher"], torch.ones(1000))
 
 
-def test_a_frozen_parameter_is_copied_at_once(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_with_a_teacher(tmp_path))
+@pytest.mark.slow
+def test_a_frozen_parameter_is_copied_at_once(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_with_a_teacher, zygote, tmp_path)
 
 
 def save_and_change(directory: Path) -> None:
@@ -253,8 +259,9 @@ def save_and_change(directory: Path) -> None:
     assert not (directory / "latest").exists()
 
 
-def test_a_save_whose_state_is_changed_meanwhile_fails(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_and_change(tmp_path))
+@pytest.mark.slow
+def test_a_save_whose_state_is_changed_meanwhile_fails(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_and_change, zygote, tmp_path)
 
 
 def save_beside_files(directory: Path) -> None:
@@ -276,8 +283,9 @@ def save_beside_files(directory: Path) -> None:
     assert found == [".latest.tmp", ".weights.pt.tmp", "latest", "precious", "tag", "weights.pt"]
 
 
-def test_files_of_others_are_neither_removed_nor_written(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_beside_files(tmp_path))
+@pytest.mark.slow
+def test_files_of_others_are_neither_removed_nor_written(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_beside_files, zygote, tmp_path)
 
 
 def save_with_torch_over_it(directory: Path) -> None:
@@ -291,8 +299,9 @@ def save_with_torch_over_it(directory: Path) -> None:
     assert engine.load(str(directory / "tag" / "model.pt")) == {"number": 2}
 
 
-def test_a_file_of_torch_save_over_one_of_lazy_is_called_so(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_with_torch_over_it(tmp_path))
+@pytest.mark.slow
+def test_a_file_of_torch_save_over_one_of_lazy_is_called_so(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_with_torch_over_it, zygote, tmp_path)
 
 
 def save_tied(directory: Path) -> None:
@@ -312,8 +321,9 @@ def save_tied(directory: Path) -> None:
     assert found["one"].data_ptr() == found["other"].data_ptr() == found["parameter"].data_ptr()
 
 
-def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
-    in_a_fork(lambda: save_tied(tmp_path))
+@pytest.mark.slow
+def test_tied_weights_are_saved_once(zygote: Zygote, tmp_path: Path) -> None:
+    saved_by(save_tied, zygote, tmp_path)
 
 
 def save_one(directory: Path) -> None:
@@ -406,10 +416,10 @@ def saved_to_convert(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_a_conversion_that_has_no_room_leaves_nothing_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    in_a_fork(lambda: saved_to_convert(tmp_path))
-    words = [str(tmp_path / "tag"), str(tmp_path / "out" / "tag")]
+    saves = saved_by(saved_to_convert, zygote, tmp_path)
+    words = [str(saves / "tag"), str(tmp_path / "out" / "tag")]
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))"  # of each file
     command = [sys.executable, "-c", f"{limit}; from megatron.adapters.to_torch import main; raise SystemExit(main())"]
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
