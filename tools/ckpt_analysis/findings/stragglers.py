@@ -131,7 +131,7 @@ def barrier_skew(e: Evidence, limits: Thresholds) -> list[Observation]:
     worst: dict[str, tuple[float, OperationStats]] = {}
     for kind, stats in e.operations:
         barrier = phase_of(stats, "barrier")
-        if not isinstance(stats, OperationStats) or stats.wall is None or barrier is None:
+        if not isinstance(stats, OperationStats) or stats.wall is None or barrier is None or not median_of(stats.wall):
             continue
         waited = median_of(barrier.time)
         if barrier.blocking == "none" or waited < limits["least_s"]:

@@ -186,11 +186,15 @@ def parts_of_path(path: list[Segment]) -> list[PathPart]:
 
 
 def stretches_of_ranks(windows: pl.DataFrame) -> dict[int, list[Stretch]]:
-    """Rank -> what it did until the end of its first step, as `stretches_until`; without ranks that made none."""
+    """Rank -> what it did until the end of its first step, as `stretches_until`.
+
+    Without ranks that made none, or that took no time.
+    """
     ends = dict(
         windows.filter(pl.col("phase") == "first_step").group_by("rank").agg(pl.col("end_ns").max()).iter_rows()
     )
-    return stretches_until(windows.filter(pl.col("phase") != "caught_up"), ends)
+    found = stretches_until(windows.filter(pl.col("phase") != "caught_up"), ends)
+    return {rank: stretches for rank, stretches in found.items() if stretches}
 
 
 def stretches_until(windows: pl.DataFrame, ends: Mapping[int, int]) -> dict[int, list[Stretch]]:

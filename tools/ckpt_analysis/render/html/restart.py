@@ -119,7 +119,8 @@ def _plot(
         )
         for phase, parts in sorted(by_phase.items(), key=lambda entry: ORDER.index(entry[0]))
     ]
-    done = max(end for parts in bars.values() for phase, _, end in parts if phase == "first_step")
+    # A first step that took no time is no bar: it ended its rank's start.
+    done = max((end for parts in bars.values() for phase, _, end in parts if phase == "first_step"), default=whole_s)
     since = "the failure" if has_failure else "the first process began"
     arranged = lanes(list(bars), _ROW, 150, x=f"seconds since {since}", barmode="overlay", **first_step_mark(done))
     arranged["yaxis"] |= {"dtick": 1}

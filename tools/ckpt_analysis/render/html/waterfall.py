@@ -153,7 +153,8 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     data += [_lengths(rows, end, left) for left in (False, True)]
     full = any(row.end > _LATE * end and not row.is_labelled_left(end) for row in rows)
     origin = "the failure" if start.restart_s is not None else "the start of the critical rank's process"
-    done_s = max(row.within[1] for row in rows if row.phase == "first_step" and row.within)
+    # A first step that took no time is no row: it ended the start.
+    done_s = max((row.within[1] for row in rows if row.phase == "first_step" and row.within), default=end)
     x_range = [0, end * (1 + _ROOM if full else 1.02)]
     more = {"barmode": "overlay", "xaxis": {"range": x_range}} | first_step_mark(done_s)
     arranged = lanes([row.phase for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
