@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests import processor_time
 from tests.dist.harness import Zygote
@@ -52,6 +53,9 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=NIGHTLY not in os.environ
 )
 settings.load_profile("any machine")
+if NIGHTLY not in os.environ:
+    # It also tries the numbers and strings in the source of our modules that this worker has imported until then.
+    setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  no setting does this
 # What a command prints into a pipe must not depend on the terminal of pytest. Its width is in the environment that
 # processes inherit once readline was imported, where os.environ does not show it.
 readline.get_history_length()

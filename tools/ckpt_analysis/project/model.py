@@ -82,9 +82,15 @@ def optimal_work_s(costs: Costs, mtbf_s: float) -> float:
     """
     free = 0.0
     if costs.blocked_s > 0:
-        from scipy.special import lambertw  # see tools/common/statistics.py
+        # Near its branch point W0 is -1 + p - p^2/3 + 11/72 p^3 - ... (Corless et al., "On the Lambert W function",
+        # 1996, 4.22): the sum of 1 and W0 would have few digits there.
+        p = math.sqrt(-2 * math.expm1(-costs.blocked_s / mtbf_s))
+        if p < 1e-3:
+            free = mtbf_s * (p - p**2 / 3 + 11 / 72 * p**3)
+        else:
+            from scipy.special import lambertw  # see tools/common/statistics.py
 
-        free = mtbf_s * (1 + float(lambertw(-math.exp(-costs.blocked_s / mtbf_s - 1)).real))
+            free = mtbf_s * (1 + float(lambertw(-math.exp(-costs.blocked_s / mtbf_s - 1)).real))
     return free if free >= costs.lag_s else min(costs.lag_s, mtbf_s)
 
 

@@ -228,6 +228,7 @@ def test_rows() -> None:
     step_s=st.floats(0.1, 60), hours=st.floats(0.1, 1e5),
 )  # fmt: skip
 @example(blocked_s=0.0, lag_s=5e-324, restart_s=0.0, step_s=1.0, hours=1.0)
+@example(blocked_s=6e-8, lag_s=0.0, restart_s=0.0, step_s=0.109375, hours=22349.0)
 def test_the_answer_is_the_best_in_whole_steps_and_its_ends_are_sharp(
     blocked_s: float, lag_s: float, restart_s: float, step_s: float, hours: float
 ) -> None:
