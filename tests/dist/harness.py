@@ -139,10 +139,13 @@ class Zygote:
             self._answer(HANGS_S)
             raise
 
-    def call(self, function: Callable[..., None], log_dir: Path, *paths: Path) -> None:
-        """Call a function of a module in a process of its own, which has torch and DeepSpeed imported."""
+    def call(self, function: Callable[..., None], log_dir: Path, *paths: Path, ranks: int = 1) -> None:
+        """Call a function of a module in a process of its own, which has torch and DeepSpeed imported, or in several.
+
+        As ranks of one job they find each other by their environment.
+        """
         argv = [function.__module__, function.__name__, *map(str, paths)]
-        run = self.run(argv, 1, log_dir, script=str(Path(__file__).with_name("scripts") / "call_function.py"))
+        run = self.run(argv, ranks, log_dir, script=str(Path(__file__).with_name("scripts") / "call_function.py"))
         assert run.ok, run.output[-6000:]
 
     def _ask(self, request: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,6 @@ from tests.dist.harness import ROOT, Zygote
 from tests.faults.injection import run_traced
 
 STORES: Any = dist  # whose stores are not annotated as its own
-FORK = multiprocessing.get_context("fork")
 
 
 def alone() -> None:
@@ -104,13 +104,19 @@ def test_a_save_that_raises_is_not_committed(zygote: Zygote, tmp_path: Path) -> 
     saved_by(save_that_raises, zygote, tmp_path)
 
 
-def save_on_two_ranks(rank: int, port: int, directory: Path, early: bool, errors: Any) -> None:
-    store = STORES.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def join() -> int:
+    """Be a rank of a job of two; returns which."""
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def save_on_two_ranks(directory: Path) -> None:
+    """Rank 1 raises within its first save, before its file in a directory called `early`."""
+    rank = join()
     engine = LazyCheckpointEngine(settings=LazySettings(timeout_minutes=5))
     path = directory / "bad" / f"{rank}.pt"
     with contextlib.suppress(ZeroDivisionError), engine.save_of(None):
-        if early and rank == 1:
+        if directory.name == "early" and rank == 1:
             raise ZeroDivisionError("before the save was created")
         engine.create(CheckpointCommitInfo("bad", str(directory), True))
         engine.makedirs(directory / "bad", exist_ok=True)
@@ -120,7 +126,7 @@ def save_on_two_ranks(rank: int, port: int, directory: Path, early: bool, errors
     try:
         engine.wait()
     except CheckpointSaveError as error:
-        errors.put(str(error))
+        (directory / f"error_{rank}").write_text(str(error))
     with engine.save_of(None):
         engine.create(CheckpointCommitInfo("good", str(directory), True))
         engine.makedirs(directory / "good", exist_ok=True)
@@ -128,63 +134,54 @@ def save_on_two_ranks(rank: int, port: int, directory: Path, early: bool, errors
     engine.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("early", "error"),
-    [(False, "rank 1: ZeroDivisionError: after its file"), (True, "rank 1: ZeroDivisionError: before the save")],
+    ("name", "error"),
+    [
+        ("late", "rank 1: ZeroDivisionError: after its file"),
+        ("early", "rank 1: ZeroDivisionError: before the save was created"),
+    ],
 )
-def test_a_save_that_raises_on_one_rank_fails_on_all_at_once(early: bool, error: str, tmp_path: Path) -> None:
-    store = STORES.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    errors = FORK.Queue()
-    ranks = [
-        FORK.Process(target=save_on_two_ranks, args=(rank, store.port, tmp_path, early, errors)) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    assert all(error in errors.get(timeout=200) for _ in ranks)
-    for rank in ranks:
-        rank.join()
-    assert (tmp_path / "latest").read_text() == "good"
+def test_a_save_that_raises_on_one_rank_fails_on_all_at_once(
+    name: str, error: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    saves = tmp_path / name
+    saves.mkdir()
+    zygote.call(save_on_two_ranks, tmp_path, saves, ranks=2)
+    assert all(error in (saves / f"error_{rank}").read_text() for rank in range(2))
+    assert (saves / "latest").read_text() == "good"
 
 
-def save_when_told(rank: int, port: int, directory: Path, may_save: Any, said: Any) -> None:
-    """Rank 1 saves once it may; rank 0 waits for the save with timeouts, and tells how that ends."""
-    store = STORES.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def save_when_told(directory: Path) -> None:
+    """Rank 1 saves once it may; rank 0 waits for the save with timeouts, each of which says that it has passed."""
+    rank = join()
+    store = STORES.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     engine = LazyCheckpointEngine(settings=LazySettings(timeout_minutes=5))
     if rank == 1:
-        assert may_save.wait(300)
+        store.wait(["may_save"], timedelta(seconds=300))
     with engine.save_of(None):
         engine.create(CheckpointCommitInfo("tag", str(directory), True))
         engine.makedirs(directory / "tag", exist_ok=True)
         engine.save({"rank": rank}, str(directory / "tag" / f"{rank}.pt"))
     if rank == 0:
         for wait in (engine.wait, wait_for_saves, engine.wait):
-            try:
+            with pytest.raises(TimeoutError) as raised:
                 wait(0.05)
-                said.put(f"{wait.__name__} returned")
-            except TimeoutError as error:
-                said.put(str(error))
-        may_save.set()
+            said = "checkpoint tag is not complete yet: its save goes on; wait again, or longer"
+            assert str(raised.value) == said
+        store.set("may_save", "")
     wait_for_saves(300)
     assert (directory / "latest").read_text() == "tag"
     wait_for_saves(0)
-    said.put("saved")
 
 
-def test_a_wait_that_takes_too_long_says_so_and_leaves_the_save_to_be_waited_for(tmp_path: Path) -> None:
-    store = STORES.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    may_save, said = FORK.Event(), FORK.Queue()
-    ranks = [
-        FORK.Process(target=save_when_told, args=(rank, store.port, tmp_path, may_save, said)) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    heard = [said.get(timeout=200) for _ in range(3)]
-    assert heard == 3 * ["checkpoint tag is not complete yet: its save goes on; wait again, or longer"]
-    assert [said.get(timeout=200) for _ in ranks] == ["saved", "saved"]
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+@pytest.mark.slow
+def test_a_wait_that_takes_too_long_says_so_and_leaves_the_save_to_be_waited_for(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    zygote.call(save_when_told, tmp_path, saves, ranks=2)
 
 
 def train_with_deepspeed(directory: Path) -> None:
