@@ -51,6 +51,10 @@ for group in (None, again, shorter) if rank == ranks - 1 else (None, again, shor
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     assert int(total) == dist.get_world_size(group)
+if rank != 1:  # in no smaller group together, so that their messages go over that of all ranks
+    message = torch.full((1,), 5.0 + rank)
+    dist.send(message, ranks - 1) if rank == 0 else dist.recv(message, 0)
+    assert int(message) == 5
 print("shared", world.inner is again.inner, world.inner is shorter.inner, flush=True)
 dist.barrier()
 reconnecting.disconnect_groups()

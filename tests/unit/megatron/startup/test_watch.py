@@ -101,10 +101,10 @@ def test_a_rank_at_work_is_left_alone() -> None:
 
 # Stopped for longer than the limit, and a moment later the call returns. The parent lets it go on.
 STOPPED = """
-watch = watched("--distributed-timeout-minutes 0.02 --load-timeout 1.2")
+watch = watched("--distributed-timeout-minutes 0.05 --load-timeout 3")
 with UnderWay(STORAGE, "write to", "/c/file"), UnderWay(READING, "the reading of /l/global_step2"):
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.3)
+    time.sleep(0.5)
 watch.close()
 print("done")
 """
@@ -117,7 +117,7 @@ def test_storage_has_time_to_answer_after_the_machine_stood_still() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        time.sleep(2)  # the stop itself, longer than the limits
+        time.sleep(4)  # the stop itself, longer than the limits
         process.send_signal(signal.SIGCONT)
         said, error = process.communicate()
     assert (process.returncode, said) == (0, "done\n"), error
